@@ -1,16 +1,17 @@
 """The guide's hand-written loop on the installed accelerate: prepare, backward, step, zero_grad.
 
-As Hugging Face's "Efficient training on a single GPU" writes it: the loss of each micro-batch is divided by
-their number, the optimizer steps after the last one. Clipping is accelerate's own, when the job clips. What
-`Accelerator.prepare` does to the model (autocast around forward, outputs back to fp32), to the optimizer and
-to the loader is accelerate's, in a rehearsal too.
+It follows Hugging Face's "Efficient training on a single GPU". The loss of each micro-batch is divided by
+their number, and the optimizer steps after the last one. If the job clips, accelerate clips.
+`Accelerator.prepare` itself changes the model (autocast around forward, outputs back to fp32), the optimizer
+and the loader, in a rehearsal too.
 
-Of several processes each runs the same loop on its part of the batch. `prepare` puts DDP around the model, or
-spreads it by FSDP2; then, as accelerate's documentation has it, the model is built on the host and `prepare`
-moves it, one group of weights after the other. Gradients are exchanged after the last micro-batch
-(`Accelerator.no_sync` before it, as `accumulate` does). Unlike the plain loop it does not have NCCL let go of
-DDP's first buckets, since no user's loop does (`step/wishes/parallel.py`): a rehearsal keeps them as long as
-NCCL may.
+Each of several processes runs the same loop on its part of the batch. `prepare` wraps the model in DDP or
+shards it with FSDP2. For FSDP2 the model is built on the host, as accelerate's documentation recommends.
+`prepare` then moves it, one group of weights after the other. Gradients are exchanged after the last
+micro-batch (`Accelerator.no_sync` before it, as `accumulate` does).
+
+The plain loop makes NCCL release DDP's first buckets; this loop does not, since no user's loop does
+(`step/wishes/parallel.py`). So a rehearsal keeps them as long as NCCL may.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class AccelerateStep(Step):
         super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The accelerate loop only trains. Evaluate with --loop plain.")
         with placed_on(self.device, self.setup.parallel), run_context(self.setup):
@@ -89,7 +90,9 @@ class AccelerateStep(Step):
         return [float(loss) for loss in losses]
 
     def _model(self) -> torch.nn.Module:
-        """On the device, or, where it is to be spread over processes, on the host, which moves its parts."""
+        """Build the model on the device. One to be sharded over processes is built on the host, and
+        accelerate moves its parts.
+        """
         if not is_spread(self.setup):
             return build_model(self.job, self.setup, self.device)
         model = build_model(self.job, self.setup, self.device, stays=True)
@@ -100,14 +103,14 @@ class AccelerateStep(Step):
     def _exchange(
         self, accelerator: Any, model: Any, *, is_last: bool
     ) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are told to the other processes after the last micro-batch alone."""
+        """Exchange gradients after the last micro-batch only."""
         if is_last or self.setup.parallel is None:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = accelerator.no_sync(model)
         return context
 
     def _prepare(self, model: torch.nn.Module, accelerator: Any) -> tuple[Any, Any, Iterator[Any]]:
-        """What accelerate makes of the model, its optimizer and its batches, which do not end."""
+        """Return model, optimizer and an endless iterator of batches, all prepared by accelerate."""
         if is_spread(self.setup):
             name_layers(accelerator, model)
         optimizer = build_optimizer(self.job, self.setup, model)
@@ -116,13 +119,13 @@ class AccelerateStep(Step):
         return model, optimizer, _without_end(batches)
 
     def _forward(self, model: Any, batch: Any, observer: Observer) -> Any:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         observer.phase("forward")
         with forward_context(self.setup, self.device, in_accelerate=True):
             return loss_of(model(**batch))
 
 
 def _without_end(batches: Any) -> Iterator[Any]:
-    """The batches of a loader, from the beginning again after each epoch."""
+    """Yield the batches of a loader, from the beginning again after each epoch."""
     while True:
         yield from batches

@@ -1,15 +1,15 @@
-"""The one applier: every wish of a `Setup` to its handler, in the order of installing, for every front-end.
+"""The applier: pass each wish of a `Setup` to its handler, in the order of installing, for every front-end.
 
-A front-end gives its ends (a job and a device, a live model, an optimizer's groups, arguments) and names
-itself; what a wish does to an end is in its handler (`wishes/`). A feature adds its fields of `Setup` and
+A front-end passes its name and its objects: a job and a device, a live model, an optimizer's groups,
+arguments. The handler of a wish changes these objects (`wishes/`). A feature adds its fields of `Setup` and
 their handlers (`techniques/feature.py`).
 
-    plain        the plain loop: our own training, rehearsals, measurements
-    accelerate   the guide's loop on accelerate, rehearsed and measured
-    trainer      transformers' Trainer, rehearsed and measured
-    fit          `snugfit.fit`: a user's live Trainer
-    custom_loop  `snugfit.accelerate`: a user's live model, optimizer and loader
-    script       an export
+- `plain`: the plain loop: our own training, rehearsals, measurements
+- `accelerate`: the guide's loop on accelerate, rehearsed and measured
+- `trainer`: transformers' Trainer, rehearsed and measured
+- `fit`: `snugfit.fit`: a user's live Trainer
+- `custom_loop`: `snugfit.accelerate`: a user's live model, optimizer and loader
+- `script`: an export
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ HANDLERS: tuple[Handler, ...] = tuple(
         key=lambda handler: handler.stage,
     )
 )
-"""In the order of their stages."""
+"""All handlers, in the order of their stages."""
 
 REFUSED: Mapping[tuple[str, str], str] = {
     (front_end, handler.wish): reason for handler in HANDLERS for front_end, reason in handler.refused.items()
@@ -85,14 +85,14 @@ _PLAIN = Setup()
 
 
 def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
-    """Each handler with its wish's value, but for slots that are to be left alone."""
+    """Yield each handler with its wish's value, without the slots in `skip`."""
     for handler in HANDLERS:
         if handler.slot not in skip:
             yield handler, getattr(setup, handler.wish)
 
 
 def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
-    """The handlers of wishes that this front-end cannot honour, each with the reason."""
+    """Yield the handlers of wishes that this front-end cannot implement, each with the reason."""
     for handler, value in _wishes(setup, skip):
         if value == getattr(_PLAIN, handler.wish):
             continue
@@ -101,14 +101,14 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
 
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
-    """Raises `UsageError` for wishes that this front-end cannot honour, by name."""
+    """Raise `UsageError` for wishes that this front-end cannot implement, by name."""
     refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """A wish for the eyes of a user: with its value where that is a word or a number, else its slot."""
+    """Return a wish as text for a user: with its value if that is a word or a number, else its slot."""
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
     return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
@@ -118,25 +118,25 @@ def _wish_in_words(handler: Handler, setup: Setup) -> str:
 
 
 def import_code(setup: Setup) -> None:
-    """Imports the libraries that this Setup's model and optimizer come from, where that must be early."""
+    """Import the libraries that this Setup's model and optimizer come from, where that must be early."""
     for handler, value in _wishes(setup):
         handler.import_code(value)
 
 
 def model_arguments(setup: Setup) -> dict[str, Any]:
-    """Arguments of the model's constructor."""
+    """Return arguments of the model's constructor."""
     return _merge(handler.model_arguments(value) for handler, value in _wishes(setup))
 
 
 def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
-    """The model to train in place of this one, which was just built."""
+    """Return the model to train in place of this one, which was just built."""
     for handler, value in _wishes(setup):
         model = handler.replace_model(value, model)
     return model
 
 
 def is_adapted(setup: Setup) -> bool:
-    """Whether a wish puts another model in the place of the one that is built."""
+    """Return whether a wish replaces the model that is built."""
     return any(
         value != getattr(_PLAIN, handler.wish) and type(handler).replace_model is not Handler.replace_model
         for handler, value in _wishes(setup)
@@ -144,26 +144,26 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
-    """Changes modules of a model that stands on its device and is to be trained."""
+    """Change modules of a model that is on its device and is to be trained."""
     for handler, value in _wishes(setup):
         handler.wrap(value, model)
 
 
 def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
-    """What a loop calls in the place of a wrapped model; the model itself where one process trains it."""
+    """Return the module that a loop calls for a wrapped model; the model itself if one process trains it."""
     for handler, value in _wishes(setup):
         model = handler.distribute(value, model)
     return model
 
 
 def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | None:
-    """What scales gradients; None where nothing does."""
+    """Return the gradient scaler, or None without one."""
     scalers = (handler.make_scaler(value, device) for handler, value in _wishes(setup))
     return next((scaler for scaler in scalers if scaler is not None), None)
 
 
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Arguments of torch's `DataLoader`."""
+    """Return arguments of torch's `DataLoader`."""
     return _merge(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
 
 
@@ -171,13 +171,13 @@ def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
 
 
 def set_process(setup: Setup, device: torch.device) -> None:
-    """Changes the process as this Setup wishes, before anything is built."""
+    """Change the process for this Setup, before the model is built."""
     for handler, value in _wishes(setup):
         handler.set_process(value, device)
 
 
 def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a fresh process, from those of this one, that are told what `set_process` would do."""
+    """Return the environment of a new process: `inherited`, with the variables that replace `set_process`."""
     wished = _merge(handler.environment(value) for handler, value in _wishes(setup))
     variables = {**inherited, **wished}
     return {name: value for name, value in variables.items() if value is not None}
@@ -186,7 +186,9 @@ def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str,
 def forward_context(
     setup: Setup, device: torch.device, *, in_accelerate: bool = False
 ) -> AbstractContextManager[Any]:
-    """What a forward pass and its loss run in; with `in_accelerate` without what accelerate does itself."""
+    """Return the context of a forward pass and its loss. `in_accelerate` leaves out the parts that accelerate
+    adds.
+    """
     return _join(
         handler.around_forward(value, device)
         for handler, value in _wishes(setup)
@@ -197,8 +199,9 @@ def forward_context(
 def pass_context(
     setup: Setup, model: torch.nn.Module, batch: dict[str, Any], *, is_last: bool
 ) -> AbstractContextManager[Any]:
-    """What the passes of a micro-batch on the device run in, which may be the last of its step. `model` is
-    what `distribute_model` gave."""
+    """Return the context of a micro-batch's passes on the device. `is_last` marks the last micro-batch of its
+    step. `model` is the result of `distribute_model`.
+    """
     wishes = _wishes(setup)
     return _join(handler.around_pass(value, model, batch, is_last=is_last) for handler, value in wishes)
 
@@ -206,35 +209,36 @@ def pass_context(
 def evaluation_context(
     setup: Setup, model: torch.nn.Module, batch: dict[str, Any]
 ) -> AbstractContextManager[Any]:
-    """What a forward pass over a batch on the device runs in that no backward pass follows. `model` is the
-    one that was wrapped, or what `distribute_model` gave in its place."""
+    """Return the context of a forward pass without a backward pass, over a batch on the device. `model` is
+    the wrapped model or the result of `distribute_model`.
+    """
     return _join(handler.around_evaluation(value, model, batch) for handler, value in _wishes(setup))
 
 
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
-    """Does what is to be done once the optimizer step of this number is made, from 0."""
+    """Run the handlers' work after an optimizer step; `step` counts from 0."""
     for handler, value in _wishes(setup):
         handler.after_update(value, model, step)
 
 
 def after_evaluation(setup: Setup, model: torch.nn.Module) -> None:
-    """Does what is to be done after forward passes that no backward pass follows."""
+    """Run the handlers' work after forward passes without a backward pass."""
     for handler, value in _wishes(setup):
         handler.after_evaluation(value, model)
 
 
 def run_context(setup: Setup, skip: Collection[Slot] = ()) -> AbstractContextManager[Any]:
-    """What all of a run's steps run in."""
+    """Return the context of all steps of a run."""
     return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))
 
 
 def rehearsal_context(setup: Setup, *, on_gpu: bool) -> AbstractContextManager[Any]:
-    """What a rehearsal runs in beside that, where real code has no shapes to give."""
+    """Return the additional context of a rehearsal, in which real code has no shapes to return."""
     return _join(handler.around_rehearsal(value, on_gpu=on_gpu) for handler, value in _wishes(setup))
 
 
 def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
-    """One context manager for all of these, the first outermost."""
+    """Join these contexts into one, the first outermost."""
     present = [context for context in contexts if context is not None]
     if len(present) == 1:
         return present[0]()
@@ -253,7 +257,7 @@ def _all_of(contexts: list[Context]) -> Iterator[None]:
 
 
 def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
-    """Why this model cannot be given these wishes, in words."""
+    """Yield each reason why this model cannot have these wishes, as text."""
     for handler, why in _refusals(live.front_end, setup, skip):
         yield f"{live.technique(handler.slot)}: {why}"
     for handler, value in _wishes(setup, skip):
@@ -261,14 +265,14 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raises `RecipeError` when there is a reason."""
+    """Raise `RecipeError` when there is a reason."""
     lines = list(reasons)
     if lines:
         raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *lines]))
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
-    """Does the wishes to the live model; gives a line for each thing that is another now."""
+    """Change the live model for these wishes; return a line for each change."""
     return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
 
 
@@ -278,25 +282,26 @@ def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -
 def training_arguments(
     setup: Setup, job: Job, device: torch.device, skip: Collection[Slot] = ()
 ) -> dict[str, Any]:
-    """The `TrainingArguments` that say these wishes."""
+    """Return the `TrainingArguments` of these wishes."""
     return _merge(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
 
 
 def accelerator_arguments(setup: Setup) -> dict[str, Any]:
-    """The arguments of accelerate's `Accelerator` that say these wishes."""
+    """Return the arguments of accelerate's `Accelerator` for these wishes."""
     return _merge(handler.accelerator_arguments(value) for handler, value in _wishes(setup))
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:
-    """The values of an exported script's template that say the wishes. Raises `RecipeError` for what none can
-    say."""
+    """Return the values of an exported script's template for these wishes. Raises `RecipeError` for a wish
+    that a script cannot express.
+    """
     for handler, why in _refusals("script", context.setup):
         raise context.refusal(handler.slot, why)
     return _merge(handler.script(value, context) for handler, value in _wishes(context.setup))
 
 
 def _merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One dictionary of all; values of one name that are dictionaries themselves become one."""
+    """Merge all dictionaries into one; values of one name that are dictionaries are merged too."""
     merged: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():

@@ -1,13 +1,13 @@
-"""Where a step's batches come from: synthetic samples through torch's own DataLoader, cut into micro-batches.
+"""A step's batches: synthetic samples through torch's own DataLoader, cut into micro-batches.
 
-A rehearsal needs no workers and no pinned memory: its batches never travel. Nor does it need most of their
-content, so one sample stands for all of them, and a batch is that sample seen over and over: the planner asks
-about batches that would not fit on the host. A batch remembers which samples it stands for, and whoever asks
-what a tensor of it holds gets those (`REAL_VALUES`). Everything else goes through the loader that the Setup
-wishes.
+A rehearsal needs no workers and no pinned memory, since its batches are never copied. It reads little of
+their content either, so one sample represents all: a batch is that sample, expanded. Thus the planner can
+simulate batches that would not fit on the host. A batch records the samples that it represents, and
+`REAL_VALUES` of its tensors returns their content. Every other batch comes from the loader that the Setup
+chooses.
 
-Pictures and sound are fp32. A model whose weights are of another dtype takes them only in that dtype when no
-autocast casts them, so each sample is cast on the host, as users do who train in bfloat16 throughout.
+Pictures and sound are fp32. A model with weights of another dtype takes them only in that dtype when no
+autocast casts them. So each sample is cast on the host, as users do who train in bfloat16 throughout.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ SAMPLES = 512
 """Size of the synthetic dataset, as in the guide (512 sequences)."""
 
 EPOCH = 1_000
-"""Optimizer steps of an epoch of the plain loop: each epoch starts its workers anew, which a measured step
-must not pay more often than a real one. Samples are made when they are asked for."""
+"""Optimizer steps in an epoch of the plain loop. Each epoch starts its workers again, and a measured step
+must not pay for that more often than a real one. Samples are made on access.
+"""
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
-    """Samples to go through: the guide's, at least one global batch; a rehearsal makes only what it uses."""
+    """Return the number of samples: the guide's, at least one global batch; a rehearsal makes only those that
+    it uses.
+    """
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
 
@@ -50,7 +53,7 @@ class _StandIn(UserDict[str, Any]):
 
 
 class _OneSample(SyntheticDataset):
-    """As many samples as a dataset has, and all of them its first."""
+    """A dataset of the same length in which each sample is the first one."""
 
     def __init__(self, of: SyntheticDataset) -> None:
         super().__init__(of.job, len(of))
@@ -64,7 +67,7 @@ class _OneSample(SyntheticDataset):
         return _StandIn(self._first, lambda: self._of[index])
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """The samples of a batch, none of which is made before it is asked for: a batch may have millions."""
+        """Return the samples of a batch without making them: a batch may have millions."""
         return _StandIns(self, indices)
 
 
@@ -82,7 +85,9 @@ class _StandIns(Sequence[Any]):
 
 
 def collate(samples: list[Any]) -> Any:
-    """torch's `default_collate`; what is no tensor (a switch, a name, None) is passed on, not stacked."""
+    """Collate like torch's `default_collate`, but pass on values that are no tensors (a switch, a name,
+    None).
+    """
     from torch import is_tensor
     from torch.utils.data import default_collate
 
@@ -91,9 +96,12 @@ def collate(samples: list[Any]) -> Any:
 
 
 def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Callable[[list[Any]], Any]:
-    """What makes a batch of samples. In a rehearsal it is the first sample as many times, in the memory of
-    one; a user's example, whose content may decide what a step does, is as it is. With `always_mask` an
-    attention mask of ones goes along where nothing is padded."""
+    """Return the function that joins samples into a batch.
+
+    In a rehearsal it repeats the first sample, in the memory of one. A user's example is unchanged, since its
+    content may decide the work of a step. `always_mask` adds an attention mask of ones to batches without
+    padding.
+    """
     if always_mask:
         unmasked = collator(job, device)
         return lambda samples: _with_mask(unmasked(samples))
@@ -135,7 +143,7 @@ class _CastSamples(SyntheticDataset):
 
 
 def cast_inputs(batch: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A sample or a batch with its floating-point inputs in this dtype; labels stay as they are."""
+    """Return a sample or a batch with its floating-point inputs in this dtype; labels stay as they are."""
     import torch
 
     return {
@@ -162,7 +170,7 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
 def loader(
     job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
 ) -> torch.utils.data.DataLoader[Any]:
-    """A DataLoader of host micro-batches, over an epoch of synthetic samples."""
+    """Return a DataLoader of host micro-batches, over an epoch of synthetic samples."""
     import torch
 
     batches: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
@@ -179,7 +187,7 @@ def loader(
 def micro_batches(
     job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
 ) -> Generator[list[dict[str, Any]], None, None]:
-    """For ever: the host micro-batches of one optimizer step."""
+    """Yield the host micro-batches of each optimizer step, without end."""
     batches = loader(job, setup, device, always_mask=always_mask)
     pieces: list[dict[str, Any]] = []
     while True:
@@ -191,8 +199,9 @@ def micro_batches(
 
 
 def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch on the device, copied beside the computation when its memory is pinned. What is no tensor (a
-    switch, a name) is passed on."""
+    """Copy the batch to the device, asynchronously if its memory is pinned. Values that are no tensors (a
+    switch, a name) are unchanged.
+    """
     import torch
 
     return map_leaves(
@@ -202,9 +211,11 @@ def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    """One host batch of `count` micro-batches, as stages need them: all as long, and of as many samples. At
-    the end of an epoch there may be fewer samples or pieces: what stands in their place has no labels that
-    count, or, of a whole piece, a loss that is multiplied by 0."""
+    """Join `count` micro-batches of equal length and sample count into one host batch, as stages need it.
+
+    At the end of an epoch samples or pieces may be missing. Missing samples are replaced by rows without
+    counted labels. A missing piece is replaced by one with a loss that is multiplied by 0.
+    """
     import torch
 
     if len(pieces) == count == 1:
@@ -227,7 +238,7 @@ def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
 
 
 def _fill_up(name: str, value: Any, samples: int, length: int) -> Any:
-    """The tensor (B, S) of an input, for so many samples of this length; what is no tensor as it is."""
+    """Pad a (B, S) input to this sample count and length; return a value that is no tensor unchanged."""
     import torch
 
     if not torch.is_tensor(value):

@@ -1,7 +1,7 @@
-"""From Setup to model and optimizer, in the Setup's order: build, adapt, checkpoint, optimizer.
+"""Build model and optimizer from a Setup, in the Setup's order: build, adapt, checkpoint, optimizer.
 
-Every loop builds through these functions, so a technique does to the model what it does, whoever runs it.
-What each wish does stands with its handler (`wishes/`), the order and its reasons in `techniques/setup.py`.
+Every loop builds through these functions, so a technique changes the model in the same way in each loop. The
+handlers of the wishes are in `wishes/`, the order and its reasons in `techniques/setup.py`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ def build_model(
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> torch.nn.Module:
-    """The model, built, adapted and wrapped as the Setup wishes, on `device`, with random weights or those of
-    a folder; `on_loaded` hears what that has not.
+    """Return the model, built, adapted and wrapped for the Setup, on `device`. Its weights are random or
+    those of the folder `weights`; `on_loaded` receives the names that the folder is missing.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
-    rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. A feature makes
-    its own kind of weights on the device. A model whose weights the host keeps stays there until it is given
-    to its processes, and so does one that `stays`, because who spreads it moves it. One that is cut into
-    stages is cut on the host.
+    rehearsal has no host: it builds while its recorder is off, and then moves. A feature makes its own kind
+    of weights on the device.
+
+    Three kinds of models are built on the host and not moved here. If the host keeps the weights, the model
+    stays there until it is distributed to its processes. If it `stays`, the code that shards it moves it. If
+    it is cut into stages, it is cut on the host.
     """
     on_host = on_host and "construct" not in model_arguments(setup)
     stays = stays or spreads_from_the_host(job, setup)
@@ -72,8 +74,11 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
 
 
 def spreads_from_the_host(job: Job, setup: Setup) -> bool:
-    """Whether each process takes its part of a layer's weights from the host, so that none holds the whole
-    model on its device: where that is said, or where the host keeps the parts."""
+    """Return whether each process takes its part of a layer's weights from the host.
+
+    Then none holds the whole model on its device. This holds if the job builds on the host, or if the host
+    keeps the parts.
+    """
     wish = setup.parallel
     if wish is None or wish.weights != "sharded":
         return False
@@ -81,21 +86,23 @@ def spreads_from_the_host(job: Job, setup: Setup) -> bool:
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
-    """Whether each process holds the whole model on its device at first, and with `build_on="host"` none
-    would."""
+    """Return whether each process first holds the whole model on its device, which `build_on="host"` would
+    avoid.
+    """
     return not spreads_from_the_host(job, setup) and spreads_from_the_host(
         replace(job, build_on="host"), setup
     )
 
 
 def is_in_stages(setup: Setup) -> bool:
-    """Whether each process has a part of the layers."""
+    """Return whether each process has some of the layers."""
     return setup.parallel is not None and setup.parallel.stages > 1
 
 
 def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
-    """Raises `JobError` for code that makes its parameters on the CPU, whatever device it is built on
-    (XLNet's `torch.FloatTensor`): a step of such a model works only where it is moved."""
+    """Raise `JobError` for a model that makes its parameters on the CPU on any device (XLNet's
+    `torch.FloatTensor`). A step of such a model works only after a move.
+    """
     left = [name for name, parameter in model.named_parameters() if parameter.device.type != device.type]
     if left:
         more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
@@ -120,9 +127,12 @@ def _host(device: torch.device) -> Iterator[None]:
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """`model.to(device)`. On `meta`, where that would be nothing, each tensor is made anew in the order in
-    which `Module._apply` goes; a tied weight, which it meets twice, is not made a second time. Tensors that a
-    feature holds beside a weight go before it."""
+    """Move the model: `model.to(device)`.
+
+    On `meta` that would do nothing, so each tensor is made again in the order of `Module._apply`. A tied
+    weight, which `_apply` meets twice, is made once. Tensors that a feature holds next to a weight are made
+    before it.
+    """
     import torch
 
     if device.type != "meta":
@@ -144,9 +154,11 @@ def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 def build_optimizer(
     job: Job, setup: Setup, model: torch.nn.Module, *, weight_decay: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, in one group or in the job's decay groups. Without a
-    `weight_decay` it is the optimizer's own, and 0.01 for the groups that decay. Raises `UsageError` when
-    nothing trains, or when the optimizer knows no decay and one was asked for."""
+    """Return the optimizer over the trainable parameters, in one group or in the job's decay groups.
+
+    Without a `weight_decay` the optimizer uses its own default, and 0.01 for the groups that decay. Raises
+    `UsageError` when no parameter is trainable, or when the optimizer has no weight decay but one is given.
+    """
     wish = setup.optimizer
     groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not groups:
@@ -170,10 +182,10 @@ NEVER_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-    """Two parameter groups: with decay, and without it for biases and normalisations.
+    """Return two parameter groups: one with decay, and one without it for biases and normalisations.
 
-    Which is which is the HF Trainer's own rule (`Trainer.get_decay_parameter_names`, whose import takes half
-    a second; `tests/test_trainer_rules.py` compares the two).
+    The rule is the HF Trainer's own (`Trainer.get_decay_parameter_names`). Its import takes half a second, so
+    the rule is repeated here; `tests/test_trainer_rules.py` compares the two.
     """
     import torch
     from transformers.trainer_pt_utils import get_parameter_names

@@ -1,16 +1,17 @@
-"""Activation checkpointing: layers that keep their input and compute the rest again in the backward pass.
+"""Activation checkpointing: layers keep their input and compute the rest again in the backward pass.
 
-Non-reentrant throughout (`torch.utils.checkpoint`, `use_reentrant=False`): it keeps hooks, keyword arguments
-and unused inputs right, and peft needs no input that requires a gradient.
+All checkpoints are non-reentrant (`torch.utils.checkpoint`, `use_reentrant=False`). So hooks, keyword
+arguments and unused inputs work, and peft needs no input that requires a gradient.
 
-Single layers are recomputed by transformers' own switch where the model has one, because that is what its
-users get; any other module's layers, and those whose forward pass is another than their class's (the switch
-may stand inside of that one), are wrapped by torch's own checkpoint wrapper. Spans of several layers
-have no library behind them: a model calls its layers one by one, each with arguments of its own (a sliding
-layer's mask differs from its neighbour's). So the first layers of a span only note how they were called and
-hand their input on; the last one runs all noted calls inside one checkpoint. That is right exactly when every
-layer hands on one tensor, which the model passes to the next layer untouched; so each layer of a span looks
-whether it was given the very tensor that the one before it handed on, and any other model is refused.
+Single layers are recomputed by transformers' own switch where the model has one, because its users run that.
+torch's own checkpoint wrapper wraps all other layers. Among these are layers with a replaced forward pass,
+since the switch may be inside of the replacement.
+
+No library recomputes spans of several layers. A model calls its layers one by one, each with arguments of its
+own (a sliding layer's mask differs from its neighbour's). So the first layers of a span only record their
+call and return their input. The last layer runs all recorded calls inside one checkpoint. That is right
+exactly when every layer returns one tensor, which the model passes to the next layer unchanged. So each layer
+of a span checks that its input is the tensor that the layer before it returned. Any other model is refused.
 """
 
 from __future__ import annotations
@@ -33,16 +34,15 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CheckpointWish
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
-"""What versions of transformers call it, the newest first."""
+"""The switch's names in versions of transformers, the newest first."""
 
 COMPILED = "compiled_by_snugfit"
-"""Marks a forward pass that is compiled; transformers' switch may stand inside of it (`compiling.py`)."""
+"""Attribute that marks a compiled forward pass; transformers' switch may be inside of it (`compiling.py`)."""
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
-    """Makes the wished layers of `model` keep only their inputs, in place.
-
-    Raises `RecipeError` when the model has no stack of layers, or its layers cannot be joined into spans.
+    """Make the chosen layers of `model` keep only their inputs, in place. Raises `RecipeError` when the model
+    has no stack of layers, or its layers cannot be joined into spans.
     """
     stacks = layer_stacks(model)
     if not stacks:
@@ -61,14 +61,14 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
 
 
 def stop_own_checkpointing(model: Any) -> None:
-    """Turns off transformers' own checkpointing of layers, where it is on."""
+    """Turn off transformers' own checkpointing of layers, where it is on."""
     known = next((name for name in NAMES if hasattr(type(model), f"is_{name}")), None)
     if known and getattr(model, f"is_{known}"):
         getattr(model, f"{known}_disable")()
 
 
 def copy_without_data(model: Any) -> Any:
-    """The model on the device `meta`, without transformers' own checkpointing of layers."""
+    """Return a copy of the model on `meta`, without transformers' own checkpointing of layers."""
     import torch
 
     from snugfit.job.clone import clone_to_device
@@ -80,9 +80,12 @@ def copy_without_data(model: Any) -> Any:
 
 
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
-    """The model's stacks of layers: lists of at least two modules of one class, or of transformers' layers of
-    several (Jamba's attention and Mamba layers), outermost only, and of these the ones that hold a worthwhile
-    share (a tenth) of the largest stack's parameters."""
+    """Return the model's stacks of layers, outermost only.
+
+    A stack is a list of at least two modules of one class. Layers of transformers may have several classes
+    (Jamba's attention and Mamba layers). Stacks with less than a tenth of the largest stack's parameters are
+    left out.
+    """
     import torch
 
     stacks: list[tuple[int, list[torch.nn.Module]]] = []
@@ -100,7 +103,7 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
 
 
 def _elements(parameter: torch.nn.Parameter) -> int:
-    """Of a weight, wherever DeepSpeed keeps it (`zero.Init`)."""
+    """Count the elements of a weight, also of one that DeepSpeed partitions (`zero.Init`)."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -112,7 +115,7 @@ def _are_alike(layers: Sequence[torch.nn.Module]) -> bool:
 
 
 def _of_transformers(module: str, name: str) -> Any:
-    """A class of transformers, to ask for instances of; no class where nothing has imported that module."""
+    """Return a class of transformers for `isinstance`, or an empty tuple if that module is not imported."""
     return getattr(sys.modules.get(f"transformers.{module}"), name, ())
 
 
@@ -141,8 +144,11 @@ def _checkpoint_single(
 
 
 def _switch_holders(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The model, or the outermost of its parts, that have transformers' switch for these layers: a module of
-    the user's own around a model of transformers has none itself. Empty where a layer is in none."""
+    """Return the model, or its outermost parts, with transformers' switch for these layers.
+
+    A user's module around a model of transformers has no switch itself. The list is empty if a layer is in no
+    such part.
+    """
     holders: list[torch.nn.Module] = []
     outside = {id(layer) for layer in layers}
     for module in model.modules():
@@ -178,14 +184,15 @@ _CACHES: Mapping[str, Any] = {
     "past_key_value": None,
     "layer_past": None,
 }
-"""What layers call a cache, with the value that stands for none."""
+"""Names of layers' arguments for a cache, each with the value for no cache."""
 
 
 def without_cache(
     arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A cache of keys and values would be written a second time by the recomputation; some models pass it by
-    position (GPT-2), or by a name of their own (XLM)."""
+    """Replace caches of keys and values by None, since the recomputation would write them a second time. Some
+    models pass a cache by position (GPT-2) or under another name (XLM).
+    """
     cache = _of_transformers("cache_utils", "Cache")
     uncached = tuple(None if isinstance(one, cache) else one for one in arguments)
     named = {name: None if isinstance(value, cache) else value for name, value in keywords.items()}
@@ -203,7 +210,9 @@ def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn
 
 
 def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model that fails at what the first layers of a span handed on expects more of its layers."""
+    """Wrap a model's forward pass: an error inside of an unfinished span raises its refusal. Such a model
+    expects more of its layers than one tensor.
+    """
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -231,7 +240,7 @@ class _Span:
         self.handed_on = 0  # the identity of the tensor, which is not kept alive
 
     def refusal(self) -> RecipeError:
-        """What to say to a model whose layers cannot be joined."""
+        """Return the error for a model with layers that cannot be joined."""
         return RecipeError(
             f"{self.name} passes on more than its hidden states, or the model changes them between layers. "
             "So its layers cannot be recomputed several at a time. Choose a checkpointing technique that "
@@ -239,7 +248,7 @@ class _Span:
         )
 
     def member(self, index: int) -> Callable[..., Any]:
-        """What layer `index` of the span does when it is called."""
+        """Return the forward pass of layer `index` of the span."""
 
         def run(*given: Any, **keywords: Any) -> Any:
             if index == 0:

@@ -1,23 +1,24 @@
-"""What `torch.compile` compiles of a model: its layers, one by one, or all of it at once.
+"""Compile the layers of a model one by one, or the whole model, with `torch.compile`.
 
-*Layers*: a model's repeated layers are compiled and what lies around them (embeddings, masks, the head, the
-loss) is not. Layers that are alike run one compiled program, so compiling takes seconds where a whole model
-takes a minute, and masks are made outside: within a compiled model, transformers may make an explicit mask of
-what would be none, and attention with it falls to a slower kernel that stores every score.
+*Layers*: a model's repeated layers are compiled; the code around them (embeddings, masks, the head, the loss)
+is not. Equal layers run one compiled program, so compiling takes seconds where a whole model takes a minute.
+Masks are made outside. Within a compiled model, transformers may make an explicit mask where it would make
+none. Attention with such a mask uses a slower kernel that stores every score.
 
-*The model*: its forward pass as one, with its loss, as the Trainer's `torch_compile=True` does. What
-recomputes layers is compiled with them.
+*The model*: its forward pass is compiled at once, with its loss, as the Trainer's `torch_compile=True` does.
+The recomputation of layers is compiled with them.
 
-Of either its forward pass is compiled, so its name in a state dict stays and hooks run as they are. What
-recomputes a compiled layer stands around it: the compiled program runs a second time in the backward pass.
+In both cases the forward pass is compiled and not the module. So names in a state dict stay, and hooks run
+uncompiled. The recomputation of a compiled layer is outside of its program: the program runs a second time in
+the backward pass.
 
-Where autocast begins is a part of it: accelerate puts it around a model's forward pass and compiles both, so
-the backward pass, which torch traces together with the forward pass, is traced without autocast. Compiled as
-it is here, with autocast around the program, it is traced under it, and keeps less.
+The position of autocast changes the program. accelerate puts autocast around a model's forward pass and
+compiles both. torch traces the backward pass together with the forward pass, there without autocast. Here
+autocast is around the program, so the backward pass is traced under it, and less is kept.
 
-A cache of keys and values, which transformers makes in training too, is left out, as the Trainer leaves it
-out: what a layer does to it depends on the layer's number, so each layer would get a program of its own, and
-torch gives up after eight.
+A cache of keys and values, which transformers makes in training too, is left out, as in the Trainer. A
+layer's use of the cache depends on the layer's number. So each layer would get its own program, and torch
+gives up after eight.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compiles what is wished of this model, in place."""
+    """Compile the layers or the whole model in place, as `wish` specifies."""
     if wish.what == "model":
         _compile_model(model, wish)
     else:
@@ -56,7 +57,7 @@ def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compiles the model's forward pass; evaluation, of batches of any length, runs as written."""
+    """Compile the model's forward pass; evaluation, with batches of any length, runs uncompiled."""
     forward = model.forward
     compiled = compiled_function(forward, wish)
     without = {"use_cache": False} if _takes_cache(model) else {}
@@ -73,7 +74,9 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def _with_own_numbers(out: Any) -> Any:
-    """What a CUDA graph gave, its single numbers (a loss) copied: the next step writes over the graph's."""
+    """Clone the single numbers (a loss) in a CUDA graph's results: the next step overwrites the graph's
+    memory.
+    """
     import torch
 
     if isinstance(out, torch.Tensor):
@@ -86,13 +89,13 @@ def _with_own_numbers(out: Any) -> Any:
 
 
 def _takes_cache(model: Any) -> bool:
-    """Whether this model, or the one that adapters stand around, can be told to keep no keys and values."""
+    """Return whether this model, or the base model inside of adapters, accepts `use_cache`."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return "use_cache" in inspect.signature(inner.forward).parameters
 
 
 def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compiles each of the model's repeated layers."""
+    """Compile each of the model's repeated layers."""
     stacks = layer_stacks(model)
     if not stacks:
         raise RecipeError(
@@ -106,8 +109,9 @@ def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, ...]:
-    """Python that compiles the same of this job's `model`, for scripts that run without snugfit. The
-    `trainer` is told of a whole model in its arguments. Raises `RecipeError` where that is not enough."""
+    """Return Python lines that compile this job's `model` alike in scripts without snugfit. With `trainer` a
+    whole model is compiled by the Trainer's arguments. Raises `RecipeError` where plain torch is not enough.
+    """
     if wish.budget < 1 and any(map(_has_dropout, _layers_of(job))):
         raise RecipeError(
             "the layers have dropout, for which torch draws other random numbers in the backward pass where "
@@ -132,8 +136,9 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
 
 
 def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ...]:
-    """Python that compiles the whole `model`. accelerate and the Trainer put autocast around the model's
-    forward pass, so `model.compile()` has it within."""
+    """Return Python lines that compile the whole `model`. accelerate and the Trainer put autocast around the
+    model's forward pass, so `model.compile()` has it within.
+    """
     without_cache = "model.config.use_cache = False"
     if wish.autocast == "around":
         arguments = f"model.forward, {how}" if how else "model.forward"
@@ -150,18 +155,18 @@ def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ..
 
 
 def compile_arguments(wish: CompileWish) -> dict[str, Any]:
-    """What `torch.compile` is told of this wish, but for a budget: what is not its default."""
+    """Return the arguments of `torch.compile` that differ from its defaults; the budget is not among them."""
     said = {"backend": (wish.backend, "inductor"), "mode": (wish.mode, "default")}
     return {name: value for name, (value, default) in said.items() if value != default}
 
 
 def layer_names(job: Job) -> tuple[str, ...]:
-    """The classes of the repeated layers of this job's model, by name."""
+    """Return the classes of the repeated layers of this job's model, by name."""
     return tuple(sorted({type(layer).__name__ for layer in _layers_of(job)}))
 
 
 def _layers_of(job: Job) -> list[torch.nn.Module]:
-    """The repeated layers of this job's model, on `meta`."""
+    """Return the repeated layers of this job's model, on `meta`."""
     import torch
 
     with torch.device("meta"):
@@ -170,7 +175,7 @@ def _layers_of(job: Job) -> list[torch.nn.Module]:
 
 
 def _has_dropout(layer: torch.nn.Module) -> bool:
-    """Whether a module of this layer drops something: one of torch's, or by a share of its own."""
+    """Return whether a module of this layer has dropout: one of torch's, or a share in a field of its own."""
     numbers = ((name, value) for module in layer.modules() for name, value in vars(module).items())
     if any("drop" in name and isinstance(value, float) and value for name, value in numbers):
         return True
@@ -178,7 +183,7 @@ def _has_dropout(layer: torch.nn.Module) -> bool:
 
 
 def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
-    """This forward pass, compiled."""
+    """Compile this forward pass."""
     import torch
 
     if wish.budget == 1 and wish.autocast == "around":
@@ -194,7 +199,7 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
 
 
 def _backend(wish: CompileWish) -> Any:
-    """What makes programs with this budget and this beginning of autocast."""
+    """Return the backend for this budget and this position of autocast."""
     import torch
 
     inductor = InductorWithin(wish.budget, wish.mode)
@@ -209,16 +214,16 @@ class BackwardWithoutAutocast:
     backend: Callable[[Any, Any], Any]
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        """What runs this graph, which Dynamo traced."""
+        """Return the program of this graph, which Dynamo traced."""
         with autocast_begins("within"):
             return self.backend(graph, inputs)
 
 
 @contextlib.contextmanager
 def autocast_begins(where: str) -> Iterator[None]:
-    """Within it, programs are traced as if autocast began there: `around` them, or `within`. torch traces a
-    backward pass together with its forward pass, under the autocast around the program; where none is,
-    without."""
+    """Trace programs as if autocast began `around` them or `within`. torch traces a backward pass together
+    with its forward pass, under the autocast around the program, if any.
+    """
     from torch._functorch import config as functorch
 
     with functorch.patch(backward_pass_autocast="off") if where == "within" else contextlib.nullcontext():
@@ -228,7 +233,9 @@ def autocast_begins(where: str) -> Iterator[None]:
 def _in_training(
     layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
 ) -> Callable[..., Any]:
-    """Runs compiled in training, without a cache; evaluation, of batches of any length, runs as written."""
+    """Return a forward pass that runs compiled in training, without a cache; evaluation, with batches of any
+    length, runs uncompiled.
+    """
     compiled = compiled_function(forward, wish)
 
     @functools.wraps(forward)
@@ -243,8 +250,9 @@ def _in_training(
 
 
 def run_as_written(model: torch.nn.Module) -> None:
-    """Undoes it. What a user has compiled stays compiled; where another library has put something around
-    a model's compiled forward pass, that stays too, around the one as it is written."""
+    """Undo `compile_parts`. A user's own compilation stays. A wrapper that another library put around a
+    compiled forward pass stays too, around the uncompiled one.
+    """
     for module in model.modules():
         if module in _BEFORE:
             before, run = _BEFORE.pop(module)
@@ -258,8 +266,7 @@ def run_as_written(model: torch.nn.Module) -> None:
 _BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = (
     WeakKeyDictionary()
 )
-"""What is compiled now, each with the forward of its own that it had before; of a whole model its compiled
-one, too."""
+"""Compiled modules, each with its own earlier forward; for a whole model also with the compiled one."""
 
 
 OUTPUT = "-o"
@@ -268,11 +275,11 @@ OUTPUT = "-o"
 
 @contextlib.contextmanager
 def whole_files() -> Iterator[None]:
-    """Within it, what Inductor's C++ compiler writes has its final name when it is finished.
+    """Give each output of Inductor's C++ compiler its final name only after the compiler has finished.
 
-    g++ writes to the final name in Inductor's cache, where a file that exists is taken for a finished one.
-    A kill of the compiler (a container that is stopped, the end of memory) would leave the beginning of one,
-    and each later start would fail on it. Other files of Inductor and Triton are renamed by these.
+    g++ writes under the final name into Inductor's cache, and Inductor reads any existing file as complete. A
+    killed compiler (a stopped container, no memory left) would leave a partial file. Each later start would
+    fail on it. Inductor and Triton write their other files under a temporary name and rename them.
     """
     from torch._inductor import cpp_builder
 

@@ -1,12 +1,11 @@
-"""Copies between a device and the host's memory, beside the computation.
+"""Copies between a device and the host's memory, asynchronous to the computation.
 
-On CUDA a stream of its own carries them, and page-locked memory is taken once and used again in each step. A
-copy out begins when the device has computed what came before it; memory that a copy comes back into belongs
-to the stream that computes, as every other tensor does. So nothing depends on how fast the link is: what is
-allocated, and when, is the same in every run.
+On CUDA a separate stream runs them. Page-locked memory is allocated once and used again in each step. A copy
+out begins after the device has computed everything launched before it. Memory that a copy back fills belongs
+to the computing stream, as every other tensor does. So the allocations and their order do not depend on the
+speed of the link, and are the same in every run.
 
-On the CPU a copy is a copy. On `meta` nothing is copied, and an observer hears of it: a rehearsal writes each
-copy down.
+On the CPU a copy is synchronous. On `meta` no bytes are copied, and a rehearsal's observer records each copy.
 """
 
 from __future__ import annotations
@@ -21,22 +20,25 @@ if TYPE_CHECKING:
     import torch
 
 SLAB_BYTES = 128 << 20
-"""Of page-locked memory that is taken at once: a power of two, since torch rounds up to one."""
+"""Bytes of page-locked memory allocated at once: a power of two, since torch rounds up to one."""
 
 ALIGNMENT = 512
 """Bytes to which extents in it are aligned."""
 
 STAGED_BYTES = 64 << 20
-"""Bytes of weights, and as many of gradients, that are on the host at a time where it updates them (chosen):
-small beside any model, and so large that a copy takes a hundred times as long as its launch."""
+"""Bytes of weights, and of gradients, staged on the host at a time where the host updates them. The number is
+chosen: small beside any model, but a copy takes a hundred times as long as its launch.
+"""
 
 MANAGED_STEP = 128 * MIB
-"""NVML counts managed memory on the GPU in such steps: ten runs with paged optimizers on two H100s, with 5 MB
-to 3.6 GB of states, each with at most 4 MiB more (results/accuracy-seed2511.json, accuracy-seed2611.json)."""
+"""Step, in bytes, in which NVML counts managed memory on the GPU. Source: ten runs with paged optimizers on
+two H100s, with 5 MB to 3.6 GB of states. Each differs by at most 4 MiB (results/accuracy-seed2511.json,
+accuracy-seed2611.json).
+"""
 
 
 def managed_on_gpu(nbytes: int) -> int:
-    """Return NVML's bytes for so many of managed memory, all of them on the GPU."""
+    """Return NVML's bytes for `nbytes` of managed memory, all of them on the GPU."""
     return -(-nbytes // MANAGED_STEP) * MANAGED_STEP
 
 
@@ -49,8 +51,9 @@ class Extent(NamedTuple):
 
 
 class Slabs:
-    """Extents in memory that is taken once. They are given out one behind the other, from the beginning again
-    whenever all were given back, as they are between two backward passes."""
+    """Extents in memory that is allocated once. They are handed out in sequence. The sequence restarts when
+    all were returned, as they are between two backward passes.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -70,49 +73,48 @@ class Slabs:
         return extent
 
     def give_back(self) -> None:
-        """A extent is no longer used."""
+        """Return an extent to its slab."""
         self._used -= 1
         if not self._used:
             self._slab = self._end = 0
 
 
 class LinkObserver(Protocol):
-    """Hears what a link does on `meta`."""
+    """Observer of a link on `meta`."""
 
     def copy_out(self, nbytes: int) -> None:
-        """Bytes are copied to the host, in their turn."""
+        """Record a copy of bytes to the host, in order."""
 
     def copy_back(self, nbytes: int) -> None:
-        """Bytes are copied to the device, in their turn."""
+        """Record a copy of bytes to the device, in order."""
 
     def await_copy(self, later: int) -> None:
-        """The device computes no further before the copy behind which so many others wait is done."""
+        """Record the device's wait for the copy before the last `later` ones."""
 
     def stage_out(self, nbytes: int) -> None:
-        """The device copies weights or gradients to the host before it goes on."""
+        """Record a blocking copy of weights or gradients from the device to the host."""
 
     def update_on_host(self, nbytes: int, dtype: torch.dtype) -> None:
-        """The host waits for the device, and updates so many bytes of weights of this dtype."""
+        """Record the host's wait for the device, and its update of `nbytes` of weights of this dtype."""
 
     def stage_back(self, nbytes: int) -> None:
-        """The device copies updated weights from the host before it goes on."""
+        """Record a blocking copy of updated weights from the host to the device."""
 
     def prefetch(self, nbytes: int) -> None:
-        """The driver is asked for pages of managed memory, of so many bytes."""
+        """Record a prefetch of `nbytes` of managed memory."""
 
     def work_on_host(self, nbytes: int) -> None:
-        """The host reads and writes so many bytes of weights, gradients or states."""
+        """Record the host's reads and writes of `nbytes` of weights, gradients or states."""
 
     def swap(self, nbytes: int) -> None:
-        """The host waits for a disk that reads or writes so many bytes of them."""
+        """Record the host's wait for a disk that reads or writes `nbytes` of them."""
 
     def hold_on_host(self, nbytes: int, pinned: int) -> None:
-        """The host holds so many bytes of them, some of which are page-locked."""
+        """Record `nbytes` of them on the host, of which `pinned` are page-locked."""
 
 
 class Link:
-    """The way to the host and back; copies go one after the other. This one is a CPU's, whose copies are done
-    when they have been asked for."""
+    """Copies between device and host, in order. This base class is the CPU's: its copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -120,14 +122,14 @@ class Link:
         self._memory: list[torch.Tensor] = []
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Extent], Any]:
-        """Copies the storages of these tensors to the host; gives where they are, and what to await."""
+        """Copy the storages of these tensors to the host; return their extents, and an event to wait for."""
         extents = [self.slabs.take(tensor.untyped_storage().nbytes()) for tensor in tensors]
         return extents, self._send(tensors, extents)
 
     def fetch(
         self, extents: Sequence[Extent], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], Any]:
-        """Copies what is at these extents back into new tensors, and gives what to await too."""
+        """Copy these extents back into new tensors; return the tensors and an event to wait for."""
         import torch
 
         tensors = [
@@ -137,7 +139,7 @@ class Link:
         return tensors, self._fetch(tensors, extents)
 
     def wait(self, event: Any) -> None:
-        """The device computes no further before this copy is done."""
+        """Make the device wait for this copy."""
 
     def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
         for tensor, extent in zip(tensors, extents, strict=True):
@@ -148,13 +150,13 @@ class Link:
             _bytes_of(tensor).copy_(self._host(extent), non_blocking=True)
 
     def _host(self, extent: Extent) -> torch.Tensor:
-        """The host's bytes at this extent, in slabs that are made when they are first used."""
+        """Return the host's bytes at this extent, in slabs that are allocated at their first use."""
         for nbytes in self.slabs.sizes[len(self._memory) :]:
             self._memory.append(self._take(nbytes))
         return self._memory[extent.slab][extent.start : extent.start + extent.nbytes]
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """Memory of the host that torch's allocator, which stands for the device's, does not know."""
+        """Allocate host memory outside of torch's allocator, which represents the device's memory."""
         import torch
 
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
@@ -170,7 +172,7 @@ class CudaLink(Link):
         self._stream = torch.cuda.Stream(device)
 
     def wait(self, event: Any) -> None:
-        """What is launched from now on begins after the copy; the host goes on."""
+        """Make work that is launched later wait for the copy; the host does not wait."""
         import torch
 
         torch.cuda.current_stream(self.device).wait_event(event)
@@ -199,14 +201,14 @@ class MetaLink(Link):
     """Takes extents and copies nothing."""
 
     observer: ClassVar[LinkObserver | None] = None
-    """Who hears of each copy; a rehearsal puts itself here."""
+    """Observer of each copy; a rehearsal sets it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._copies = 0
 
     def wait(self, event: Any) -> None:
-        """The event is the number of the copy."""
+        """Wait for a copy; the event is its number."""
         if self.observer is not None:
             self.observer.await_copy(self._copies - event)
 
@@ -226,13 +228,13 @@ class MetaLink(Link):
 
 
 def link_to_host(device: torch.device) -> Link:
-    """The link of such a device."""
+    """Return the link of this kind of device."""
     kinds = {"cuda": CudaLink, "meta": MetaLink}
     return kinds.get(device.type, Link)(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, as bytes."""
+    """Return all of a tensor's storage, as bytes."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

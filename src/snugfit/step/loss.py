@@ -1,4 +1,4 @@
-"""Where a model gives its loss."""
+"""Find the loss in a model's output."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ if TYPE_CHECKING:
 
 
 class AssumedLoss(UserWarning):
-    """A model gives several numbers that could be its loss; a rehearsal's doubt says the same."""
+    """Warning: a model returns several numbers that could be its loss. A rehearsal's doubt has the
+    same text.
+    """
 
 
 def loss_of(out: Any) -> torch.Tensor:
-    """The loss in a forward pass's result: the tensor itself, `.loss`, `"loss"` of a dict, or first of a
-    tuple; where the first is no single number, the only one of the tuple that is (`return logits, loss`).
-    The HF Trainer looks for itself.
+    """Return the loss in a forward pass's result.
 
-    Raises `TypeError` for what is no single number, and `KeyError` for a dict without a loss.
+    The loss is the tensor itself, `.loss`, `"loss"` of a dict, or the first element of a tuple. If the first
+    element is no single number, the tuple's only single number is the loss (`return logits, loss`). The HF
+    Trainer finds its loss itself.
+
+    Raises `TypeError` without a single number, and `KeyError` for a dict without a loss.
     """
     import torch
 
@@ -55,7 +59,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _single_number(value: Any) -> torch.Tensor:
-    """The value, which must be a tensor of one number."""
+    """Return the value, which must be a tensor of one number."""
     import torch
 
     if not isinstance(value, torch.Tensor):

@@ -1,12 +1,11 @@
-"""Which exceptions mean that memory ran out, and whose.
+"""Classify exceptions that mean memory ran out, and name the memory's owner.
 
-Judged by type first, then by message, from the outermost inwards along what they were raised from. Messages
-are trusted only in exceptions of the kinds that torch and its libraries raise (RuntimeError and its
-children), and only from the beginning of a line: a text that merely speaks of memory, such as a file name or
-a user's ValueError, is no cause.
+The type is checked first, then the message, from the outermost exception inwards along its causes. Messages
+count only in exceptions of the kinds that torch and its libraries raise (RuntimeError and its subclasses).
+They count only from the beginning of a line: a file name or a user's ValueError may mention memory too.
 
-Where each message was visited stands beside it: `binary` in the installed library, `log` in published logs or
-issues, `met` raised in a test here, `unseen` written from memory and still to be met.
+A comment at each message names its source: `binary` is the installed library, `log` published logs or issues,
+`met` a test here. `unseen` messages are written from memory and not yet observed.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 
 
 def memory_cause(error: BaseException) -> str | None:
-    """`oom:WHO` or `host-oom` (the words stand in measurement/causes.py); None when memory is none of it.
+    """Return `oom:WHO` or `host-oom` (defined in measurement/causes.py); None for errors without a memory
+    cause.
 
-    Memory comes before mistakes: a model that could not be built for want of memory reaches us as a
-    mistake in its config.
+    Memory is checked before mistakes: a model that fails to build for want of memory raises a config error.
     """
     for link in _chain(error):
         cause = _by_type(link) or _by_message(link)
@@ -58,7 +57,7 @@ def memory_cause(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, then what it was raised from, grouped or wrapped, outermost first."""
+    """Yield the exception, then its causes, grouped or wrapped ones too, outermost first."""
     waiting, visited = [error], set[int]()
     while waiting:
         link = waiting.pop(0)
@@ -72,7 +71,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _by_type(error: BaseException) -> str | None:
-    """Types are recognised by name and module, so that this file works without torch."""
+    """Classify by name and module of the type, so that this file works without torch."""
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     if names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"}:
         return "oom:torch"

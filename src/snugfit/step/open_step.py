@@ -1,4 +1,4 @@
-"""From a loop's name to its Step. Each loop's libraries are imported when the loop is asked for."""
+"""Map a loop's name to its Step, and import each loop's libraries on use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
-    """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop, and for wishes
-    that the loop cannot honour."""
+    """Return the Step of this loop, not yet built. Raises `UsageError` for an unknown loop, and for wishes
+    that the loop cannot implement.
+    """
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
     if loop in LOOPS and setup.sharding is not None:
@@ -39,7 +40,7 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
 
 
 def _engine_step(loop: str, ranks: int) -> type[Step]:
-    """The loop's Step whose engine is DeepSpeed's."""
+    """Return the loop's Step whose engine is DeepSpeed's."""
     if loop != "plain" and ranks > 1:
         raise UsageError(
             f"The {loop} loop cannot do this: DeepSpeed's engine on several GPUs is predicted and "

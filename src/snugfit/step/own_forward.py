@@ -1,7 +1,7 @@
 """A forward pass for one module in place of its class's, which does not keep that module alive.
 
-A module that holds a bound method of its own is a cycle: once dropped, its weights stay on the GPU until
-Python's collector comes by, which counts objects and knows nothing of their size.
+A module that holds its own bound method is a cycle. Once dropped, its weights stay on the GPU until Python's
+collector runs. The collector counts objects and not their size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OwnForward:
         self._function, self._module = function, weakref.ref(module)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Raises `SnugfitError` once the module is gone."""
+        """Call the function on the module. Raises `SnugfitError` once the module is deleted."""
         module = self._module()
         if module is None:
             raise SnugfitError("This forward pass is of a module that no longer exists. Keep the model.")
@@ -41,7 +41,7 @@ class OwnForward:
 
 
 def forward_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """The module's forward pass as it is now, for what the module itself is going to hold."""
+    """Return the module's current forward pass, for the module itself to hold."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
         return OwnForward(forward.__func__, module)

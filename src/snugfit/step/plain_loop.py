@@ -1,12 +1,12 @@
 """The plain loop: the definition that every figure of snugfit refers to.
 
-Per optimizer step, for each micro-batch: place it on the device; under autocast (when wished) run the model
-and take its loss, scaled to the global batch; backward. Then unscale and clip (when the job clips), step the
-optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
+An optimizer step runs these operations for each micro-batch. Place it on the device. Under autocast (if set)
+run the model and take its loss, scaled to the global batch. Run backward. Then unscale and clip (if the job
+clips), step the optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
 
-The loss is scaled by the micro-batch's share of the items that the loss is a mean over (samples, or tokens
-that carry a label), counted on the host before the batch is placed, so that micro-batches equal the whole
-batch also when padding is uneven. A batch that is not cut is not scaled: one kernel less, as in any tutorial.
+The loss is scaled by the micro-batch's share of the counted items: samples, or tokens with a label. The host
+counts them before the batch is placed, so micro-batches equal the whole batch also with uneven padding. A
+batch that is not cut is not scaled: one kernel less, as in any tutorial.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """What a run has built, and works with."""
+    """Objects that a run has built and works with."""
 
     model: torch.nn.Module
-    """As the Setup wants it, on the device."""
+    """The model after the Setup's changes, on the device."""
 
     runs: torch.nn.Module
-    """What is called in its place: the model itself, unless several processes train it together."""
+    """Module that the loop calls: the model itself, or its wrapper when several processes train it."""
 
     optimizer: torch.optim.Optimizer
     """Over the parameters that train."""
@@ -68,26 +68,28 @@ class Built:
     """On the host: the micro-batches of one step after the other."""
 
     observer: Observer
-    """Hears of each phase and step."""
+    """Observer of each phase and step."""
 
 
 class OptimizerLoop(Step):
-    """The plain loop's frame: build, then per step gradients, clipping and update. Where the gradients come
-    from is left open, so that an update can be rehearsed alone."""
+    """The plain loop's frame: build, then per step gradients, clipping and update. Subclasses supply the
+    gradients, so that an update can be rehearsed alone.
+    """
 
     passes: StagePasses | None = None
-    """Of this process's stage, where the layers are cut into stages."""
+    """Passes of this process's stage, where the layers are cut into stages."""
 
     captured: CapturedStep | None = None
-    """The same steps as CUDA graphs; None where they run as they are written."""
+    """The same steps as CUDA graphs; None for steps without graphs."""
 
     def is_captured(self) -> bool:
-        """Whether the next step's passes may be played back."""
+        """Return whether the next step's passes may be replayed."""
         return self.captured is not None
 
     def stage_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> StagePasses | None:
-        """The passes of this process's stage of a model, for which `runs` is called; None where it has all
-        layers."""
+        """Return the passes of this process's stage of a model, which is called as `runs`; None if it has all
+        layers.
+        """
         if self.setup.parallel is None or not is_in_stages(self.setup):
             return None
         from snugfit.step.wishes.mesh.pipeline import StagePasses
@@ -95,12 +97,12 @@ class OptimizerLoop(Step):
         return StagePasses(self.setup.parallel, runs, model, self.forward_context)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """What the model computes in, as the Setup wishes."""
+        """Return the context of the model's computation for this Setup."""
         return forward_context(self.setup, self.device)
 
     @abstractmethod
     def _accumulate(self, built: Built) -> torch.Tensor | None:
-        """Leaves one step's gradients in the parameters, and gives its loss when losses are kept."""
+        """Leave one step's gradients in the parameters, and return its loss when losses are kept."""
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
@@ -120,7 +122,7 @@ class OptimizerLoop(Step):
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
                 after_update(self.setup, runs, index)
                 observer.step_ends(index)
-                if self.keep_losses and loss is not None:  # what is played writes it where it was
+                if self.keep_losses and loss is not None:  # the next replay overwrites it
                     losses.append(loss.clone() if self.is_captured() else loss)
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
@@ -155,24 +157,25 @@ class PlainStep(OptimizerLoop):
     """The plain loop over one job and Setup."""
 
     captured: CapturedStep | None = None
-    """Its steps, recorded and played back; None where that was not started or is not wished."""
+    """Its steps, recorded and replayed; None before the start of recording, and for a Setup without it."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
-        """How many items the loss of a host micro-batch is a mean over."""
+        """Count the items that the loss of a host micro-batch is a mean over."""
         self.rows = max(1, job.batch_size // setup.micro_batches)
         """Samples of a micro-batch."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
-        """Of a model, and a micro-batch that is on the device."""
+        """Compute the loss from a model and a micro-batch on the device."""
         self.computed: Callable[[torch.Tensor], None] = _ignore_loss
-        """Hears what the step's losses come to so far, before the backward pass of the last of them, where
-        losses are kept."""
+        """Callback for the sum of the step's losses so far, called before the last backward pass, where
+        losses are kept.
+        """
         self.released = ReleasedPasses(self) if setup.release else None
         """The passes of steps whose gradients do not stay; None where they do."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         with run_context(self.setup):
             if not self.job.trains:
                 return self._evaluate(steps, observer)
@@ -184,7 +187,7 @@ class PlainStep(OptimizerLoop):
                     self.released.detach()
 
     def start_capture(self) -> None:
-        """From here on steps are recorded and played back, where the Setup wishes it."""
+        """Record and replay the following steps, if the Setup chooses it."""
         self.captured = capture(self)
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
@@ -207,14 +210,14 @@ class PlainStep(OptimizerLoop):
         return self.run_passes(built, pieces, weights)
 
     def _filling(self) -> Filling | None:
-        """To what micro-batches without padding are filled up; None where steps are not recorded."""
+        """Return the filling of micro-batches without padding; None where steps are not recorded."""
         wish = self.setup.capture
         if wish is None or (wish.recorded and self.captured is None):
             return None
         return Filling(wish.multiple, 1 if self.job.model.module is not None else self.job.sequence_length)
 
     def needs_norm(self) -> bool:
-        """Whether the norm of the gradients must be known before the first update of the next step."""
+        """Return whether the next step needs the gradients' norm before its first update."""
         return bool(self.job.clip)
 
     def _clip_and_update(self, built: Built) -> None:
@@ -233,9 +236,9 @@ class PlainStep(OptimizerLoop):
         *,
         again: bool = False,
     ) -> torch.Tensor | None:
-        """Forward and backward passes of these host micro-batches, each of whose losses is multiplied by a
-        weight, as they are written. Gives what the losses come to, when losses are kept, unless they ran
-        before and run `again`."""
+        """Run forward and backward passes of these host micro-batches without replay, each loss times its
+        weight. Return the losses' sum when losses are kept; None if the passes repeat earlier ones (`again`).
+        """
         model, scaler, observer = built.runs, built.scaler, built.observer
         total: torch.Tensor | None = None
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
@@ -251,7 +254,7 @@ class PlainStep(OptimizerLoop):
                     loss = loss * weight
                 if (
                     self.keep_losses and not again
-                ):  # added up in fp32, as the Trainer does, whatever a model's loss is in
+                ):  # added up in fp32, as in the Trainer, for a loss of any dtype
                     total = loss.detach().float() if total is None else total + loss.detach()
                     self.computed(total)
                 observer.phase("backward")
@@ -283,8 +286,9 @@ class PlainStep(OptimizerLoop):
         return total
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """By what the loss of each host micro-batch is multiplied: its share of the items that count, 0 for
-        one of which nothing does. None leaves it as it is."""
+        """Return the factor of each host micro-batch's loss: its share of the counted items, 0 without any.
+        None leaves the loss unscaled.
+        """
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]
@@ -316,4 +320,4 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _ignore_loss(total: torch.Tensor) -> None:
-    """Stands where nobody reads the loss while a step runs."""
+    """Ignore the losses: the default of `computed`."""

@@ -1,16 +1,15 @@
-"""Selective checkpointing: which operators of a checkpointed layer keep what they computed.
+"""Selective checkpointing: keep the results of some operators of a checkpointed layer.
 
 torch runs such a layer under a dispatch mode (`torch.utils.checkpoint.create_selective_checkpoint_contexts`).
-What an operator of the list gives is kept, and when the layer is computed again in the backward pass it is
-handed out instead of computed; so every sum stays the same, bit for bit.
+Results of a listed operator are kept. The recomputation in the backward pass reuses them, so every sum stays
+the same, bit for bit.
 
-Kept are products with weights and fused attention: they take nearly all of a layer's time. Products of two
-activations are not kept, because where attention is not fused they are its scores, which are large.
+Products with weights and fused attention are kept: they take nearly all of a layer's time. Products of two
+activations are not kept. In unfused attention they are its scores, which are large.
 
-Attention with dropout is computed again. It draws random numbers: an operator that is handed its result draws
-none, and each dropout after it would have another mask than in the forward pass. Where no dropout after it
-draws any (`techniques/seeded_dropout.py`), attention is kept, and a layer that draws
-besides is refused.
+Attention with dropout is computed again, because it draws random numbers. A reused result draws none, and
+each later dropout would have another mask than in the forward pass. Attention is kept where no later dropout
+draws any (`techniques/seeded_dropout.py`). A layer with other draws is then refused.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ PRODUCTS = (*ATTENTION, "aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::c
 EVERY_OTHER = "every_other_product"
 
 KEPT = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
-"""Operators by what a recipe keeps."""
+"""Operators for each value of a recipe's setting."""
 
 
 def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:
-    """What `torch.utils.checkpoint.checkpoint` is told besides; nothing where nothing is kept."""
+    """Return the further arguments of `torch.utils.checkpoint.checkpoint`; empty if no results are kept."""
     if not keep:
         return {}
     contexts = functools.partial(selective_contexts, KEPT[keep], every_other=keep == EVERY_OTHER)
@@ -50,7 +49,7 @@ def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:
 
 
 def refuse_draws(operator: Any) -> None:
-    """Raises `RecipeError` for an operator that draws random numbers and is not fused attention."""
+    """Raise `RecipeError` for an operator that draws random numbers and is not fused attention."""
     import torch
 
     if torch.Tag.nondeterministic_seeded in operator.tags and operator.name() not in ATTENTION:
@@ -61,14 +60,15 @@ def refuse_draws(operator: Any) -> None:
 
 
 def selective_contexts(operators: tuple[str, ...], every_other: bool = False, refuse: Any = None) -> Any:
-    """What a layer's forward pass and its recomputation run in, for torch's checkpoints: results of
-    `operators` are not computed again, of products, if asked, of the first, the third and so on.
+    """Return the contexts of a layer's forward pass and recomputation, for torch's checkpoints. Results of
+    `operators` are not computed again. `every_other` limits that to the first, third, fifth ... product.
 
-    Attention with dropout is computed again: it draws random numbers, which those after it count on. Unless
-    `refuse` is asked of each other operator, and raises for one that draws any."""
+    Attention with dropout is computed again: it draws random numbers, and later draws depend on them. With
+    `refuse` it is kept; `refuse` is called for each other operator, and raises for one that draws.
+    """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products = {False: 0, True: 0}  # of the forward pass, and of the recomputation, which torch 2.12 asks too
+    products = {False: 0, True: 0}  # in the forward pass, and in the recomputation, for torch 2.12
 
     def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = operator.name()
@@ -90,7 +90,7 @@ def selective_contexts(operators: tuple[str, ...], every_other: bool = False, re
 
 
 def script_lines(keep: str) -> tuple[str, ...]:
-    """Python that defines the same `context_fn`, for scripts that run without snugfit."""
+    """Return Python lines that define the same `context_fn`, for scripts that run without snugfit."""
     source = textwrap.dedent(inspect.getsource(selective_contexts)).rstrip()
     value = checkpoint_arguments(keep)["context_fn"]
     names = ", ".join(f'"{name}"' for name in value.args[0])

@@ -1,6 +1,6 @@
 """The Step: the real model class, the real optimizer and the real loop body, ready to run.
 
-One Step is rehearsed (on tensors with shapes and no data), performed (on a device, measured) or trained, and
+One Step is rehearsed (on tensors with shapes and no data), performed (on a device, measured) or trained. It
 is the same object each time: only its device and its observer differ. Each loop has a name:
 
 - `plain`: the loop every figure of ours refers to (`plain_loop.py`);
@@ -27,7 +27,7 @@ LOOPS = ("plain", "accelerate", "trainer")
 
 
 class Observer:
-    """Whoever watches a step: a trace that is being written, or a stopwatch. The methods here do nothing."""
+    """Observer of a step: a trace recorder or a stopwatch. The methods here do nothing."""
 
     def step_begins(self, index: int) -> None:
         """Optimizer step `index` (from 0) begins."""
@@ -36,10 +36,10 @@ class Observer:
         """Optimizer step `index` has ended; gradients are dropped."""
 
     def phase(self, name: str) -> None:
-        """From here on everything belongs to this phase, one of `PHASES`."""
+        """Attribute all later work to this phase, one of `PHASES`."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Model and optimizer stand, before the first step."""
+        """Model and optimizer are built; the first step has not begun."""
 
 
 class Step(ABC):
@@ -52,11 +52,10 @@ class Step(ABC):
     """A subclass of `transformers.Trainer` to run instead of it, where the loop is the Trainer's."""
 
     trainer_arguments: Mapping[str, Any] = {}
-    """Of `TrainingArguments`, besides those that the Setup gives, where the loop is the Trainer's."""
+    """More `TrainingArguments` than those of the Setup, for the Trainer's loop."""
 
     rank: int | None = 0
-    """Which of the processes that train together this one is, in a rehearsal; None for the first with the
-    largest part of what they share out."""
+    """Rank of this process in a rehearsal; None for the first rank with the largest shard."""
 
     always_mask = False
     """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""
@@ -68,6 +67,9 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds everything, runs `steps` optimizer steps, and gives each step's loss (mean over the global
-        batch) when losses are kept: keeping them holds a few bytes on the device. Afterwards `model` and
-        `optimizer` are what was trained."""
+        """Build everything, run `steps` optimizer steps, and return each step's loss (mean over the global
+        batch).
+
+        The list is empty unless losses are kept; keeping them holds a few bytes on the device. Afterwards
+        `model` and `optimizer` are the trained objects.
+        """

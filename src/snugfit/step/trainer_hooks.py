@@ -1,7 +1,7 @@
-"""The private moments of `transformers.Trainer`'s training and saving, under plain names.
+"""The private methods of `transformers.Trainer`'s training and saving, under plain names.
 
-With `transformers_internals.py` this is all that we override, call and read of what its authors keep private,
-and `tests/test_transformers_internals.py` holds it to the installed version.
+This file and `transformers_internals.py` hold every private name of transformers that snugfit overrides,
+calls or reads. `tests/test_transformers_internals.py` checks them against the installed version.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from unittest.mock import patch
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # the real one stands behind it, in the class that a front-end makes
+    Trainer = object  # the front-end's class adds the real one as a base
 
 
 class StepEnd(NamedTuple):
-    """What a log line says of the step before it; None where this process has taken none."""
+    """Figures of the step before a log line; None where this process has taken no step."""
 
     norm: Any
     """A number, or a tensor () on the device."""
@@ -29,58 +29,62 @@ class StepEnd(NamedTuple):
 
 
 class TrainerHooks(Trainer):  # type: ignore[misc]
-    """The private moments of `Trainer.train`, each as a method that a subclass overrides. Every one of them
-    does what transformers does unless its docstring says that it stands in the place of that."""
+    """The private methods of `Trainer.train`, each under a name that a subclass overrides. Each does the same
+    as transformers unless its docstring names a replacement.
+    """
 
     control: Any
-    """What the Trainer's flow does next."""
+    """State of the Trainer's control flow."""
 
     model: Any
     optimizer: Any
 
     def snugfit_clip(self, go_on: Callable[[], Any]) -> Any:
-        """A step's gradients are there; `go_on` clips them as transformers does and gives their norm."""
+        """Clip a step's gradients; `go_on` clips them as transformers does and returns their norm."""
         return go_on()
 
     def snugfit_before_update(self, norm: Any) -> None:
-        """The gradients of a step are there, clipped, with this norm; no weight has changed."""
+        """Run before the update; the gradients are clipped, and `norm` is theirs."""
 
     def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
-        """Epochs that are done when training begins, and batches of the next one that are skipped."""
+        """Return the finished epochs at the start of training, and the batches of the next one to skip."""
         return epochs, batches
 
     def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
-        """An epoch begins; gives the loader to train over, which itself skips so many batches."""
+        """Begin an epoch; return the loader to train over, which itself skips `skipped` batches."""
         return loader
 
     def snugfit_border(self, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
-        """A step or an epoch ends, after a step with these figures; `go_on` logs, saves and evaluates as
-        transformers does, which needs them."""
+        """Handle the end of a step or an epoch; `figures` belong to the step. `go_on` takes them, and logs,
+        saves and evaluates as transformers does.
+        """
         go_on(figures)
 
     def snugfit_evaluate(self, go_on: Callable[[], Any]) -> Any:
-        """At the end of a step, or before the first one; `go_on` evaluates as transformers does."""
+        """Evaluate at the end of a step, or before the first one; `go_on` evaluates as transformers does."""
         return go_on()
 
     def snugfit_save(self, go_on: Callable[[], None]) -> None:
-        """Keeps a checkpoint; `go_on` saves as the user's subclass does, which ends in `snugfit_keep`."""
+        """Save a checkpoint; `go_on` saves as the user's subclass does, which ends in `snugfit_keep`."""
 
     def snugfit_keep(self) -> None:
-        """In the place of the Trainer's own saving, behind that of the user's subclass."""
+        """Save in place of the Trainer's own saving, after that of the user's subclass."""
 
     def snugfit_load_weights(self, model: Any, folder: Path) -> None:
-        """Loads a checkpoint's weights, in the place of the Trainer's own loading."""
+        """Load a checkpoint's weights, in place of the Trainer's own loading."""
 
     def snugfit_load_optimizer(self, folder: Path | None) -> None:
-        """Loads optimizer, schedule and scaler in the place of the Trainer's own loading; None where nothing
-        is resumed."""
+        """Load optimizer, schedule and scaler in place of the Trainer's own loading; `folder` is None without
+        a resume.
+        """
 
     def snugfit_load_generators(self, folder: Path) -> None:
-        """Loads the random generators, in the place of the Trainer's own loading."""
+        """Load the random generators, in place of the Trainer's own loading."""
 
     def snugfit_before_finish(self) -> bool:
-        """All steps are done; the best model may be read from a checkpoint now. False where the run is
-        stopped and nothing more is to be done."""
+        """Run after all steps, when the best model may be read from a checkpoint. Return False for a stopped
+        run, which skips the rest.
+        """
         return True
 
     def _clip_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
@@ -118,8 +122,9 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         return self.snugfit_evaluate(partial(super()._evaluate, *arguments, **keywords))
 
     def spread_model(self) -> None:
-        """Spreads the model over the processes under FSDP2, where it is not yet, as the Trainer does when
-        training begins."""
+        """Shard the model over the processes under FSDP2, unless it is sharded, as the Trainer does when
+        training begins.
+        """
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self.model, FSDPModule):
@@ -129,12 +134,12 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         self.model_wrapped = self.callback_handler.model = self.model
 
     def save_now(self) -> None:
-        """A checkpoint that the Trainer's flow does not ask for."""
+        """Save a checkpoint outside of the Trainer's own schedule."""
         self._save_checkpoint(self.model_wrapped, None)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def repeat_boundary(self, *, save: bool, ignored_keys: list[str] | None) -> None:
-        """What the end of a step has left out: its evaluation, and to `save` after it."""
+        """Run the evaluation that the end of a step left out, and with `save` the checkpoint after it."""
         self.control.should_log, self.control.should_evaluate, self.control.should_save = False, True, save
         super()._maybe_log_save_evaluate(
             self._tr_loss, None, self.model_wrapped, None, self.state.epoch, ignored_keys, time.time()
@@ -155,7 +160,7 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         self.snugfit_load_optimizer(None if checkpoint is None else Path(checkpoint))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """It comes with the optimizer."""
+        """Load nothing: the scaler comes with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -163,7 +168,7 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
         if self.snugfit_before_finish():
-            # Which checkpoints go is not for it to say.
+            # snugfit removes old checkpoints itself, so the Trainer must not.
             with patch.object(self.args, "save_total_limit", None):
                 return super()._finalize_training(*arguments, **keywords)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -172,13 +177,14 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
 
 def _skip_nothing(loader: Any, num_batches: int = 0) -> Any:
-    """A Trainer's epoch takes its loader as it is, though batches of it were seen."""
+    """Return the loader of a Trainer's epoch unchanged, though batches of it were used."""
     return loader
 
 
 def keeping_bases(own: type[Any]) -> tuple[type, ...]:
-    """A trainer's class, and behind it one in which the saving of every subclass ends, before transformers'
-    own."""
+    """Return a trainer's class, followed by one that ends the saving of every subclass before transformers'
+    own.
+    """
     import transformers
 
     class KeepingTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -189,14 +195,15 @@ def keeping_bases(own: type[Any]) -> tuple[type, ...]:
 
 
 def overrides(trainer: Any, *names: str) -> bool:
-    """Whether the user's subclass, a class that it mixes in, or the trainer by itself has one of these
-    methods of its own."""
+    """Return whether the user's subclass, one of its mixins, or the instance itself defines one of these
+    methods.
+    """
     kinds = [k for k in type(trainer).__mro__ if not k.__module__.startswith(("transformers.", "snugfit."))]
     return any(name in vars(holder) for holder in (trainer, *kinds) for name in names)
 
 
 def calls_on_save(trainer: Any) -> bool:
-    """Whether a callback of the trainer waits for checkpoints."""
+    """Return whether a callback of the trainer overrides `on_save`."""
     from transformers import TrainerCallback
 
     callbacks = trainer.callback_handler.callbacks
@@ -204,5 +211,5 @@ def calls_on_save(trainer: Any) -> bool:
 
 
 def push_checkpoint(trainer: Any, folder: Path) -> None:
-    """Begins to push a whole checkpoint to the hub, as the Trainer does when it has saved one."""
+    """Begin to push a whole checkpoint to the hub, as the Trainer does after saving one."""
     trainer._push_from_checkpoint(str(folder))

@@ -1,11 +1,11 @@
-"""The installed `transformers.Trainer`: its `train()` itself, with the batches synthetic.
+"""The installed `transformers.Trainer`: its `train()` itself, with synthetic batches.
 
-Nothing of its logic is copied: a subclass with no more than an observer in it runs the Trainer's own loop,
-`training_step`, clipping, step and logging, whatever the installed version does there. A user's own subclass
-can stand in for `Trainer`, and its `compute_loss` is then what runs.
+No logic of the Trainer is copied. A subclass that only adds an observer runs the Trainer's own loop,
+`training_step`, clipping, step and logging of the installed version. A user's own subclass can replace
+`Trainer`, and its `compute_loss` then runs.
 
-As its users do, the model is built on the host and handed to the Trainer, which moves it. Clipping is the
-Trainer's default (a norm of 1.0) unless the job says otherwise; 0 never clips.
+As in users' scripts, the model is built on the host and passed to the Trainer, which moves it. Clipping is
+the Trainer's default (a norm of 1.0) unless the job sets another; 0 never clips.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TrainerStep(Step):
         super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The trainer loop only trains. Evaluate with --loop plain.")
         with (
@@ -52,7 +52,7 @@ class TrainerStep(Step):
 
         observer.phase("build")
         arguments = self._training_arguments(folder, steps)
-        # They come first, since transformers may build the model by what they say.
+        # The arguments come first, since transformers may read them while it builds the model.
         trainer_arguments = arguments_class(self.device)(**arguments)
         model = self._model()
         if self.keep_gradients:  # the Trainer calls it after each step, and leaves the habit to torch
@@ -82,8 +82,9 @@ class TrainerStep(Step):
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
     def _model(self) -> torch.nn.Module:
-        """As its users build it. One that is to be spread over processes stays on the host, and accelerate
-        moves its parts."""
+        """Build the model as users do. A model to be sharded stays on the host, and accelerate moves its
+        parts.
+        """
         spread = is_spread(self.setup)
         model = build_model(self.job, self.setup, self.device, on_host=True, stays=spread)
         if spread and self.setup.autocast:
@@ -91,14 +92,14 @@ class TrainerStep(Step):
         return model
 
     def _ranks(self) -> int:
-        """How many processes share the samples."""
+        """Return the number of processes that share the samples."""
         return self.setup.parallel.ranks if self.setup.parallel else 1
 
     def _watch(self, trainer: Any, observer: Observer) -> None:
-        """The trainer stands and has not begun to train."""
+        """Prepare the trainer before `train()`."""
 
     def _finish(self, trainer: Any) -> None:
-        """Takes what the trainer has trained."""
+        """Take the trained model and optimizer from the trainer."""
         self.model, self.optimizer = trainer.model, trainer.optimizer.optimizer
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class TrainerStep(Step):
 
 
 def observe(trainer_class: type[Any]) -> type[Any]:
-    """A subclass of `trainer_class` that tells an observer where it is, and changes nothing."""
+    """Return a subclass of `trainer_class` that calls an observer and changes nothing else."""
 
     class _ObservedTrainer(trainer_class):  # type: ignore[misc]
         observer: Observer
@@ -129,7 +130,7 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         setup: Setup
 
         def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
-            """The first thing that the Trainer does for a step, before its callbacks hear of it."""
+            """Begin a step: the Trainer calls this first, before its callbacks."""
             self.observer.step_begins(self.state.global_step)
             self.observer.phase("load")
             return super().get_batch_samples(*arguments, **keywords)

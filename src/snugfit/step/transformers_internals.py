@@ -1,16 +1,15 @@
-"""What we override and read of transformers and accelerate that is private to them, in one place.
+"""The private names of transformers and accelerate that snugfit overrides and reads.
 
-None of it is promised by its authors, so all of it stands here and in `trainer_hooks.py`, under plain names,
-and `tests/test_transformers_internals.py` holds each name to the installed version: that it exists, takes
-what we pass, and is called where we rely on it.
+Their authors promise none of them. So all are in this file and in `trainer_hooks.py`, under plain names.
+`tests/test_transformers_internals.py` checks each against the installed version: it exists, takes our
+arguments, and is called where we rely on it.
 
-For a rehearsal both libraries stand on a device that is not there. They ask the machine which device it has
-and refuse what it cannot do, so their placement is substituted and nothing else: while they set themselves up
-the device is said to be CUDA, so that they decide as they would on a GPU; then their state's device
-becomes `meta`, and everything they place goes there. Their own state of before, a user's live Accelerator
-perhaps, is restored afterwards.
+In a rehearsal both libraries run for a device that does not exist. They query the machine's device and refuse
+unsupported settings, so their placement is substituted and no other part. During set-up the device is
+reported as CUDA, so that they decide as on a GPU. Then their state's device becomes `meta`, and they place
+everything there. Afterwards their earlier state, perhaps a user's live Accelerator, is restored.
 
-Of a live trainer the functions below read and set private fields.
+The functions for a live trainer read and set its private fields.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 _OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""How variables begin by which `accelerate launch` tells its processes how to train."""
+"""Prefixes of the variables by which `accelerate launch` configures its processes."""
 
 
 # ---- a device that is not there --------------------------------------------------------------------------
@@ -38,8 +37,9 @@ _OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 @contextlib.contextmanager
 def placed_on(device: torch.device, parallel: ParallelWish | None = None) -> Iterator[None]:
-    """Within it, accelerate sets itself up for `device`, as one of several processes where those are wished
-    for; afterwards its state is what it was."""
+    """Set accelerate up for `device`, as one of several processes with `parallel`; restore its state
+    afterwards.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     variables = {"meta": {_DEVICE: "cuda"}, "cpu": {_DEVICE: "cpu"}}
@@ -56,9 +56,11 @@ def placed_on(device: torch.device, parallel: ParallelWish | None = None) -> Ite
 
 @contextlib.contextmanager
 def _one_of_several(device: torch.device, parallel: ParallelWish) -> Iterator[None]:
-    """accelerate takes this process for one of several on GPUs, by the group of torch's that there is. What a
-    launcher has said by variables does not count. On `meta` a mesh of ranks must be there from the
-    beginning, so accelerate stands there then and not on CUDA."""
+    """Make accelerate treat this process as one of several on GPUs, in torch's existing process group.
+
+    Variables of a launcher are ignored. On `meta` a mesh of ranks must exist from the beginning, so
+    accelerate's device is `meta` then and not CUDA.
+    """
     import torch.distributed as dist
     from accelerate.state import DistributedType, PartialState
 
@@ -70,7 +72,7 @@ def _one_of_several(device: torch.device, parallel: ParallelWish) -> Iterator[No
         return
     if device.type == "meta" and parallel.weights == "sharded":
         os.environ[_DEVICE] = "meta"
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP is told no number of a GPU
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP gets no device index
     of_gpus = (dist.get_backend(), DistributedType.MULTI_GPU)
     with patch.object(PartialState, "_prepare_backend", lambda self, *asked, **more: of_gpus):
         yield
@@ -78,7 +80,7 @@ def _one_of_several(device: torch.device, parallel: ParallelWish) -> Iterator[No
 
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Questions about this machine's GPU that stand in the way of setting up for another."""
+    """Patch the checks of this machine's GPU that would refuse a setup for another one."""
     import accelerate.accelerator
     import transformers.training_args
 
@@ -130,20 +132,20 @@ def arguments_class(device: torch.device) -> type[Any]:
 # ---- fields of a live trainer ----------------------------------------------------------------------------
 
 LOGGED = {"loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged"}
-"""What a trainer remembers of its losses for its next log, by our names."""
+"""Fields of a trainer's losses for its next log, by our names."""
 
 ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared")
-"""What `Accelerator.prepare` leaves on a model."""
+"""Attributes that `Accelerator.prepare` leaves on a model."""
 
 
 def logged_losses(trainer: Any) -> dict[str, Any]:
-    """What the trainer's next log depends on, as JSON values."""
+    """Return the values that the trainer's next log depends on, as JSON values."""
     values = {name: getattr(trainer, field) for name, field in LOGGED.items()}
     return {**values, "loss": values["loss"].item()}
 
 
 def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
-    """Sets what `logged_losses` gave; to the losses since the last log they are added."""
+    """Restore the values of `logged_losses`; the losses since the last log are added to."""
     trainer._tr_loss += losses["loss"]
     trainer._total_loss_scalar = losses["total_loss"]
     trainer._globalstep_last_logged = losses["last_logged"]
@@ -155,8 +157,9 @@ def restore_callbacks(trainer: Any) -> None:
 
 
 def average_losses_over_all_steps(trainer: Any) -> None:
-    """Before the mean of a run's losses is taken. The trainer has the sum over all steps, those before a
-    resume among them; from 5.19 on transformers divides by the steps of this call, before by all."""
+    """Scale the trainer's loss sum before it takes a run's mean. The sum is over all steps, those before a
+    resume included. From 5.19 on transformers divides by the steps of this call, before by all.
+    """
     steps = trainer.state.global_step
     divisor = max(steps - getattr(trainer, "_initial_global_step", 0), 0.001)  # as transformers has it
     mean = (trainer._total_loss_scalar + trainer._tr_loss.item()) / max(steps, 0.001)
@@ -165,22 +168,22 @@ def average_losses_over_all_steps(trainer: Any) -> None:
 
 
 def loss_since_log(trainer: Any) -> Any:
-    """The sum of the losses since the last log, () on the device: the trainer's own tensor."""
+    """Return the sum of the losses since the last log, () on the device: the trainer's own tensor."""
     return trainer._tr_loss
 
 
 def trainer_shifts_labels(trainer: Any) -> bool:
-    """Whether the trainer counts labels as those of a model that shifts them by one."""
+    """Return whether the trainer counts labels of a model that shifts them by one."""
     return bool(trainer._loss_shifts_labels)
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Keeps the trainer from dividing each micro-batch's loss by their number."""
+    """Stop the trainer from dividing each micro-batch's loss by their number."""
     trainer.current_gradient_accumulation_steps = 1
 
 
 def has_users_schedule(trainer: Any) -> bool:
-    """Whether the learning rate's schedule is one that the user brought."""
+    """Return whether the learning-rate schedule is the user's own."""
     return trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
 
 
@@ -193,7 +196,7 @@ def replace_model(trainer: Any, model: Any) -> None:
 
 
 def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
-    """Sets `TrainingArguments` of a trainer that stands, with what it has made of them."""
+    """Set `TrainingArguments` of a built trainer, and the values that it has derived from them."""
     args = trainer.args
     if "bf16" in changes:
         _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")
@@ -205,8 +208,9 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:
-    """Its accelerator's, which autocasts and scales gradients. accelerate keeps one state for the process,
-    which is made anew."""
+    """Set the precision of its accelerator, which autocasts and scales gradients. accelerate keeps one state
+    for the process, which is made again.
+    """
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     args = trainer.args
@@ -222,13 +226,15 @@ def _set_precision(trainer: Any, mixed: str) -> None:
 
 
 def made_by_accelerate(optimizer: Any) -> bool:
-    """Whether this optimizer is accelerate's shell, as it stands in a trainer that has trained."""
+    """Return whether this optimizer is accelerate's wrapper, as in a trainer that has trained."""
     return hasattr(optimizer, "accelerator_state")
 
 
 @contextlib.contextmanager
 def bare_model(model: Any) -> Iterator[None]:
-    """Within it the model is as it was before `Accelerator.prepare` put its forward pass around it."""
+    """Restore the model from before `Accelerator.prepare` wrapped its forward pass, inside of this
+    context.
+    """
     put = {name: model.__dict__.pop(name) for name in ON_A_PREPARED_MODEL if name in model.__dict__}
     if put and "_original_forward" not in put and "forward" in put:  # the user's own
         model.__dict__["forward"] = put["forward"]
@@ -240,7 +246,7 @@ def bare_model(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_loader_record(trainer: Any) -> Iterator[None]:
-    """A loader that is made within it has no workers, and accelerate does not remember it."""
+    """Make loaders without workers, and without a record in accelerate, inside of this context."""
     args, accelerator = trainer.args, trainer.accelerator
     with (
         patch.multiple(
@@ -256,7 +262,7 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
-    """Make loaders of the trainer give batches of so many samples."""
+    """Make loaders of the trainer return batches of this many samples."""
     with patch.object(trainer, "_train_batch_size", samples):
         yield
 
@@ -268,10 +274,13 @@ _MASKS = "transformers.masking_utils"
 
 @contextlib.contextmanager
 def masks_by_shape(*, packed: bool) -> Iterator[None]:
-    """Within it transformers decides by shapes alone whether attention needs a mask, as it does without a
-    padding mask everywhere: whatever is recorded it would give one (5.17), which the fastest attention does
-    not take, and of a padding mask it would read the values. Positions that the model counts itself, where
-    the batch does not say that it is `packed`, begin once in a row, which it would look up too."""
+    """Make transformers decide by shapes alone whether attention needs a mask, as it does without a padding
+    mask.
+
+    While a graph is recorded transformers (5.17) would always make a mask, which the fastest attention does
+    not take. It would also read the values of a padding mask. Unless the batch is `packed`, the model's own
+    positions begin once in a row; transformers would read these too.
+    """
     if _MASKS not in sys.modules:  # no model of transformers'
         yield
         return
@@ -288,4 +297,4 @@ def _has_values(tensor: Any = None) -> bool:
 
 
 def _not_packed(position_ids: Any) -> None:
-    """No row has more than one sequence."""
+    """Report that no row has more than one sequence."""

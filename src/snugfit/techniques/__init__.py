@@ -1,1 +1,1 @@
-"""One file per technique; the folder is its slot. Everyone asks the roster; nobody imports one by name."""
+"""One file per technique; the folder is its slot. The roster lists them; no code imports one by name."""

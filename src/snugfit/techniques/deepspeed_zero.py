@@ -1,4 +1,4 @@
-"""What DeepSpeed's stages have in common, and what they cannot go with."""
+"""Settings and limits that DeepSpeed's stages have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 READ = "buckets are as large as `auto` makes them, and overlap_comm is off on one GPU"
-"""What of a configuration that is read stands in no recipe."""
+"""Note on settings of a DeepSpeed configuration that a recipe does not have."""
 
 ADAMW = "torch.optim:AdamW"
 """The optimizer that accelerate exchanges for DeepSpeed's on the host."""
@@ -25,8 +25,9 @@ ADAMW = "torch.optim:AdamW"
 NEEDS = ("deepspeed>=0.18",)
 
 TRAINED = "deepspeed>=0.19.8"
-"""What trains: checkpoints are taken out of its partitions and put back, and before an update it looks
-whether gradients are numbers, in both stages."""
+"""Version that trains. In both stages, checkpoints are read from its partitions and written to them, and an
+update first checks that gradients are finite.
+"""
 
 UNCERTAIN = (
     "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
@@ -58,16 +59,17 @@ FROM_ARGUMENTS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""What the Trainer puts in from its own arguments where it is `auto`."""
+"""Keys that the Trainer fills from its own arguments where they are `auto`."""
 
 
 DISK = "/local_nvme"
-"""The folder of a disk, as DeepSpeed's documentation has it: whoever trains puts the right one there."""
+"""Placeholder for the folder on a disk, from DeepSpeed's documentation; users replace it with theirs."""
 
 
 def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) -> dict[str, Any]:
-    """The section `zero_optimization`, with these sizes of buckets or `auto` for each; what goes to a disk
-    is in this folder."""
+    """Return the section `zero_optimization`, with these sizes of buckets or `auto` for each; a disk's files
+    are in `folder`.
+    """
     section: dict[str, Any] = {
         "stage": wish.stage,
         "overlap_comm": wish.ranks > 1,
@@ -104,13 +106,14 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
 
 
 def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
-    """The Setup in which DeepSpeed runs the steps. What autocast would compute in, it makes the weights'
-    dtype, with weights in fp32 beside them that are updated."""
+    """Return the Setup in which DeepSpeed runs the steps. Autocast's dtype becomes the dtype of the weights,
+    with fp32 weights for the update.
+    """
     return setup.with_fields(sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
 
 
 def refuse_training(setup: Setup) -> None:
-    """Raises `UsageError` where an engine is wished for that trains in no loop of snugfit's."""
+    """Raise `UsageError` for an engine that trains in no loop of snugfit's."""
     from packaging.requirements import Requirement
 
     wish = setup.sharding
@@ -131,7 +134,7 @@ def refuse_training(setup: Setup) -> None:
 
 
 def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[str]:
-    """Why the engine cannot run this job or recipe."""
+    """Yield why the engine cannot run this job or recipe."""
     setup = recipe[Slot.PRECISION].alone
     if not job.trains:
         yield "it is about training only. Leave it out."

@@ -1,9 +1,9 @@
 """The contract between the core and its features, and the registry of features.
 
-A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`, with
-what the feature adds: handlers of its fields of `Setup` (`fields.py`), techniques, and overrides of the
+A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`. The
+subclass adds handlers of the feature's fields of `Setup` (`fields.py`) and techniques. It also overrides
 methods that the command line, data, simulation and search call on every feature. The core imports no feature
-and names none: it calls `wishes()`, `features()` and `hooks()`. Its tasks and inputs of models are in
+and names none: it calls `wishes()`, `features()` and `hooks()`. A feature's tasks and inputs of models are in
 `inputs.py` (`job/inputs.py`).
 
 Listing features imports no torch. A feature imports its own modules within the methods that need them.
@@ -36,7 +36,7 @@ class InstallStage(IntEnum):
     BUILD = 0
     """The model is created: its dtype and attention are arguments of its constructor."""
     ADAPT = 1
-    """Another model takes its place, or weights freeze: before anything asks which parameters train."""
+    """Another model replaces the first, or weights freeze, before any code reads the trainable parameters."""
     CAST = 2
     """Weights that train change their dtype."""
     REPLACE = 3
@@ -50,7 +50,7 @@ class InstallStage(IntEnum):
     SAVE = 7
     """Tensors that layers save for the backward pass are kept elsewhere."""
     DISTRIBUTE = 8
-    """The model is spread over processes; the optimizer is of what each then holds."""
+    """The model is distributed over processes; each makes an optimizer of its own part."""
     OPTIMIZE = 9
     """The optimizer is made of the parameters that train."""
     LOOP = 10
@@ -68,28 +68,28 @@ class Configuration(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The job and the recipe that it describes, by the keys of a job file."""
+        """Return the job and the recipe that it describes, by the keys of a job file."""
 
     def show(self) -> None:
         """Print on stderr how each key was used."""
 
 
 class Feature:
-    """One deletable folder. Subclasses override what they need."""
+    """A deletable folder. Subclasses override the methods that they need."""
 
     name: ClassVar[str]
     """The folder's name; the registry sets it."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
-    """By slot, the modules of its folder that have one technique each; a module's name is its word."""
+    """Module names by slot; each module has one technique, and the module's name is the technique's."""
 
     needs: ClassVar[Mapping[str, str]] = {}
-    """By module of a technique, another feature that it imports; without that, the technique is left out."""
+    """Other features that a technique's module imports, by module; without them the technique is left out."""
 
     # ---- the command line ----
 
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """By command and option of earlier versions: what to use instead."""
+    """Replacement text by command and removed option of earlier versions."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
         """Return functions that become subcommands of their names."""
@@ -100,7 +100,7 @@ class Feature:
         return {}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return the options that this command about a job takes beside its own."""
+        """Return further options of this command about a job."""
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
@@ -124,7 +124,7 @@ class Feature:
         """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
 
     def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
-        """Use the recipe that a command found for so many GPUs; None where nothing fits."""
+        """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return, by title, lines that put the recipe of a plan to use."""
@@ -133,7 +133,7 @@ class Feature:
     # ---- reading data ----
 
     column_roles: ClassVar[tuple[str, ...]] = ()
-    """What a column can be to a task of this feature (`data/rows.py` has the roles of texts)."""
+    """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
         """Return a function from the folder around these to `Rows`; None where they hold no samples."""
@@ -164,7 +164,7 @@ class Feature:
         return 1
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
-        """Return sentences on what a rehearsal with this optimizer, or None, leaves open."""
+        """Return sentences on open questions of a rehearsal with this optimizer, or None."""
         return ()
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
@@ -188,7 +188,7 @@ class Feature:
     # ---- predicting a step ----
 
     def context_bytes(self, operators: Collection[str]) -> int:
-        """Return bytes beside the allocator's that NVML counts for these operators of a step."""
+        """Return bytes outside of the allocator that NVML counts for these operators of a step."""
         return 0
 
     # ---- searching a plan ----
@@ -227,7 +227,7 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
 
 
 def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
-    """Return owner and attribute of each tensor that features hold beside a weight."""
+    """Return owner and attribute of each tensor that features hold next to a weight."""
     return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
 
 

@@ -1,4 +1,4 @@
-"""Which optimizers update masters of weights that are kept in halves: two AdamWs of our own."""
+"""The optimizers that update masters of weights in halves: two AdamWs of our own."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
 
 
 def with_adamw(setup: Setup, wish: OptimizerWish) -> Setup:
-    """The Setup with this AdamW; where masters of weights are asked for, with the one that keeps them, which
-    is one kernel on a GPU whichever of torch's was named."""
+    """Return the Setup with this AdamW. With `masters` it is the AdamW that keeps them: one kernel on a GPU,
+    for each of torch's variants.
+    """
     return setup.with_fields(optimizer=MASTER_ADAMW if setup.masters else wish)
 
 
 def keeps_masters(setup: Setup) -> bool:
-    """Whether this Setup's optimizer updates masters."""
+    """Return whether this Setup's optimizer updates masters."""
     return setup.optimizer.factory.path in (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)

@@ -1,8 +1,8 @@
-"""A mesh as text: `fsdp=4, tensor=2` is a recipe's techniques for several GPUs, and how many GPUs they make.
+"""A mesh as text: `fsdp=4, tensor=2` is a recipe's techniques for several GPUs, with their numbers of GPUs.
 
-Each word is a technique of a slot for several GPUs, and its number the GPUs along that axis; they multiply.
-`replicate` is how many copies of sharded weights there are. What is on the data axis (`ddp`, `fsdp`) has no
-number in a recipe, because `--gpus` says it; the others have.
+Each word is a technique of a slot for several GPUs. Its number is the GPUs along that axis; the numbers
+multiply. `replicate` is the number of copies of sharded weights. Techniques of the data axis (`ddp`, `fsdp`)
+have no number in a recipe, because `--gpus` sets it; the others have.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Slot, Technique
 
 REPLICATE = "replicate"
-"""The word for copies of weights that are spread over GPUs."""
+"""The word for copies of weights that are sharded over GPUs."""
 
 COUNT = "n"
-"""The setting of a technique that says how many GPUs there are along its axis."""
+"""Name of the setting for the number of GPUs along a technique's axis."""
 
 EXAMPLE = "Write for example 'fsdp=4, tensor=2'."
 
 
 def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
-    """The recipe with the techniques of a mesh, and the GPUs of it. Raises `UsageError` for what is none, and
-    for what contradicts the recipe."""
+    """Return the recipe with the techniques of a mesh, and its number of GPUs. Raises `UsageError` for a text
+    that is no mesh or contradicts the recipe.
+    """
     counts = _read(text)
     copies = counts.pop(REPLICATE, 1)
     kinds = {word: _kind(word, text) for word in counts}
@@ -48,7 +49,7 @@ def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
 
 
 def _read(text: str) -> dict[str, int]:
-    """The axes and their numbers, as they are written."""
+    """Return the axes and their numbers, as they are written."""
     counts: dict[str, int] = {}
     for part in text.split(","):
         word, equals, number = (piece.strip() for piece in part.partition("="))
@@ -74,7 +75,7 @@ def _kind(word: str, text: str) -> type[Technique]:
 
 
 def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, text: str) -> Technique:
-    """The technique of one axis, with the settings that the recipe gives it."""
+    """Return the technique of one axis, with the settings that the recipe gives it."""
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")
@@ -90,8 +91,9 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
 
 
 def _in_copies(sharing: Technique, data: list[int], copies: int, text: str) -> Technique:
-    """The technique that spreads each of several copies of the weights, in the place of one that spreads
-    one."""
+    """Return the technique that shards each of several copies of the weights, in place of one that shards
+    one.
+    """
     spread = next(
         kind
         for kind in roster.techniques()

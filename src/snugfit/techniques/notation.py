@@ -1,13 +1,13 @@
 """The recipe's notation, from text to words: `name`, `name(4)`, `name(8, targets=q_proj|v_proj)`.
 
-This file knows the grammar and asks the roster what a name means. Every word remembers its position, so that
-an error can show the whole text with the word marked:
+This file has the grammar; the roster resolves names. Every word records its position, so that an error can
+show the whole text with the word marked:
 
     bf16 + adamw_8bits
            ^^^^^^^^^^^
     Unknown technique 'adamw_8bits'. Did you mean 'adamw_8bit'?
 
-A word of another library (`gradient_checkpointing`) is taken for ours, which is said on stderr.
+A word of another library (`gradient_checkpointing`) is replaced by ours, with a line on stderr.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>[^()]*)\)\s*)?"
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One technique as it is written in a recipe, and where it stands."""
+    """One technique as it is written in a recipe, with its position."""
 
     text: str
     """The text of the whole recipe."""
@@ -53,11 +53,11 @@ class Word:
     """The index in `text` at which that begins."""
 
     def refuse(self, message: str) -> NoReturn:
-        """Raises `RecipeError` with the text, this word marked."""
+        """Raise `RecipeError` with the text, this word marked."""
         raise error_at(self.text, self.start, self.end, message)
 
     def technique(self) -> Technique:
-        """The technique that the word means, with its settings."""
+        """Return the technique that the word means, with its settings."""
         try:
             kind = roster.find(self.name)
         except RecipeError as error:
@@ -74,7 +74,7 @@ class Word:
             self.refuse(str(error))
 
     def _settings(self, technique: type[Technique]) -> dict[str, Any]:
-        """The settings as written, by name, typed by the technique's fields."""
+        """Return the settings as written, by name, typed by the technique's fields."""
         kinds = setting_types(technique)
         given: dict[str, Any] = {}
         by_name = False
@@ -92,7 +92,9 @@ class Word:
         return given
 
     def _setting_texts(self) -> Iterator[tuple[int, str]]:
-        """The texts between the commas, stripped, each with the index in the recipe at which it begins."""
+        """Yield the texts between the commas, stripped, each with the index in the recipe at which it
+        begins.
+        """
         position = self.settings_start
         for piece in self.settings.split(",") if self.settings.strip() else []:
             yield position + len(piece) - len(piece.lstrip()), piece.strip()
@@ -101,18 +103,20 @@ class Word:
 
 @functools.cache
 def _echo_alias(alias: str, name: str) -> None:
-    """Says on stderr, once a process, what a word of another library is taken for."""
+    """Print on stderr, once a process, the technique that replaces a word of another library."""
     logging.getLogger("snugfit").warning("recipe: %s is called %s here", alias, name)
 
 
 def error_at(text: str, start: int, end: int, message: str) -> RecipeError:
-    """The error that shows the whole text, marks it from `start` to `end`, and says why."""
+    """Return an error that shows the whole text, marks it from `start` to `end`, and gives the reason."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     return RecipeError(f"{shown}\n{' ' * start}{'^' * max(end - start, 1)}\n{message}")
 
 
 def parse(text: str) -> list[Word]:
-    """The words of a recipe, in the order written. Raises `RecipeError` where the text is no recipe."""
+    """Return the words of a recipe, in the order written. Raises `RecipeError` for a text that is no
+    recipe.
+    """
     if len(text) > LONGEST:
         raise RecipeError(f"A recipe may have at most {LONGEST:,} characters; this one has {len(text):,}.")
     _refuse_unbalanced(text)
@@ -144,7 +148,7 @@ def parse(text: str) -> list[Word]:
 
 
 def _refuse_unbalanced(text: str) -> None:
-    """Raises `RecipeError` at the first parenthesis without a partner, or inside another pair."""
+    """Raise `RecipeError` at the first parenthesis without a partner, or inside another pair."""
     opened: int | None = None
     for position, char in enumerate(text):
         if char == "(":
@@ -170,7 +174,7 @@ def _around(text: str, position: int) -> tuple[int, int]:
 def _name_and_value(
     technique: type[Technique], names: list[str], index: int, piece: str, *, by_name: bool
 ) -> tuple[str, str]:
-    """The name and the text of one setting, given by name or, at `index`, by position."""
+    """Return the name and the text of one setting, given by name or, at `index`, by position."""
     if not names:
         raise RecipeError(f"{technique.name} has no settings.")
     name, equals, value = (part.strip() for part in piece.partition("="))

@@ -2,8 +2,8 @@
 
     bf16 + tf32 + every_layer + micro_batches(4) + adamw_8bit(embeddings=8)
 
-What is not named is plain, and the recipe in which nothing is named is written `plain`. Techniques are joined
-by `+` in any order and printed in the order of the slots; settings stand in parentheses, by name or by
+Slots without a named technique are plain, and the recipe without any name is written `plain`. Techniques are
+joined by `+` in any order and printed in the order of the slots. Settings are in parentheses, by name or by
 position. The text is parsed once into this immutable value, and `Recipe.parse(str(r)) == r` always (law 4).
 An error shows the whole text, marks the word that failed, and names the nearest legal ones.
 """
@@ -29,8 +29,9 @@ PLAIN = "plain"
 """The word for the recipe in which every slot is plain."""
 
 AUTO = "auto"
-"""The word for the least recomputing and offloading that fits, which a search puts a technique in the place
-of (`planning/search/auto.py`) before there is a recipe."""
+"""Word for the least recomputing and offloading that fits. A search replaces it with a technique
+(`planning/search/auto.py`) before there is a recipe.
+"""
 
 AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
 """Slots that it fills."""
@@ -46,8 +47,9 @@ ONLY_TRAINING = (
     Slot.OPTIMIZER,
     Slot.GRADIENTS,
 )
-"""Slots that an evaluation leaves unused: it gives all logits, keeps nothing for a backward pass and updates
-nothing."""
+"""Slots that an evaluation leaves unused: it returns all logits, keeps nothing for a backward pass and
+updates nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Recipe:
     """One technique per slot. `Recipe()` is the plain one; the techniques given replace the plain ones."""
 
     techniques: tuple[Technique, ...] = ()
-    """One per slot, in the slots' order; what was not given is filled in."""
+    """One per slot, in the slots' order; missing ones are filled in."""
 
     def __post_init__(self) -> None:
         try:
@@ -77,13 +79,13 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The recipe that `text` writes. Raises `RecipeError` with the text and the word that failed."""
+        """Parse a recipe. Raises `RecipeError` with the text and the word that failed."""
         return cls(tuple(techniques_of(text).values()))
 
     from_json = parse
 
     def to_json(self) -> str:
-        """The recipe's text, which stands in documents."""
+        """Return the recipe's text, its form in JSON documents."""
         return str(self)
 
     def __str__(self) -> str:
@@ -95,25 +97,26 @@ class Recipe:
         return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
-        """The techniques in the slots' order, plain ones too."""
+        """Return the techniques in the slots' order, plain ones too."""
         return iter(self.techniques)
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """The technique in this slot."""
+        """Return the technique in this slot."""
         return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
-        """This recipe with `technique` in its slot."""
+        """Return this recipe with `technique` in its slot."""
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
     def setup(self) -> Setup:
-        """What the recipe asks of a training loop."""
+        """Return the training loop's settings for this recipe."""
         return _setup_of(self)
 
     def check(
         self, job: Job, compute_capability: tuple[int, int] | None = None, *, installed: bool = True
     ) -> tuple[str, ...]:
-        """Warnings about running `job` this way on a GPU of this compute capability, though it runs.
+        """Return warnings about running `job` this way on a GPU of this compute capability; it runs all the
+        same.
 
         Raises `RecipeError` with all objections together; with `installed`, missing packages that a technique
         needs are among them. No package is imported for that.
@@ -129,7 +132,7 @@ class Recipe:
         return tuple(self._warnings(job, compute_capability))
 
     def lines_on_cpu(self) -> list[str]:
-        """A sentence for each technique that a run on the CPU goes without."""
+        """Return a sentence for each technique without an effect on the CPU."""
         return [f"On the CPU {technique.name} {technique.on_cpu}." for technique in self if technique.on_cpu]
 
     def _warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
@@ -143,7 +146,9 @@ class Recipe:
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:
-        """What training weights of 16 bits loses; nothing where none train, or where nothing is lost."""
+        """Yield the loss of precision from training 16-bit weights; empty if none train, or if no update is
+        lost.
+        """
         if any(technique.keeps_small_updates for technique in self):
             return
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
@@ -157,7 +162,9 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4096)
 def _setup_of(recipe: Recipe) -> Setup:
-    """Remembered, since a search asks for that of the same recipe again and again."""
+    """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many
+    times.
+    """
     setup = Setup()
     for technique in recipe:
         setup = technique.install(setup)
@@ -165,8 +172,9 @@ def _setup_of(recipe: Recipe) -> Setup:
 
 
 def techniques_of(text: str) -> dict[Slot, Technique]:
-    """The techniques that `text` names, a slot's default too. Raises `RecipeError` with the text and the word
-    that failed."""
+    """Return the techniques that `text` names, a slot's default too. Raises `RecipeError` with the text and
+    the word that failed.
+    """
     if not isinstance(text, str):
         raise RecipeError(f"A recipe must be text, such as 'bf16 + every_layer', not {text!r}.")
     chosen: dict[Slot, Technique] = {}
@@ -189,8 +197,9 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
 
 
 def without_auto(text: str) -> str | None:
-    """The rest of a text that names `auto`; None for one that does not. Raises `RecipeError` where it names
-    what `auto` stands for besides."""
+    """Return the rest of a text that names `auto`; None for a text without it. Raises `RecipeError` if the
+    text also names a technique that `auto` chooses.
+    """
     words = parse(text) if isinstance(text, str) and AUTO in text else []
     autos = [word for word in words if word.name == AUTO]
     if not autos:

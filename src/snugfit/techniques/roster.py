@@ -1,15 +1,16 @@
-"""The roster: which techniques exist, read from the slots' folders. Everyone asks here.
+"""The roster: the list of all techniques, read from the slots' folders.
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
-technique is one new file, and no list anywhere grows with it. Features add theirs (`feature.py`). The roster
-checks each file against the few rules that the rest of the code relies on, and raises `RosterError` for the
-file's author when one is broken: as it reads the techniques, or, where the sentence of a setting is missing,
-when somebody asks for these. To read the sentences takes as long as to read all techniques.
-Listing names imports no torch: a technique file imports it, if at all, inside functions.
+technique is one new file, and no list grows with it. Features add theirs (`feature.py`). The roster checks
+each file against the few rules that the rest of the code relies on. It raises `RosterError` for the file's
+author when one is broken. Most rules are checked as the techniques are read. A missing sentence of a setting
+is found when the sentences are requested: reading them takes as long as reading all techniques. Listing names
+imports no torch: a technique file imports it, if at all, inside functions.
 
-It also knows the words of other libraries, and what to write here instead. One table, `foreign_names.json`,
-serves both uses of such a word: as a key of a job file (the command line reads `keys` and `same`) and as a
-word of a recipe (`advice`). A word for a technique that snugfit has is in that technique's `elsewhere`.
+The roster also has the words of other libraries, each with its replacement here. One table,
+`foreign_names.json`, serves both uses of such a word. The command line reads `keys` and `same` for a key of a
+job file; `advice` is for a word of a recipe. A word for a technique that snugfit has is in that technique's
+`elsewhere`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class RosterError(SnugfitError):
 
 @functools.cache
 def techniques() -> tuple[type[Technique], ...]:
-    """All techniques, by slot in the order of a recipe; in a slot the plain one first, then by name."""
+    """Return all techniques, by slot in the order of a recipe; in a slot the plain one first, then by
+    name.
+    """
     root = Path(__file__).parent
     of_core = [
         (Slot(slot), f"{__package__}.{slot}.{entry.name}")
@@ -67,7 +70,9 @@ def techniques() -> tuple[type[Technique], ...]:
 
 
 def find(word: str) -> type[Technique]:
-    """The technique called `word`, here or elsewhere; raises `RecipeError` with the nearest legal names."""
+    """Return the technique called `word`, here or elsewhere; raises `RecipeError` with the nearest legal
+    names.
+    """
     named = {technique.name: technique for technique in techniques()}
     if word in named:
         return named[word]
@@ -83,14 +88,14 @@ def find(word: str) -> type[Technique]:
 
 @functools.cache
 def slots_of_several_gpus() -> tuple[Slot, ...]:
-    """The slots with techniques by which several GPUs train together."""
+    """Return the slots with techniques by which several GPUs train together."""
     slots = {technique.slot for technique in techniques() if technique.needs_several_gpus}
     return tuple(slot for slot in Slot if slot in slots)
 
 
 @functools.cache
 def plain(slot: Slot) -> Technique:
-    """The slot's default: what a plain PyTorch user gets."""
+    """Return the slot's default technique, that of plain PyTorch code."""
     return next(technique for technique in techniques() if technique.plain and technique.slot is slot)()
 
 
@@ -99,20 +104,20 @@ class SettingLine:
     """One setting of a technique, as help and documentation print it."""
 
     name: str
-    """The field's name, which stands before the equals sign."""
+    """Name of the field, written before the equals sign."""
 
     kind: str
     """Its type in words."""
 
     default: str | None
-    """As the notation writes it; None when the setting must be given."""
+    """Default in the notation; None when the setting must be given."""
 
     sentence: str
     """The first sentence of the field's docstring."""
 
 
 def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
-    """A technique's settings in the order in which they are written by position."""
+    """Return a technique's settings in the order in which they are written by position."""
     kinds, sentences = setting_types(technique), _sentences(technique)
     return tuple(
         SettingLine(
@@ -126,7 +131,7 @@ def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
 
 
 def _sentences(technique: type[Technique]) -> dict[str, str]:
-    """What each setting is, by name. Raises `RosterError` where one does not say it."""
+    """Return each setting's sentence by name. Raises `RosterError` for settings without one."""
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
     if undocumented := [name for name, sentence in said.items() if not sentence]:
@@ -145,7 +150,7 @@ def _slots(root: Path) -> list[str]:
 
 
 def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
-    """The one technique of a file, named and checked."""
+    """Return the one technique of a file, named and checked."""
     classes = [
         value
         for value in vars(module).values()
@@ -160,7 +165,7 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
 
 
 def check(technique: type[Technique], *, slot: Slot | None) -> None:
-    """Raises `RosterError` when a technique breaks a rule that the rest of the code relies on."""
+    """Raise `RosterError` when a technique breaks a rule that the rest of the code relies on."""
     _check_facts(technique, slot)
     _sentences(technique)
 
@@ -170,7 +175,7 @@ def _where(technique: type[Technique]) -> str:
 
 
 def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
-    """All but the sentences of its settings."""
+    """Check all facts of a technique but the sentences of its settings."""
     where = _where(technique)
     if slot not in list(Slot):
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
@@ -182,20 +187,20 @@ def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
         raise RosterError(f"{where}: the docstring's first sentence must end in a full stop.")
     if not isinstance(getattr(technique, "fidelity", None), Fidelity):
         raise RosterError(
-            f"{where}: it must say its fidelity, one of {[degree.name for degree in Fidelity]}."
+            f"{where}: it must have a `fidelity`, one of {[degree.name for degree in Fidelity]}."
         )
     if not getattr(technique, "source", "").strip():
-        raise RosterError(f"{where}: it must say its source: a paper, or a library's class.")
+        raise RosterError(f"{where}: it must have a `source`: a paper, or a library's class.")
     if bool(technique.needs) != bool(technique.extra):
         raise RosterError(
-            f"{where}: `needs` and `extra` are given together: the extra installs what it needs."
+            f"{where}: `needs` and `extra` must be given together: the extra installs these packages."
         )
     if technique.plain and any(declared.default is MISSING for declared in fields(technique)):
         raise RosterError(f"{where}: a plain technique has a default for each setting.")
 
 
 def field_docs(kind: type[Any]) -> dict[str, str]:
-    """The docstring directly under each field of a dataclass, and of those it inherits fields from."""
+    """Return the docstring directly under each field of a dataclass, and of those it inherits fields from."""
     docs: dict[str, str] = {}
     names = {declared.name for declared in fields(kind)}
     for owner in reversed(kind.__mro__):
@@ -205,7 +210,7 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
 
 
 def _class_field_docs(owner: type) -> dict[str, str]:
-    """The string literal directly under each field annotated in this class's body."""
+    """Return the string literal directly under each annotated field in this class's body."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {
@@ -224,16 +229,16 @@ def _class_field_docs(owner: type) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignNames:
-    """The table of other libraries' names, as `foreign_names.json` has it."""
+    """The table of other libraries' names, from `foreign_names.json`."""
 
     about: str
-    """Where the names come from."""
+    """Source of the names."""
 
     same: dict[str, str]
-    """Keys that mean the same as one of ours."""
+    """Keys that are equivalent to one of ours."""
 
     keys: dict[str, str]
-    """Other keys, with what to write in a job file."""
+    """Other keys, each with its replacement in a job file."""
 
     techniques: dict[str, str]
     """Techniques that snugfit does not have, with the reason."""
@@ -241,13 +246,13 @@ class ForeignNames:
 
 @functools.cache
 def foreign_names() -> ForeignNames:
-    """The table, read once a process."""
+    """Return the table, read once a process."""
     text = files("snugfit.techniques").joinpath("foreign_names.json").read_text(encoding="utf-8")
     return ForeignNames(**json.loads(text))
 
 
 def advice(word: str) -> str | None:
-    """What to write instead of `word` in a recipe; None when no library is known to call anything so."""
+    """Return the replacement for `word` in a recipe; None for a word that no library is known to use."""
     names = foreign_names()
     for advised in (names.techniques, *(technique.advice for technique in techniques())):
         if word.lower() in advised:

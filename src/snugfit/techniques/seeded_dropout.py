@@ -11,13 +11,14 @@ from snugfit.techniques.wish import wishes
 
 
 def seeds_dropout(setup: Setup) -> bool:
-    """Return whether dropout beside attention has seeds, so that a layer drops the same when it is computed
-    again."""
+    """Return whether dropout outside of attention has seeds, so that a recomputed layer drops the same
+    elements.
+    """
     return any(wish.seeded_models and wish.of(setup) != wish.default for wish in wishes())
 
 
 def may_be_seeded(model_type: object) -> bool:
-    """Return whether all dropout beside attention of such a model has seeds under some kernels."""
+    """Return whether some kernels seed all dropout of such a model outside of attention."""
     return any(model_type in wish.seeded_models for wish in wishes())
 
 

@@ -1,8 +1,8 @@
-"""A technique's settings: how they are declared, checked, read from text and written back.
+"""A technique's settings: their declaration, check, text form and parsing.
 
-A setting is a field of the technique's dataclass; its annotation is its type and its metadata its range, so
-nothing about it is said twice. Six kinds are enough for a recipe that a person types: whole numbers,
-numbers, words, several words joined by `|`, `true` or `false`, and a choice of listed values; each may also
+A setting is a field of the technique's dataclass. Its annotation is its type and its metadata its range, so
+no fact is written twice. Six kinds are enough for a recipe that a person types. They are whole numbers,
+numbers, words, several words joined by `|`, `true` or `false`, and a choice of listed values. Each may also
 be `None`, written `none`. Every written setting reads back equal (law 4): words are limited to characters the
 notation does not use.
 """
@@ -25,19 +25,19 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORE
 
 
 def between(low: float, high: float, default: Any = MISSING) -> Any:
-    """A setting whose value lies from `low` to `high`, both included."""
+    """Declare a setting with a value from `low` to `high`, both included."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
 @cache
 def setting_types(technique: type[Any]) -> dict[str, Any]:
-    """The annotation of each setting, in the order in which they are written by position."""
+    """Return the annotation of each setting, in the order in which they are written by position."""
     hints = typing.get_type_hints(technique)
     return {declared.name: hints[declared.name] for declared in fields(technique)}
 
 
 def show_setting(value: Any) -> str:
-    """A setting as the notation writes it: a word, a number, a|b for several, `true`, `none`."""
+    """Return a setting in the notation: a word, a number, a|b for several, `true`, `none`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -46,7 +46,7 @@ def show_setting(value: Any) -> str:
 
 
 def read_setting(annotation: Any, text: str) -> Any:
-    """The value that `text` writes for a setting of this type; raises `RecipeError` for what it cannot be."""
+    """Parse `text` as a setting of this type; raises `RecipeError` for an invalid value."""
     kinds = _alternatives(annotation)
     if text.lower() == "none" and type(None) in kinds:
         return None
@@ -67,7 +67,7 @@ def read_setting(annotation: Any, text: str) -> Any:
 
 
 def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | None:
-    """What is wrong with a setting's value, as the end of a sentence; None when nothing is."""
+    """Return the fault of a setting's value, as the end of a sentence; None for a valid value."""
     if value is None and type(None) in _alternatives(annotation):
         return None
     if not _fits(_alternatives(annotation)[0], value):
@@ -79,7 +79,7 @@ def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | No
 
 
 def describe(annotation: Any) -> str:
-    """A setting's type in words: `a whole number`, `8 or 32`."""
+    """Return a setting's type in words: `a whole number`, `8 or 32`."""
     kind = _alternatives(annotation)[0]
     if typing.get_origin(kind) is Literal:
         return " or ".join(show_setting(choice) for choice in typing.get_args(kind))

@@ -1,8 +1,8 @@
-"""The Setup: what a recipe asks of a training loop, as plain data.
+"""The Setup: a recipe's settings of a training loop, as plain data.
 
 `CoreSetup` has the fields of the core, and `Setup` those of the installed features too (`feature.py`). Every
 loop implements each field or refuses it by name. No field holds code: a callable is an import path
-(`package.module:name`) with arguments, so a Setup prints, compares, and goes through JSON unchanged. Each
+(`package.module:name`) with arguments. So a Setup prints, compares, and goes through JSON unchanged. Each
 field has a handler, and handlers run in the order of `feature.InstallStage`.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 PADDING_FREE = "padding_free"
-"""An attention of our own (`step/wishes/padding_free/`) that drops the padding of what a model is given."""
+"""Name of our own attention (`step/wishes/padding_free/`), which drops the padding of a model's inputs."""
 
 RING = "ring"
 """torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
@@ -33,7 +33,7 @@ RING = "ring"
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
-    """Which optimizer, and what the HF Trainer calls the same one."""
+    """An optimizer, and its name in the HF Trainer."""
 
     factory: Call
     """`factory(parameters, lr=..., weight_decay=..., **arguments)` gives a `torch.optim.Optimizer`."""
@@ -45,43 +45,47 @@ class OptimizerWish:
     """`TrainingArguments.optim` for the same optimizer, or None when the HF Trainer has no name for it."""
 
     weight_decay: bool = True
-    """Whether the factory takes `weight_decay`."""
+    """True if the factory takes `weight_decay`."""
 
     shapes: Call | None = None
-    """For optimizers that call compiled code directly: `shapes(on_gpu=...)` is a context manager, entered for
-    a rehearsal, in which a step does on shapes what the compiled code does on data of that device."""
+    """Context manager factory for optimizers that call compiled code directly: `shapes(on_gpu=...)`. A
+    rehearsal enters it, and a step then does on shapes the same as the compiled code on data of that device.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWish:
-    """Which layers keep only their input: spans of consecutive layers, each recomputed as one.
+    """Layers that keep only their input: spans of consecutive layers, each recomputed as one.
 
-    The stack is cut in one of two ways, by the length of a span or by the number of spans; `cut` does it,
-    so that every loop cuts alike.
+    The stack is cut either by the length of a span or by the number of spans. `cut` does it, so that every
+    loop cuts alike.
     """
 
     layers_per_span: int = 1
     """Consecutive layers that are recomputed together; 0 cuts the stack by `spans` instead."""
 
     spans: int | None = None
-    """With `layers_per_span` 0: how many spans the stack is cut into; None takes round(sqrt(layers)), the
-    optimum of Chen et al. (arXiv 1604.06174, section 4.1) for layers that are alike."""
+    """Number of spans of the stack with `layers_per_span` 0. None takes round(sqrt(layers)), the optimum of
+    Chen et al. (arXiv 1604.06174, section 4.1) for equal layers.
+    """
 
     every: int = 1
-    """Of the spans, each `every`-th is recomputed, from the first; the others keep their activations."""
+    """Interval of recomputed spans, from the first; the others keep their activations."""
 
     first: int | None = None
-    """Of the spans that are left, only so many are recomputed, from the first; None takes them all."""
+    """Largest number of recomputed spans, from the first of those chosen by `every`; None takes them all."""
 
     keep: str = ""
-    """What is kept inside a recomputed span, by the names of `step/selective.py`; empty keeps nothing."""
+    """Operators whose results a recomputed span keeps, by the names of `step/selective.py`; empty keeps none.
+    """
 
     keep_drawn: bool = False
-    """Whether that holds for attention with dropout too. Then nothing else in a span may draw random numbers
-    from torch's generators."""
+    """True if attention with dropout is kept too. Then nothing else in a span may draw random numbers from
+    torch's generators.
+    """
 
     def cut(self, layers: int) -> tuple[range, ...]:
-        """The spans of a stack of this many layers that are recomputed, in order.
+        """Return the spans of a stack of this many layers that are recomputed, in order.
 
         Spans cut by number differ in length by one layer at most, the longer ones first.
         """
@@ -102,8 +106,9 @@ EVERY_LAYER = CheckpointWish()
 
 
 LOGITS_BYTES = 256 << 20
-"""Of a chunk's logits in 32 bits (chosen): products of fewer tokens take longer on a GPU of today, and with
-what is needed beside them such logits take about a GiB."""
+"""Bytes of a chunk's logits in 32 bits (chosen). Products of fewer tokens take longer on a GPU of today, and
+such logits take about a GiB with their temporaries.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +119,9 @@ class LogitsWish:
     """So many at a time; None cuts by `LOGITS_BYTES`."""
 
     def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
-        """Tokens of a chunk: by default the largest power of two whose logits, of so many bytes each, stay
-        within `LOGITS_BYTES`."""
+        """Return the tokens of a chunk: by default the largest power of two whose logits, of `itemsize` bytes
+        each, stay within `LOGITS_BYTES`.
+        """
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
 
 
@@ -125,41 +131,46 @@ WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True, kw_only=True)
 class CompileWish:
-    """Which parts of the model `torch.compile` compiles, and how."""
+    """The parts of the model that `torch.compile` compiles, and its options."""
 
     what: str = "layers"
     """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
 
     backend: str = "inductor"
-    """What makes a program of a traced graph, by torch's name."""
+    """Compiler of a traced graph, by torch's name."""
 
     mode: str = "default"
-    """Of `inductor`: a set of its options, by torch's name."""
+    """Set of `inductor`'s options, by torch's name."""
 
     autocast: str = "around"
-    """Where autocast begins: `around` what is compiled, whose backward pass is then traced under it too, or
-    `within` it, and the backward pass is traced without."""
+    """Position of autocast. `around` the compiled code, whose backward pass is then traced under it too; or
+    `within` it, whose backward pass is traced without.
+    """
 
     budget: float = 1.0
-    """Of what a compiled program would keep for its backward pass beyond its inputs, the share that it may
-    keep; the rest is computed again."""
+    """Share of the bytes beyond its inputs that a compiled program may keep for its backward pass; the rest
+    is computed again.
+    """
 
     @property
     def records_graphs(self) -> bool:
-        """Whether its programs are recorded as CUDA graphs, and played back."""
+        """Return whether its programs are recorded as CUDA graphs and replayed."""
         return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureWish:
-    """An optimizer step that is recorded as CUDA graphs, and played back."""
+    """An optimizer step that is recorded as CUDA graphs, and replayed."""
 
     multiple: int = 64
-    """Of padded batches: lengths are filled up to a multiple of this, and each has graphs of its own."""
+    """Multiple, in tokens, to which the lengths of padded batches are filled up; each length has its own
+    graphs.
+    """
 
     recorded: bool = True
-    """False in what a search rehearses: the passes that would be recorded, as they are written. Batches are
-    filled up, and masks decided by shapes."""
+    """False in a search's rehearsal: the passes that would be recorded run without graphs. Batches are filled
+    up, and masks decided by shapes.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,57 +178,63 @@ class ShardingWish:
     """DeepSpeed's engine around model and optimizer, on one GPU or on one of several."""
 
     stage: int = 2
-    """Of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
+    """Stage of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
 
     states: str = "none"
-    """Where optimizer states, the weights that are updated and the update itself are: `none` leaves them on
-    the GPU, `cpu` is the host, `nvme` a disk (stage 3)."""
+    """Place of optimizer states, the updated weights and the update itself: `none` is the GPU, `cpu` the
+    host, `nvme` a disk (stage 3).
+    """
 
     weights: str = "none"
-    """Where weights wait until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
+    """Place of weights until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
 
     dtype: str = "float32"
-    """What modules hold and compute in, by torch's name. What is updated is always fp32."""
+    """Dtype of modules' weights and computation, by torch's name. The updated weights are always fp32."""
 
     ranks: int = 1
-    """How many processes train together, one for each GPU, each on its part of the global batch."""
+    """Number of processes that train together, one for each GPU, each on its part of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelWish:
     """Processes that train one model together by torch.distributed, one for each GPU (a rank).
 
-    They stand in a mesh. Along its data axis each has a part of the global batch; along the others ranks work
-    on the same samples, and each does a part of what these take."""
+    They form a mesh. Along its data axis each has a part of the global batch. Along the others ranks work on
+    the same samples, and each has a part of their work.
+    """
 
     weights: str = "copied"
-    """What each of them holds, along the data axis, of weights, gradients and optimizer states: `copied`, all
-    of it, and gradients are averaged (DDP); `sharded`, a part, and weights are gathered where a layer
-    computes (FSDP2); `alone` has no data axis."""
+    """Distribution of weights, gradients and optimizer states along the data axis. `copied`: each rank has
+    all, and gradients are averaged (DDP). `sharded`: each has a part, and weights are gathered where a layer
+    computes (FSDP2). `alone`: there is no data axis.
+    """
 
     states: str = "copied"
-    """What each of them holds of optimizer states where weights are copied: all of them, or, `sharded`, those
-    of a part of the weights, which it updates and sends to the others (`ZeroRedundancyOptimizer`)."""
+    """Distribution of optimizer states where weights are copied: `copied`, or `sharded`. A sharded rank has
+    the states of a part of the weights, which it updates and sends to the others (`ZeroRedundancyOptimizer`).
+    """
 
     ranks: int = 0
-    """How many they are; 0 while that is open."""
+    """Number of processes; 0 before it is set."""
 
     shards: int = 0
-    """Over how many of the data axis one copy of the weights is spread; 0 spreads one over all. Fewer make
-    several copies, whose gradients are averaged."""
+    """Ranks of the data axis that one copy of the weights is sharded over; 0 shards one over all. Fewer make
+    several copies, whose gradients are averaged.
+    """
 
     reshard: str = "layers"
-    """Which gathered weights are dropped after the forward pass and gathered again for the backward one:
-    those of the `layers`, `all`, or `none`. What is not in a layer is needed again at once."""
+    """Gathered weights that are dropped after the forward pass and gathered again for the backward one: the
+    `layers`', `all`, or `none`. Weights outside of layers are needed again at once.
+    """
 
     on_host: bool = False
-    """Whether the host keeps the parts, and updates them."""
+    """True if the host keeps the parts, and updates them."""
 
     dtype: str | None = None
-    """What gathered weights are cast to, and computed in, by torch's name; None leaves them as they are."""
+    """Dtype that gathered weights are cast to and computed in, by torch's name; None does not cast them."""
 
     bucket_views: bool = False
-    """Whether copied weights' gradients lie in the buckets that are averaged, and nowhere else."""
+    """True if copied weights' gradients are views of the averaged buckets, without memory of their own."""
 
     tensor: int = 1
     """Over how many ranks the matrices of each layer are cut."""
@@ -226,60 +243,63 @@ class ParallelWish:
     """Over how many ranks each sequence is cut."""
 
     stages: int = 1
-    """Over how many ranks the layers are put, one stage after the other."""
+    """Number of ranks that the layers are distributed over, one stage after the other."""
 
     schedule: str = ""
-    """Where there are stages: in which order each runs its micro-batches, by torch's name."""
+    """Order in which each stage runs its micro-batches, by torch's name; empty without stages."""
 
     chunks: int = 1
-    """How many stages each of these ranks has: with n ranks the first has the stages 0, n, 2n, ..."""
+    """Number of stages of each of these ranks: with n ranks the first has the stages 0, n, 2n, ..."""
 
     experts: int = 1
-    """Over how many ranks the experts of each layer are spread: those that share its matrices, or 1."""
+    """Number of ranks that each layer's experts are distributed over: those that share its matrices, or 1."""
 
     @property
     def copies(self) -> bool:
-        """Whether ranks hold all of the weights and average their gradients: those of the data axis, or,
-        where there is none, those that share each sequence."""
+        """Return whether ranks hold all of the weights and average their gradients. These ranks are those of
+        the data axis, or, without one, those that share each sequence.
+        """
         return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
 
     @property
     def all_stages(self) -> int:
-        """Into how many stages the layers are cut."""
+        """Return the number of stages that the layers are cut into."""
         return self.stages * self.chunks
 
     @property
     def ranks_of_one_part(self) -> int:
-        """How many ranks work on the same part of the global batch."""
+        """Return the number of ranks that work on the same part of the global batch."""
         return self.tensor * self.context * self.stages
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts the global batch is cut."""
+        """Return the number of parts that the global batch is cut into."""
         return self.ranks // self.ranks_of_one_part
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the global batch a rank works on, from 0. Of the mesh's axes (`mesh_of`) those that
-        are left of the data axis change slower, and those right of it faster."""
+        """Return the index, from 0, of a rank's part of the global batch. The mesh's axes (`mesh_of`) left of
+        the data axis change slower, and those right of it faster.
+        """
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def counts(self, rank: int) -> float:
-        """How much of what this rank says that its part came to counts: ranks that have pieces of the same
-        sequences say a part of it each, as if it were the whole, and of others that work on one part, one of
-        the last stage, where the loss is, says all."""
+        """Return the weight of this rank's loss in the sum over ranks. Ranks with pieces of the same
+        sequences each return a part's loss as if it were the whole, so each counts a part. Among other ranks
+        with the same samples, one of the last stage counts fully, since the loss is there.
+        """
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
         return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderWish:
-    """How batches reach the device."""
+    """Settings of the way of batches to the device."""
 
     workers: int = 0
     """Processes that prepare batches; 0 prepares them in the training process."""
 
     pinned: bool = False
-    """Batches in page-locked host memory, so that copies run beside the computation."""
+    """Batches in page-locked host memory, so that copies are asynchronous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,8 +317,9 @@ class CoreSetup:
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
 
     masters: bool = False
-    """adapt: weights that train, in whichever dtype they are loaded, become bfloat16, and the optimizer keeps
-    what that leaves of them in 16 bits, so that it updates them in 32."""
+    """adapt: trained weights of any loaded dtype become bfloat16. The optimizer keeps their remainder in 16
+    bits, so that it updates them in 32.
+    """
 
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""
@@ -307,7 +328,7 @@ class CoreSetup:
     """checkpoint: which layers keep only their inputs (non-reentrant); None keeps everything."""
 
     compile: CompileWish | None = None
-    """checkpoint: what is compiled, inside of what is recomputed; None runs the code as it is written."""
+    """checkpoint: the compiled parts, inside of recomputed ones; None compiles nothing."""
 
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(
@@ -336,8 +357,9 @@ class CoreSetup:
     """loop: DeepSpeed's engine runs the steps; None leaves them to the loop."""
 
     parallel: ParallelWish | None = None
-    """optimizer: processes that train together, each of which wraps the model before it makes an optimizer of
-    what it then holds; None trains in one."""
+    """optimizer: processes that train together; None trains in one. Each wraps the model before it makes an
+    optimizer of its own part.
+    """
 
     loader: LoaderWish = field(default_factory=LoaderWish)
     """loader: how batches reach the device."""
@@ -347,18 +369,19 @@ class CoreSetup:
 
     @property
     def records_graphs(self) -> bool:
-        """Whether anything is recorded as CUDA graphs, so that the first steps differ from those after."""
+        """Return whether CUDA graphs are recorded, so that the first steps differ from later ones."""
         recorded = self.capture is not None and self.capture.recorded
         return recorded or (self.compile is not None and self.compile.records_graphs)
 
     @property
     def has_budget(self) -> bool:
-        """Whether compiled layers keep less than they would."""
+        """Return whether compiled layers keep less than their default."""
         return self.compile is not None and self.compile.budget < 1
 
     def trained_dtype(self, job: Job) -> str:
-        """The dtype of the weights that train, by torch's name: a module's narrowest, where it has several.
-        Those that a feature adds beside frozen ones are fp32 (peft's `autocast_adapter_dtype`)."""
+        """Return the dtype of the trained weights, by torch's name: a module's narrowest, where it has
+        several. Weights that a feature adds to frozen ones are fp32 (peft's `autocast_adapter_dtype`).
+        """
         module = job.model.module
         if any(wish.freezes for wish in used_wishes(self)):
             return "float32"
@@ -377,19 +400,19 @@ class CoreSetup:
         return copy
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Setup.from_json` reads it back."""
+        """Return a JSON object; `Setup.from_json` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The Setup that `to_json` wrote."""
+        """Return the Setup that `to_json` wrote."""
         return decode_fields(cls, document)
 
 
 if TYPE_CHECKING:
 
     class Setup(CoreSetup):
-        """What a recipe asks of a training loop: the fields of the core and of the features."""
+        """Settings of a training loop: the fields of the core and of the features."""
 
 else:
     Setup = make_dataclass(
@@ -397,7 +420,7 @@ else:
         [(wish.name, wish.kind, field(default=wish.default)) for wish in wishes()],
         bases=(CoreSetup,),
         namespace={
-            "__doc__": "What a recipe asks of a training loop: the fields of the core and of the features.",
+            "__doc__": "Settings of a training loop: the fields of the core and of the features.",
             "__module__": __name__,  # for pickle
         },
         frozen=True,

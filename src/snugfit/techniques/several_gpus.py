@@ -1,8 +1,7 @@
-"""What training on several GPUs needs of a recipe and a job, and what it cannot go with.
+"""Requirements of training on several GPUs for a recipe and a job, and the settings that it excludes.
 
-A recipe does not say how many GPUs there are: `ddp` on two is the same technique as on eight. Whoever asks
-about so many has `on_gpus` put the number into the Setup, and `job_of_rank` cut the global batch, which stays
-what it is.
+A recipe has no number of GPUs: `ddp` on two is the same technique as on eight. `on_gpus` puts the number into
+the Setup. `job_of_rank` cuts the global batch, which stays the same in total.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
 """Slots that a search has filled when it chooses a technique for several processes."""
 
 KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
-"""Optimizers of torch that update shards as they update whole weights (chosen: others look at a weight's
-shape, or are code that knows no shards)."""
+"""Optimizers of torch that update shards as they update whole weights (chosen). Others read a weight's shape,
+or their code does not support shards.
+"""
 
 
 COPIED = (
@@ -46,14 +46,16 @@ COPIED = (
         arguments={"parallel.by": "ddp", "parallel.bucket_views": Setting("bucket_views")}, used="to read"
     ),
 )
-"""DDP elsewhere: the Trainer takes it by itself where several processes are started, and then looks for
-parameters without gradients in each step unless it is told not to."""
+"""DDP elsewhere: the Trainer uses it by itself in several processes. It then searches for parameters without
+gradients in each step unless this argument is False.
+"""
 
 
 def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
-    """FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which never gathers again what is in no layer. With a
-    `group` each copy of the weights is spread over so many GPUs, and the number of copies is left to whoever
-    knows that of the GPUs."""
+    """FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which never gathers weights outside of layers again.
+    With a `group` each copy of the weights is sharded over that many GPUs. The number of copies follows from
+    the number of GPUs.
+    """
     written = [
         Counterpart(
             arguments={
@@ -85,15 +87,16 @@ def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
 
 
 def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
-    """The Setup of one of several processes. Where weights are sharded, they are cast to what autocast would
-    compute in as they are gathered, in place of autocast."""
+    """Return the Setup of one of several processes. Sharded weights are cast to autocast's dtype as they are
+    gathered, in place of autocast.
+    """
     if wish.weights == "copied":
         return setup.with_fields(parallel=wish)
     return setup.with_fields(parallel=replace(wish, dtype=setup.autocast), autocast=None)
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
-    """Why several GPUs cannot train this job under this recipe."""
+    """Yield why several GPUs cannot train this job under this recipe."""
     setup = recipe[Slot.OPTIMIZER].install(recipe[Slot.PRECISION].alone)
     if not job.trains:
         yield "it is about training only. Leave it out."
@@ -112,7 +115,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
 
 
 def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWish) -> Iterator[str]:
-    """What matrices that are cut over GPUs do not go with."""
+    """Yield the settings that exclude matrices cut over GPUs."""
     if wish.tensor == 1:
         return
     sharding = recipe[Slot.SHARDING]
@@ -129,8 +132,9 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:
-    """The Setup on so many GPUs. Raises `UsageError` where the recipe trains on one and several were named,
-    or the other way round, and where its parts do not share them evenly."""
+    """Return the Setup on this number of GPUs. Raises `UsageError` for several GPUs with a recipe for one,
+    the reverse, and parts that the GPUs cannot share evenly.
+    """
     wish = setup.parallel
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
         raise UsageError(f"gpus is {gpus!r}; it must be a whole number from 1 to {MOST_GPUS:,}.")
@@ -149,7 +153,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
 
 
 def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
-    """The wish for so many ranks, whose axes multiply to them."""
+    """Return the wish for this number of GPUs, which the axes must multiply to."""
     together = wish.ranks_of_one_part
     if wish.experts not in (1, wish.tensor):
         raise UsageError(
@@ -169,7 +173,7 @@ def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
         )
     if wish.weights != "alone" and data == 1:
         raise UsageError(
-            f"Of {gpus} GPUs nothing is left to share the batch among: {together} work on each part of it. "
+            f"On {gpus} GPUs nothing is left to share the batch among: {together} work on each part of it. "
             f"Name a multiple of {together}, or leave the technique of the slot 'sharding' out."
         )
     if wish.shards and (wish.shards > data or data % wish.shards):
@@ -181,21 +185,22 @@ def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
 
 
 def axes_of(wish: ParallelWish) -> dict[str, int]:
-    """How many ranks there are along each axis of a mesh, but for the data axis; axes of one are left out."""
+    """Return the number of ranks along each axis of a mesh except the data axis; axes of one are left out."""
     counts = {"stages": wish.stages, "context": wish.context, "tensor": wish.tensor}
     return {axis: count for axis, count in counts.items() if count > 1}
 
 
 def ranks_of(setup: Setup) -> int:
-    """How many processes train together under this Setup, one for each GPU."""
+    """Return the number of processes that train together under this Setup, one for each GPU."""
     if setup.sharding is not None:
         return setup.sharding.ranks
     return setup.parallel.ranks if setup.parallel else 1
 
 
 def job_of_rank(job: Job, setup: Setup) -> Job:
-    """One rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that cannot
-    be shared evenly."""
+    """Return one rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that
+    cannot be shared evenly.
+    """
     wish = setup.parallel
     parts = wish.data_ranks if wish and wish.ranks else setup.sharding.ranks if setup.sharding else 1
     if job.batch_size % parts:

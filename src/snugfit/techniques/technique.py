@@ -1,9 +1,9 @@
-"""What a technique is: one way to make a job fit or run faster, in one slot of the recipe.
+"""A technique: one way to make a job fit or run faster, in one slot of the recipe.
 
-A technique is written once, as what it really does: `install` takes the `Setup` of a training loop and gives
-back a changed one. Nothing about its cost stands anywhere; the cost is what a rehearsal of that Setup shows.
-This file holds the small vocabulary every technique shares: the slots in the order in which a recipe is
-written, the three degrees of fidelity, and the base class.
+A technique is defined by its effect: `install` takes the `Setup` of a training loop and returns a changed
+one. No technique declares its cost; the cost is the result of rehearsing that Setup. This file holds the
+vocabulary of all techniques: the slots in the order of a recipe, the three degrees of fidelity, and the base
+class.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ALL_LINEAR = "all-linear"
 
 
 class Fidelity(StrEnum):
-    """How close a technique stays to the plain recipe's mathematics."""
+    """Closeness of a technique to the plain recipe's mathematics."""
 
     SAME = "same"
     """The same sums: equal up to the order of floating-point additions."""
@@ -82,17 +82,18 @@ class Technique(ABC):
     """The word in a recipe; by default the file's name. The roster sets it and the slot."""
 
     slot: ClassVar[Slot]
-    """What kind of technique it is; the name of its folder."""
+    """Kind of technique; the name of its folder."""
 
     fidelity: ClassVar[Fidelity]
-    """How close it stays to the plain recipe."""
+    """Closeness to the plain recipe's mathematics."""
 
     family: ClassVar[str] = ""
-    """The algorithm that techniques of one slot share, which differ in their kernels alone and keep the same
-    states: a plan that keeps the user's own may take another of its family. Empty where it has none."""
+    """Algorithm of techniques of one slot that differ in their kernels alone and keep the same states. A plan
+    that keeps the user's technique may take another of its family. Empty without a family.
+    """
 
     plain: ClassVar[bool] = False
-    """Whether this is the slot's default: what a plain PyTorch user gets."""
+    """True for the slot's default: the behaviour of plain PyTorch code."""
 
     needs: ClassVar[tuple[str, ...]] = ()
     """Packages beyond the core, as requirement strings: `bitsandbytes>=0.50`."""
@@ -101,22 +102,22 @@ class Technique(ABC):
     """snugfit's extra that installs `needs`."""
 
     source: ClassVar[str]
-    """Where the technique comes from: a paper, a library's class."""
+    """Source of the technique: a paper, a library's class."""
 
     elsewhere: ClassVar[tuple[str, ...]] = ()
-    """What other libraries call it; such a word in a recipe means this technique."""
+    """Names in other libraries; such a word in a recipe means this technique."""
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """Words of other libraries for what is not the same, each with the sentence that advises this."""
+    """Words of other libraries for similar techniques, each with the sentence that advises this one."""
 
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
-    """transformers' arguments that mean this; the first without a note is what an export writes."""
+    """transformers' arguments for this technique; an export writes the first without a note."""
 
     keeps_small_updates: ClassVar[bool] = False
-    """Whether updates that rounding to the nearest would lose move weights of 16 bits all the same."""
+    """True if updates that rounding to the nearest would lose still move 16-bit weights."""
 
     drops_padding: ClassVar[bool] = False
-    """Whether a step computes nothing for the padding of its batches, so that no way of padding is better."""
+    """True if a step computes no padding of its batches, so that no other padding is better."""
 
     unplanned: ClassVar[str] = ""
     """The reason why no plan and no recovery chooses it, for every job; empty where they may."""
@@ -125,37 +126,38 @@ class Technique(ABC):
     """A warning for every job; empty without one."""
 
     last_resort: ClassVar[str] = ""
-    """As a recipe says it, where no plan looks for it unless it is named, and a step that does not fit
-    otherwise may fit with it; empty elsewhere."""
+    """The technique as a recipe word, for steps that do not fit otherwise. No plan searches it unless it is
+    named. Empty for other techniques.
+    """
 
     lowered: ClassVar[bool] = False
-    """Whether a rehearsal lowers the model's code for each kind of GPU anew, or simulates its steps in full
-    for each, which takes long: plans for many GPUs look at it only where it is kept."""
+    """True if each kind of GPU needs its own lowering of the model's code, or its own full simulation. That
+    takes long, so plans for many GPUs try it only if it is kept.
+    """
 
     searched: ClassVar[bool] = True
-    """Whether a plan can look for recipes around it; otherwise one predicts a recipe that has it."""
+    """True if a plan can search recipes with it; otherwise `predict` takes a recipe that has it."""
 
     needs_several_gpus: ClassVar[bool] = False
-    """Whether it is a way for several GPUs to train together, which one GPU has no use for."""
+    """True for training on several GPUs, which one GPU cannot use."""
 
     reads_weights: ClassVar[bool] = False
     """True where its kernels read the weights of linear layers and do not call the layers."""
 
     single_process: ClassVar[bool] = False
-    """Whether it is simulated neither in several processes nor by DeepSpeed's engine."""
+    """True if it is simulated neither in several processes nor by DeepSpeed's engine."""
 
     preloaded: ClassVar[str] = ""
-    """The module that a plan's worker processes import ahead where every recipe has it."""
+    """The module that a plan's worker processes import ahead if every recipe has the technique."""
 
     on_cpu: ClassVar[str] = ""
-    """How a run on the CPU goes without what the technique is for, a clause after its name; empty where it
-    has the same there."""
+    """Effect of running without it on the CPU, a clause after its name; empty if the CPU has the same."""
 
     least_capability: ClassVar[tuple[int, int] | None] = None
     """The compute capability below which the GPU cannot do this at all."""
 
     def __post_init__(self) -> None:
-        """Raises `RecipeError` for a setting of the wrong type or outside its range."""
+        """Raise `RecipeError` for a setting of the wrong type or outside its range."""
         kinds = setting_types(type(self))
         for declared in fields(self):
             value = getattr(self, declared.name)
@@ -164,20 +166,23 @@ class Technique(ABC):
 
     @abstractmethod
     def install(self, setup: Setup) -> Setup:
-        """The same Setup with this technique's wishes in it."""
+        """Return the same Setup with this technique's wishes in it."""
 
     @property
     def alone(self) -> Setup:
-        """The Setup that it makes with plain techniques."""
+        """Return the Setup that it makes with plain techniques."""
         return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""
+        """Yield why it is incompatible with this job or recipe, as sentences that a user can act on; empty if
+        compatible.
+        """
         return iter(())
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Which of this recipe's other techniques no plan of this job puts beside it, unless they are kept,
-        and why; empty where any may stand there."""
+        """Return the name of another technique of this recipe that plans combine with this one only if both
+        are kept, and the reason. Empty if all may be combined.
+        """
         return ""
 
     def adapted_modules(self, job: Job) -> str | Sequence[str]:
@@ -190,59 +195,67 @@ class Technique(ABC):
         return None
 
     def is_searched(self) -> bool:
-        """Whether a plan can look for recipes around it with these settings."""
+        """Return whether a plan can search recipes with these settings."""
         return self.searched
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """Lines of Python that do to `model` what `install` has snugfit's own functions do to it, for scripts
-        that run without snugfit; nothing when `install` names other libraries' functions only."""
+        """Return Python lines that change `model` as snugfit does for this technique, for scripts without
+        snugfit. Empty if `install` names other libraries' functions only.
+        """
         return ()
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What the user should know of this job on a GPU of this compute capability, though it runs."""
+        """Yield warnings for this job on a GPU of this compute capability; the job runs all the same."""
         return iter((self.caveat,) if self.caveat else ())
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What the user should know of it beside this recipe's other techniques, though it runs."""
+        """Yield warnings for its combination with this recipe's other techniques; the job runs all the
+        same.
+        """
         return iter(())
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Why no plan and no recovery chooses it for this job, though a user may name it; empty where they
-        may."""
+        """Return why no plan and no recovery chooses it for this job, though a user may name it; empty if
+        they may.
+        """
         return cls.unplanned
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """What could not be found out about it for this job; empty where nothing is open."""
+        """Return the open question on it for this job; empty without one."""
         return ""
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """What a planner may try: by default the technique as it stands."""
+        """Yield the settings that a planner may try: by default the technique without settings."""
         yield cls()
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Settings of which each saves more memory and takes longer than the one before, between the slot's
-        plain technique and another: too many to be searched one by one, so a plan looks for the least that
-        fits. Empty for a technique that is searched by its `settings`."""
+        """Return settings from the slot's plain technique towards another, each with less memory and more
+        time than the one before. They are too many to search one by one, so a plan looks for the least that
+        fits. Empty for a technique that is searched by its `settings`.
+        """
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """The same for fewer layers: settings of which each saves more memory than the one before, and less
-        than this. A plan that keeps this takes the least that fits; none of one that is kept as it is."""
+        """Return settings for fewer layers, each of which saves more memory than the one before, and less
+        than this. A plan that keeps this technique takes the least that fits. Empty for one that is kept as
+        it is.
+        """
         return ()
 
     def smaller(self, job: Job) -> Sequence[Self]:
-        """The same technique with other settings, each of which needs less memory and more seconds than the
-        one before, and all less memory than this. Where this does not fit, a plan looks for the first that
-        does."""
+        """Return the same technique with other settings, all with less memory than this. Each has less memory
+        and more seconds than the one before. If this does not fit, a plan takes the first that does.
+        """
         return ()
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """Whether no step with it is faster or smaller than the same step with `other` in its place, on GPUs
-        of this compute capability, so that a plan that may choose `other` need not look at it."""
+        """Return whether no step with it is faster or smaller than the same step with `other`, on GPUs of
+        this compute capability. A plan that may choose `other` then skips it.
+        """
         return False
 
     @classmethod
@@ -263,14 +276,14 @@ class Technique(ABC):
 
     @classmethod
     def summary(cls) -> str:
-        """The first sentence of the docstring."""
+        """Return the first sentence of the docstring."""
         return first_sentence(cls.__doc__ or "")
 
     def __str__(self) -> str:
-        """As it stands in a recipe: the name, and the settings that differ from their defaults.
+        """Return its text in a recipe: the name, and the settings that differ from their defaults.
 
-        A setting that has no default is what the technique is about, and is written by position:
-        `micro_batches(4)`; the others by name: `sgd(momentum=0.5)`.
+        A setting without a default is the main one, and is written by position: `micro_batches(4)`; the
+        others by name: `sgd(momentum=0.5)`.
         """
         shown = [
             show_setting(value) if declared.default is MISSING else f"{declared.name}={show_setting(value)}"
@@ -281,10 +294,10 @@ class Technique(ABC):
 
 
 class TechniqueBySlot(Protocol):
-    """A recipe as its own techniques see it: `Recipe`, which stands above them, is one."""
+    """The view of a recipe that its own techniques use; `Recipe`, a layer above them, implements it."""
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """The technique in this slot."""
+        """Return the technique in this slot."""
         ...
 
 

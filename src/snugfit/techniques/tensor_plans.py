@@ -1,4 +1,4 @@
-"""Which models tensor parallelism can cut, and into how many parts: by transformers' plan for each."""
+"""The models that tensor parallelism can cut, and their numbers of parts, from transformers' plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPERT_STYLES = ("grouped_gemm", "moe_tp_experts", "ep_router", "ep_dispatch_exp
 """Words of transformers' plans for experts: of 5.17, and, with the last in the place of two, from 5.21 on."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configs call the number of a layer's experts."""
+"""Names in configs for the number of a layer's experts."""
 
 SIZES = {
     "num_attention_heads": "attention heads",
@@ -26,11 +26,13 @@ SIZES = {
     "intermediate_size": "columns of the feed-forward block",
     "vocab_size": "words of the vocabulary",
 }
-"""What is shared evenly, by its name in a config."""
+"""Sizes that are shared evenly, by name in a config."""
 
 
 def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
-    """Why this model cannot be cut into so many parts, where `experts` are spread whole or cut too."""
+    """Yield why this model cannot be cut into this many parts. With `experts` these are divided whole, else
+    cut too.
+    """
     if job.model.module is not None:
         return
     config = job.config_to_read()
@@ -56,7 +58,7 @@ def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
 
 
 def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
-    """Why the experts of this model cannot be spread over so many GPUs."""
+    """Yield why the experts of this model cannot be divided over this many GPUs."""
     if job.model.module is not None:
         return
     config = job.config_to_read()
@@ -69,7 +71,7 @@ def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
 
 
 def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
-    """Whether a rule is about a module that a plan for experts is about, or about a part of it."""
+    """Return whether a rule is for a module of the plan for experts, or for a part of one."""
     return any(rule == one or rule.startswith(f"{one}.") for one in expert_plan)
 
 

@@ -1,8 +1,8 @@
-"""Recipes into other libraries' arguments and back, by what each technique says of itself.
+"""Recipes to other libraries' arguments and back, by the counterparts that each technique declares.
 
-No technique is known here by name: `Technique.counterparts` is the only source, in both directions. When
-several techniques of a slot match the same arguments, the one with more values of its own is meant: an
-accumulation of 1 is the whole batch, and not micro-batches of which there is one.
+No technique is named here: `Technique.counterparts` is the only source, in both directions. When several
+techniques of a slot match the same arguments, the one with more fixed values is taken. An accumulation of 1
+is the whole batch, and not one micro-batch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from snugfit.techniques.technique import Slot, Technique
 
 @dataclass(frozen=True, kw_only=True)
 class SlotReading:
-    """What somebody's arguments ask for in one slot."""
+    """The technique of one slot that a user's arguments mean."""
 
     slot: Slot
     """The kind of technique."""
 
     technique: Technique | None
-    """What goes there; None when the arguments ask for nothing that snugfit has."""
+    """The technique; None when snugfit has none for these arguments."""
 
     keys: tuple[str, ...]
     """The arguments that decide this slot, and were looked at."""
 
     note: str = ""
-    """How the technique differs from what the arguments do elsewhere."""
+    """Difference between the technique and the arguments' effect elsewhere."""
 
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
-    """Slot by slot, the technique that these arguments ask for. They must be complete, defaults included."""
+    """Return the technique of each slot for these arguments. They must be complete, defaults included."""
     return tuple(_read_slot(slot, arguments) for slot in Slot)
 
 
@@ -61,7 +61,7 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
 def _technique_from(
     counterpart: Counterpart, kind: type[Technique], arguments: Mapping[str, Any]
 ) -> Technique | None:
-    """The technique that these arguments ask for; None when they are not this counterpart's."""
+    """Return the technique for these arguments; None when they do not match this counterpart."""
     settings = dict(counterpart.settings)
     for key, value in counterpart.arguments.items():
         given = arguments.get(key)
@@ -78,7 +78,7 @@ def _technique_from(
 
 
 def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ...]]:
-    """The recipe as dotted arguments, and the techniques that these cannot say."""
+    """Return the recipe as dotted arguments, and the techniques that have none."""
     arguments: dict[str, Any] = {}
     unsaid = []
     for technique in recipe:
@@ -93,7 +93,7 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
 
 
 def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:
-    """The arguments for this technique with its settings; None when they cannot say these."""
+    """Return the arguments for this technique with its settings; None when they cannot express these."""
     named = {value.name for value in counterpart.arguments.values() if isinstance(value, Setting)}
     for declared in fields(technique):
         value = getattr(technique, declared.name)

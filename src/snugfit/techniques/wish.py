@@ -28,13 +28,13 @@ class Call:
     """Keyword arguments, JSON values only."""
 
     def resolve(self) -> Callable[..., Any]:
-        """The callable that `path` names, imported now."""
+        """Import and return the callable that `path` names."""
         module, _, name = self.path.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return function
 
     def run(self, *given: Any, **more: Any) -> Any:
-        """What it gives; its own arguments win over `more`."""
+        """Call the function and return its result; its own arguments override `more`."""
         return self.resolve()(*given, **{**more, **self.arguments})
 
 
@@ -52,12 +52,13 @@ class Wish(Generic[T]):
     """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
 
     freezes: bool = False
-    """Whether it freezes the model's weights and adds others, in fp32, that train."""
+    """True if it freezes the model's weights and adds others, in fp32, that train."""
     packages: tuple[str, ...] = ()
     """Packages that a step with it imports."""
     seeded_models: tuple[str, ...] = ()
-    """Types of models in which it gives all dropout beside attention seeds of its own: a layer drops the same
-    when it is computed again."""
+    """Types of models in which it seeds all dropout but attention's: a recomputed layer then drops the same
+    elements.
+    """
 
     def of(self, setup: Any) -> T:
         """Return the value in this `Setup`."""

@@ -1,1 +1,1 @@
-"""An optimizer step that is recorded as CUDA graphs, and played back."""
+"""An optimizer step that is recorded as CUDA graphs, and replayed."""

@@ -1,4 +1,4 @@
-"""Batches whose place on the device stays, as what is recorded needs them."""
+"""Batches at fixed addresses on the device, as recorded work needs them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FILLED_UP = "attention_mask"
-"""The input that says which tokens count. Only a batch with one can be made longer and mean the same."""
+"""Name of the attention mask, the input that marks counted tokens. Only a batch with a mask can be made
+longer and mean the same.
+"""
 
 
 def layout_of(batch: Mapping[str, Any]) -> Hashable:
-    """What two batches have in common that the same recorded work can be played for: names, shapes and
-    dtypes of their tensors, and all that is no tensor."""
+    """Return the key that batches for the same recording share: names, shapes and dtypes of tensors, and all
+    other values.
+    """
     import torch
 
     leaves: list[Hashable] = []
@@ -32,7 +35,7 @@ def layout_of(batch: Mapping[str, Any]) -> Hashable:
 
 
 def longest_sequence(job: Job) -> int | None:
-    """How many positions the job's model has, in tokens; None where they do not end, or nobody knows."""
+    """Return the number of positions of the job's model, in tokens; None if it is unlimited or unknown."""
     module = job.model.module
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
     if not hasattr(config, "to_dict"):
@@ -43,16 +46,17 @@ def longest_sequence(job: Job) -> int | None:
 
 
 def is_packed(pieces: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether micro-batches say where each sequence of a row begins."""
+    """Return whether micro-batches mark the beginning of each sequence of a row (`position_ids`)."""
     return any("position_ids" in piece for piece in pieces)
 
 
 def fill_up(
     pieces: Sequence[Mapping[str, Any]], multiple: int, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """Micro-batches (B, S) of one length S, the least multiple of this that is enough for the longest, and no
-    more than `most` if that is, so that few lengths are left. What is added is no part of the attention and
-    has no labels that count. Of micro-batches without a mask the lengths stay."""
+    """Pad micro-batches (B, S) to one length S, the least sufficient multiple of `multiple`, so that few
+    lengths occur. S exceeds `most` only if the longest batch does. Added tokens are outside of the attention
+    and have no counted labels. Micro-batches without a mask are not changed.
+    """
     if not all(FILLED_UP in piece and "input_ids" in piece for piece in pieces):
         return [dict(piece) for piece in pieces]
     longest = max(piece["input_ids"].shape[1] for piece in pieces)

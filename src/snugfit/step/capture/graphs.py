@@ -1,12 +1,12 @@
-"""CUDA graphs that share one memory: work is recorded once, and played back with one launch.
+"""CUDA graphs that share one memory: work is recorded once, and replayed with one launch.
 
-What a graph computes lies where it lay when it was recorded, so each graph needs its results to stay. One
-memory pool belongs to all graphs of a step. What recorded work has freed is free for whatever is recorded
-after it: graphs are played one after the other, each makes what it reads, and only tensors that somebody
-holds keep their places.
+A graph's results have fixed addresses, so each graph needs its results to stay in memory. One memory pool
+belongs to all graphs of a step. Memory that recorded work has freed is reused by all later recordings. That
+is safe because graphs are replayed one after the other, and each computes its own inputs. Only tensors with a
+live reference keep their memory.
 
-The same pool serves passes that run as they are written (the first with each layout of a batch, of which
-kernels must be loaded before they can be recorded): else the device would have to hold both.
+The same pool serves passes without graphs: the first with each layout of a batch. Their kernels must be
+loaded before they can be recorded. Otherwise the device would have to hold both.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ if TYPE_CHECKING:
 
 
 class NotRecorded(SnugfitError):
-    """Work cannot be recorded: it waits for the device, or asks for what a graph does not have."""
+    """Work cannot be recorded: it waits for the device, or needs a function that graphs do not have."""
 
 
 class Graphs(ABC):
-    """Records work, and the memory that what is recorded has."""
+    """Recorder of work as graphs, with the graphs' memory."""
 
     @abstractmethod
     def own_memory(self) -> AbstractContextManager[None]:
-        """Within it, what is allocated on the device is allocated in the graphs' memory."""
+        """Allocate device memory in the graphs' pool inside of this context."""
 
     @abstractmethod
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """Records what `work` asks of the device, and gives what does it. The work is not done by that: what
-        it has computed is undefined until it is played. Work that may not draw random numbers ends the run
-        when it is played first and has drawn some. Raises `NotRecorded`, and what torch raises where memory
-        runs out."""
+        """Record the device work of `work`, and return a function that replays it.
+
+        Recording computes nothing: results are undefined before the first replay. With `may_draw=False` the
+        first replay ends the run if the work has drawn random numbers. Raises `NotRecorded`, and torch's
+        error when memory runs out.
+        """
 
     @abstractmethod
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Copies a host micro-batch to where `batch`, which recorded work reads, lies on the device; gives
-        what recorded work reads from then on."""
+        """Copy a host micro-batch to the device addresses of `batch`, which recorded work reads; return the
+        batch for later work.
+        """
 
 
 @final
@@ -62,8 +65,9 @@ class CudaGraphs(Graphs):
 
     @contextlib.contextmanager
     def own_memory(self) -> Iterator[None]:
-        """By the stream, and not by the thread as `torch.cuda.use_mem_pool` does it: the backward pass of
-        autograd runs in a thread of its own."""
+        """Route allocations of the stream, and not of the thread as `torch.cuda.use_mem_pool` does. The
+        backward pass of autograd runs in a thread of its own.
+        """
         import torch
 
         torch._C._cuda_beginAllocateCurrentStreamToPool(self._number, self._pool.id)
@@ -74,8 +78,9 @@ class CudaGraphs(Graphs):
             torch._C._cuda_releasePool(self._number, self._pool.id)
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """Other threads may go on meanwhile, as the one that copies batches to page-locked memory; the
-        collector may not, for what it frees may be of another graph."""
+        """Record with other threads running, such as the one that copies batches to page-locked memory. The
+        garbage collector is off, since it may free memory of another graph.
+        """
         import torch
 
         graph, fault = torch.cuda.CUDAGraph(), None
@@ -99,7 +104,7 @@ class CudaGraphs(Graphs):
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Beside the computation, when the host's memory is pinned."""
+        """Copy the micro-batch, asynchronously if the host's memory is pinned."""
         import torch
 
         for name, value in piece.items():
@@ -111,7 +116,7 @@ class CudaGraphs(Graphs):
 
 
 class _FirstReplay:
-    """Plays a graph, and looks the first time whether it has taken numbers from the device's generator."""
+    """Replay a graph, and check the first time whether it has drawn numbers from the device's generator."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
         self._graph, self._generator, self._is_first = graph, generator, True

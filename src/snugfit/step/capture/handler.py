@@ -23,7 +23,7 @@ _NOT_OURS = (
 )
 
 REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
-"""What makes the graphs of a rehearsal; None outside of one."""
+"""Factory of a rehearsal's graphs; None outside of one."""
 
 
 class CaptureHandler(Handler):
@@ -40,14 +40,15 @@ class CaptureHandler(Handler):
     }
 
     def around_run(self, value: CaptureWish | None) -> Context | None:
-        """All that a run asks of a GPU goes to one stream, which is not the default one: that cannot be
-        recorded, and memory that one stream has freed is of no use to another."""
+        """Run all GPU work of a run on one stream other than the default one. The default stream cannot be
+        recorded, and memory that one stream has freed cannot be used by another.
+        """
         return _on_own_stream if value is not None else None
 
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The same for all runs of a process on this GPU: cuBLAS keeps some 70 MB for each stream it meets."""
+    """Return one stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for each stream."""
     import torch
 
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""From a loop to its steps as CUDA graphs, where they are asked for and there is a GPU."""
+"""Record a loop's steps as CUDA graphs, if they are set and there is a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def capture(loop: Loop) -> CapturedStep | None:
-    """The loop's steps, recorded; None where that is not asked for, or where there is no GPU: steps then run
-    as they are written."""
+    """Return the loop's recorded steps; None if they are not set or there is no GPU. Steps then run without
+    graphs.
+    """
     wish = loop.setup.capture
     if wish is None or not wish.recorded or not loop.job.trains:
         return None

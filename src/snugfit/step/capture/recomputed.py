@@ -1,11 +1,10 @@
-"""Layers that are recomputed within a backward pass that is recorded.
+"""Recomputation of layers within a recorded backward pass.
 
 torch's checkpoints keep the states of the random number generators before a layer, and set them again before
-it is recomputed. The state of a GPU's generator cannot be read while work is recorded, nor set back by what a
-graph plays. A layer that draws no random numbers needs neither; nor does one whose dropout draws from a seed
-that is kept (`techniques/seeded_dropout.py`), nor attention whose results are kept (`step/selective.py`). So
-a recorded pass leaves the GPU's generator alone, and a recomputation that asks it for numbers cannot be
-recorded.
+it is recomputed. While work is recorded, the state of a GPU's generator cannot be read, and a graph cannot
+reset it. A layer without random numbers needs neither. The same holds for dropout with a saved seed
+(`techniques/seeded_dropout.py`), and for attention with kept results (`step/selective.py`). So a recorded
+pass does not touch the GPU's generator. A recomputation that draws from it cannot be recorded.
 """
 
 from __future__ import annotations
@@ -22,14 +21,18 @@ from torch.overrides import TorchFunctionMode
 from snugfit.step.capture.graphs import NotRecorded
 
 ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
-"""What torch calls it, in one length and in several (`wishes/padding_free/attention.py`), and which of its
-arguments says how much it drops."""
+"""torch's attention functions, in one length and in several (`wishes/padding_free/attention.py`), each with
+the position of its dropout argument.
+"""
 
 
 @contextlib.contextmanager
 def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
-    """Within it torch's checkpoints neither keep nor set the state of a GPU's generator. Raises `NotRecorded`
-    for a layer that draws random numbers when it is recomputed; attention that is kept draws none."""
+    """Make torch's checkpoints neither keep nor set the state of a GPU's generator.
+
+    Raises `NotRecorded` for a layer that draws random numbers when it is recomputed; kept attention draws
+    none.
+    """
     fork = torch.random.fork_rng
 
     @contextlib.contextmanager
@@ -47,24 +50,25 @@ def _no_states(*arguments: Any) -> tuple[list[int], list[torch.Tensor]]:
 
 
 class DrawsNothing(TorchFunctionMode):
-    """Within it no function of torch's may draw random numbers on a device. Raises `NotRecorded`.
+    """Refuse functions of torch that draw random numbers on a device. Raises `NotRecorded`.
 
-    It looks at functions and not at operators: while those are looked at, autograd adds no gradients in
-    place, which would take memory."""
+    The mode checks functions and not operators. Under a mode for operators autograd does not add gradients in
+    place, which would take memory.
+    """
 
     def __init__(self, attention_is_kept: bool = False) -> None:
         super().__init__()
         self._kept = ATTENTION if attention_is_kept else ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function that draws none."""
+        """Call a function that draws no random numbers."""
         if draws(func, args, kwargs or {}) and func.__name__ not in self._kept:
             raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")
         return func(*args, **kwargs or {})
 
 
 def draws(function: Any, arguments: Any, keywords: Any) -> bool:
-    """Whether this call of a function of torch's draws random numbers."""
+    """Return whether this call of a torch function draws random numbers."""
     name = getattr(function, "__name__", "")
     if name in ATTENTION:
         at = ATTENTION[name]
@@ -78,7 +82,7 @@ def draws(function: Any, arguments: Any, keywords: Any) -> bool:
 
 @functools.cache
 def _tags(name: str) -> frozenset[torch.Tag]:
-    """What torch says of its operators of this name; nothing where it has none."""
+    """Return the tags of torch's operators of this name; empty if it has none."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
     return frozenset(tag for overload in overloads for tag in getattr(packet, overload).tags)

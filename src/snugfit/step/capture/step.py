@@ -1,24 +1,23 @@
-"""One optimizer step as CUDA graphs: the host launches a few, where it launched thousands of kernels.
+"""One optimizer step as CUDA graphs: the host launches a few graphs instead of thousands of kernels.
 
-    forward     a micro-batch's forward pass and its loss
-    backward    its backward pass, which makes the gradients, or adds to them
-    norm        the gradients' norm, where the job clips
-    update      clipping, and the optimizer
+- `forward`: a micro-batch's forward pass and its loss
+- `backward`: its backward pass, which makes the gradients, or adds to them
+- `norm`: the gradients' norm, where the job clips
+- `update`: clipping, and the optimizer
 
-They are four and not one because the host looks in between: the loss is read while the device is at the
-backward pass, and a step that must not be made is not (`training/run/loop.py`).
+There are four graphs and not one because the host checks in between. It reads the loss while the device runs
+the backward pass, and skips a step that must not be made (`training/run/loop.py`).
 
-A step is recorded when its layout is met for the second time: the first time the passes run as they are
-written, so that kernels are loaded and libraries have their workspaces. With the layout of a batch everything
-else is fixed: its micro-batches are as long as each other, and what their losses are multiplied by is on the
-device.
+A step is recorded at the second occurrence of its layout. The first time the passes run without graphs, which
+loads the kernels and gives libraries their workspaces. The layout of a batch fixes everything else. Its
+micro-batches have equal lengths, and the factors of their losses are on the device.
 
-Where gradients do not stay (`updates/released.py`), passes alone are recorded, and the norm or the update is
-a part of them.
+If gradients do not stay (`updates/released.py`), only passes are recorded, and the norm or the update is a
+part of them.
 
-Gradients lie in the graphs' memory. Where the update is recorded too, nobody but the graphs needs to know
-where, and the next layout's passes use the same bytes; where it is not, or is told anew where they are, the
-gradients of each layout are held for it.
+Gradients are in the graphs' memory. A recorded update reads them only inside of the graphs, so the next
+layout's passes reuse the same bytes. If the update is not recorded, or takes new addresses before each step,
+the gradients of each layout are held for it.
 """
 
 from __future__ import annotations
@@ -47,29 +46,31 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CaptureWish, Setup
 
 MOST_LAYOUTS = 24
-"""That are recorded (chosen): a graph of a thousand kernels takes some MiB beside the allocator's."""
+"""Largest number of recorded layouts (chosen): a graph of a thousand kernels takes some MiB outside of the
+allocator.
+"""
 
 Play = Callable[[], None]
 
 
 class TrainedParts(Protocol):
-    """What a loop has built, of which a step needs this."""
+    """Objects of a loop that a step needs."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model whose weights train."""
+        """Return the model whose weights train."""
 
     @property
     def runs(self) -> torch.nn.Module:
-        """What is called in the model's place."""
+        """Return the module that the loop calls instead of the model."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over these weights."""
+        """Return the optimizer over these weights."""
 
     @property
     def observer(self) -> Observer:
-        """Hears of each phase."""
+        """Return the observer of each phase."""
 
 
 class Loop(Protocol):
@@ -83,7 +84,7 @@ class Loop(Protocol):
     computed: Callable[[torch.Tensor], None]
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What the model computes in."""
+        """Return the context of the model's computation."""
 
     def run_passes(
         self,
@@ -93,34 +94,34 @@ class Loop(Protocol):
         *,
         again: bool = False,
     ) -> torch.Tensor | None:
-        """The passes as they are written."""
+        """Run the passes without graphs."""
 
 
 @dataclass(eq=False)
 class LayoutGraphs:
-    """The graphs of one layout, and where what they read and write lies."""
+    """The graphs of one layout, with the tensors that they read and write."""
 
     batch: dict[str, Any]
     """A micro-batch (B, ...) on the device."""
     share: torch.Tensor | None
-    """By what its loss is multiplied, a scalar; None leaves it."""
+    """Factor of the loss, a scalar; None leaves the loss unscaled."""
     loss: torch.Tensor | None = None
-    """Of the micro-batch, while its backward pass is to be recorded."""
+    """Loss of the micro-batch, until its backward pass is recorded."""
     total: torch.Tensor | None = None
-    """What the step's losses come to so far."""
+    """Sum of the step's losses so far."""
     norm: torch.Tensor | None = None
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Weights with their gradients, where the update is not recorded, or looks for them."""
+    """Weights with their gradients, if the update is not recorded or reads their addresses."""
     passes: list[tuple[Play, Play]] = field(default_factory=list)
-    """Of the first micro-batch, and of any other."""
+    """Forward and backward graphs of the first micro-batch, and of any other."""
     plays_norm: Play | None = None
     plays_update: Play | None = None
     heard: Sequence[torch.Tensor] = ()
-    """Weights whose gradients hooks took."""
+    """Weights with gradients that hooks took."""
 
 
 class CapturedStep:
-    """The optimizer steps of a loop, recorded and played back."""
+    """The optimizer steps of a loop, recorded and replayed."""
 
     def __init__(self, loop: Loop, graphs: Graphs, wish: CaptureWish) -> None:
         self._loop: Loop = weakref.proxy(loop)  # which holds this: once it is dropped, so are the graphs
@@ -131,17 +132,16 @@ class CapturedStep:
         self._update: RecordableUpdate | None = None
         self._most = longest_sequence(loop.job)
         self.why_not = ""
-        """Why steps run as they are written; empty where they are played back."""
+        """Reason for steps without graphs; empty where they are replayed."""
 
     @property
     def is_played(self) -> bool:
-        """Whether this step's passes were played back."""
+        """Return whether this step's passes were replayed."""
         return self._played is not None
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """The norm of the gradients of a step that is played back, a scalar; None where the job does not
-        clip."""
+        """Return the norm of the gradients of a replayed step, a scalar; None where the job does not clip."""
         assert self._played is not None
         return self._played.norm
 
@@ -154,8 +154,9 @@ class CapturedStep:
         shares: Sequence[float | None],
         hooked: HookedPass | None = None,
     ) -> torch.Tensor | None:
-        """The gradients of these host micro-batches, and what their losses come to where losses are kept. Or
-        a pass whose gradients hooks take."""
+        """Compute the gradients of these host micro-batches, and return their losses' sum where losses are
+        kept. With `hooked`, run a pass whose hooks take the gradients.
+        """
         self._played = None
         pieces = fill_up(pieces, self._wish.multiple, self._most)
         layouts = {layout_of(piece) for piece in pieces}
@@ -178,7 +179,7 @@ class CapturedStep:
         return total
 
     def forget(self) -> None:
-        """What was recorded reads or writes what lies elsewhere by now."""
+        """Drop the recordings, whose addresses are out of date."""
         self._recordings.clear()
 
     def _has_room(self) -> bool:
@@ -223,7 +224,7 @@ class CapturedStep:
         shares: Sequence[float | None],
         hooked: HookedPass | None,
     ) -> None:
-        """Records all graphs of a layout. Where one cannot be, steps run as they are written from then on."""
+        """Record all graphs of a layout. If one cannot be recorded, all later steps run without graphs."""
         import torch
 
         share = None if shares[0] is None else torch.ones((), device=self._loop.device)
@@ -295,7 +296,9 @@ class CapturedStep:
             loss.backward()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        """What layers are recomputed in, whose checkpoints ask for it in the forward pass already."""
+        """Return the context of recomputed layers, which their checkpoints need in the forward pass
+        already.
+        """
         from snugfit.step.capture.recomputed import generators_left_alone
 
         wish = self._loop.setup.checkpoint
@@ -307,7 +310,7 @@ class CapturedStep:
     # ---- update ----------------------------------------------------------------------------------------
 
     def update(self, built: TrainedParts, norm: torch.Tensor | None = None) -> None:
-        """Clips the gradients of the passes that ran last, by their norm where that is known, and updates."""
+        """Clip the gradients of the last passes, by their norm if it is known, and update."""
         self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         recording = self._played
         if recording is not None and recording.plays_update is not None:

@@ -1,12 +1,12 @@
-"""An optimizer's update as work that can be recorded: its numbers are on the device.
+"""An optimizer's update as recordable work: its numbers are on the device.
 
-A learning rate that is a Python number would be recorded as it was. torch's optimizers take a tensor in its
-place, and count their steps on the device, where they are told that they may be recorded (`capturable`). They
-are told so around each update only, and the rates of their groups are numbers before and after: schedules and
-checkpoints see what they always see.
+A recorded learning rate would never change if it were a Python number. torch's optimizers take a tensor in
+its place, and count their steps on the device if their groups are `capturable`. These settings hold around
+each update only. Before and after it the rates of the groups are numbers, so schedules and checkpoints read
+the usual values.
 
-An optimizer of ours says it otherwise (`masters/adamw.py`): it has `find_gradients`, which tells the device
-where they are, `prepare`, which brings its numbers there, and `launch`, which computes nothing on the host.
+An optimizer of ours has other methods (`masters/adamw.py`). `find_gradients` copies the gradients' addresses
+to the device, and `prepare` its numbers. `launch` computes nothing on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECORDABLE = "capturable"
 
 
 class RecordableUpdate:
-    """One optimizer's update. Its rates are copied to the device before it runs or is played."""
+    """One optimizer's update. Its rates are copied to the device before each run or replay."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         import torch
@@ -40,34 +40,35 @@ class RecordableUpdate:
 
     @property
     def finds_gradients(self) -> bool:
-        """Whether it looks where gradients are, so that they must be the weights' before each update."""
+        """Return whether it reads the gradients' addresses, so that they must be the weights' before each
+        update.
+        """
         return self._is_ours
 
     def locate(self) -> None:
-        """Tells the device where the gradients are."""
+        """Copy the gradients' addresses to the device."""
         if self._is_ours:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Whether what it updates lies elsewhere than when this was asked before, so that what is recorded of
-        it is void."""
+        """Return whether its tensors have moved since the last call, which makes recordings invalid."""
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether this optimizer can be told to compute nothing on the host, and has its states."""
+        """Return whether this optimizer can run without host computation, and has its states."""
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
     def prepare(self) -> None:
-        """Brings the numbers of the next update to the device."""
+        """Copy the numbers of the next update to the device."""
         if self._is_ours:
             self._optimizer.prepare()
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=False):
             rate.fill_(float(group["lr"]))
 
     def launch(self) -> None:
-        """The update, with the numbers that are on the device."""
+        """Run the update with the numbers on the device."""
         if self._is_ours:
             self._optimizer.launch()
             return
@@ -75,7 +76,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def run(self) -> None:
-        """The update as it is written."""
+        """Run the update without a graph."""
         if self._is_torchs:
             self._count_on_device()
             self.prepare()
@@ -84,7 +85,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def _count_on_device(self) -> None:
-        """Steps that were counted on the host, as those of a checkpoint may be, are counted on the device."""
+        """Move step counts from the host, as from a checkpoint, to the device."""
         for weight, state in self._optimizer.state.items():
             step = state.get("step")
             if hasattr(step, "device") and step.device != weight.device:

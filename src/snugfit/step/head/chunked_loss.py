@@ -1,29 +1,30 @@
-"""Cross-entropy of a linear head in chunks of tokens, so that the logits never stand whole.
+"""Cross-entropy of a linear head in chunks of tokens, so that the logits never exist as a whole.
 
-Logits of T tokens over a vocabulary of V take T x V elements several times over: as the head gives them, in
-32 bits, their softmax, its gradient. Here they exist for one chunk of tokens at a time. Gradients are made
-along with the loss, in the forward pass, so no chunk is computed twice, and there are the same three products
-of hidden states and head as ever:
+Logits of T tokens over a vocabulary of V take T x V elements four times: the head's output, a copy in 32
+bits, softmax and gradient. Here they exist for one chunk of tokens at a time. Gradients are made along with
+the loss, in the forward pass, so no chunk is computed twice. The three products of hidden states and head are
+the usual ones:
 
-1. logits of the chunk, and what the model does to them (Gemma's soft cap, Granite's scale);
+1. logits of the chunk, and the model's functions of them (Gemma's soft cap, Granite's scale);
 2. their loss in 32 bits, and its gradient with respect to the head's own output: by autograd, or by a kernel
    that writes it in their place, where the head carries one (`LossKernel`);
 3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
 
-The backward pass only multiplies both by the gradient that it is handed. Each sum is the one of whole logits;
-only the head's gradient is added up in another order, in the dtype of the products: in 16 bits it is rounded
-once a chunk.
+The backward pass only multiplies both by its incoming gradient. Each sum is the one of whole logits. Only the
+head's gradient is added up in another order, in the dtype of the products. In 16 bits it is rounded once a
+chunk.
 
-A chunk's gradient is taken from its logits and not from `torch.autograd.grad`, of whose answer autograd's
-thread for the GPU holds on to a copy until it gets a turn: of 192 chunks on an H200 the gradients of 20 lived
-until the next one's, which took three more of them from the GPU.
+A chunk's gradient is taken from its logits and not from `torch.autograd.grad`. autograd's thread for the GPU
+keeps a copy of the result of `grad` until its next turn. With 192 chunks on an H200, the gradients of 20
+lived until the next one's, and the GPU held three more of them.
 
-In float16 gradients of single tokens vanish unless they are scaled first. The scaler's own scale is not known
-in the forward pass, so there they carry `FP16_SCALE` until the backward pass.
+In float16 gradients of single tokens vanish unless they are scaled first. The forward pass has no access to
+the scaler's own scale. So there the gradients carry `FP16_SCALE` until the backward pass.
 
 From torch 2.13 on, `torch.nn.functional.linear_cross_entropy` with options computes the same, and a test
-compares the two. It is not used: it knows neither caps nor scales nor smoothed labels, it is one operator
-whose buffers a rehearsal does not see, and this code runs on every torch that snugfit supports.
+compares the two. It is not used, for three reasons. It supports neither caps nor scales nor smoothed labels.
+It is one operator, whose buffers a rehearsal cannot record. This code runs on every torch that snugfit
+supports.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 FP16_SCALE = 4096.0
-"""What float16 gradients of the mean loss are multiplied by until the backward pass (chosen): above what
-vanishes (6e-8), and far below what overflows (65,504)."""
+"""Factor of float16 gradients of the mean loss until the backward pass (chosen). Scaled gradients are above
+values that vanish (6e-8), and far below those that overflow (65,504).
+"""
 
 
 LOSS_KERNEL = "loss_kernel"
@@ -63,22 +65,24 @@ class LossKernel(Protocol):
 
 
 class Loss(NamedTuple):
-    """Which cross-entropy is asked for, in the words of `torch.nn.functional.cross_entropy`."""
+    """Settings of a cross-entropy, with the names of `torch.nn.functional.cross_entropy`."""
 
     mean: bool
     """The mean over the tokens that carry a label; else the sum."""
     ignore_index: int
     label_smoothing: float
     scores: Callable[[torch.Tensor], torch.Tensor]
-    """What the model makes of the head's output, (tokens, V)."""
+    """Function of the head's output, (tokens, V), that gives the model's logits."""
     kernel: LossKernel | None = None
     """Makes loss and gradient of scores that are the logits, where it takes them."""
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """A loss of hidden states (T, H), the head's weight (V, H) and bias (V,) or None, and labels (T,), as
-    `Loss` says it: a single number in 32 bits, or in 64 where the products are. Logits are computed in
-    `dtype`, of so many `tokens` at a time."""
+    """A loss of hidden states (T, H), the head's weight (V, H) and bias (V,) or None, and labels (T,).
+
+    The result is a single number in 32 bits, or in 64 where the products are. `Loss` has its settings. Logits
+    are computed in `dtype`, for `tokens` tokens at a time.
+    """
 
     @staticmethod
     def forward(
@@ -91,7 +95,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         tokens: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """The loss, with its gradients put by."""
+        """Compute the loss, and save its gradients."""
         given = (hidden, weight, bias)
         wide = torch.promote_types(dtype, torch.float32)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -123,8 +127,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the forward pass, multiplied by the loss's own. Raises `RuntimeError` for a second
-        pass."""
+        """Return the gradients of the forward pass, multiplied by the loss's own. Raises `RuntimeError` for a
+        second pass.
+        """
         if ctx.gradients is None:
             raise RuntimeError(
                 "The gradients of this loss in chunks were used up by a first backward pass. For a loss that "
@@ -143,7 +148,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def _gradient_in_torch(
     logits: torch.Tensor, labels: torch.Tensor, loss: Loss, share: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `share` times a chunk's loss by autograd; the loss is added to the `total`."""
+    """Return the gradient of `share` times a chunk's loss by autograd; add the loss to `total`."""
     with torch.enable_grad():
         scores = loss.scores(logits.requires_grad_()).to(total.dtype)
         summed = functional.cross_entropy(
@@ -166,8 +171,9 @@ def _empty_gradients(
     *,
     zeros: bool,
 ) -> list[torch.Tensor | None]:
-    """Of hidden states, head and bias, in the dtype of the products; None for what needs none. The head's has
-    no numbers yet where it is not to be `zeros`."""
+    """Allocate gradients of hidden states, head and bias, in the dtype of the products; None for operands
+    without a gradient. The head's gradient is uninitialised unless `zeros` is set.
+    """
     make = torch.zeros_like if zeros else torch.empty_like
     return [
         torch.empty_like(hidden, dtype=matrix.dtype) if needed[0] else None,
@@ -185,7 +191,7 @@ def _add(
     *,
     is_first: bool,
 ) -> None:
-    """Adds a chunk's share; that of a chunk known as the first is written over what is there."""
+    """Add a chunk's gradients; those of the first chunk overwrite the uninitialised ones."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         torch.mm(gradient, matrix, out=of_hidden[rows])

@@ -1,17 +1,18 @@
-"""Logits that are computed when somebody needs them, and for a cross-entropy never whole.
+"""Logits that are computed on demand, and for a cross-entropy never as a whole.
 
-transformers' models compute their logits and hand them to their loss, each in its own lines: shifted or not,
-capped (Gemma), scaled (Granite, Cohere), moved, reshaped. So nothing of a model is rewritten. In training its
-head gives a `DeferredLogits`: a tensor of the right shape, dtype and device without data, which remembers the
-hidden states that it would be computed from, and
+transformers' models compute their logits and pass them to their loss, each in its own lines. Logits may be
+shifted, capped (Gemma), scaled (Granite, Cohere), moved or reshaped. So no model's code is rewritten. In
+training its head returns a `DeferredLogits`: a tensor of the right shape, dtype and device without data. It
+holds the hidden states of its computation, and
 
-- what only chooses or arranges tokens is done to the hidden states;
-- what is done to each number alike is remembered, and done to each chunk;
+- operations that only choose or arrange tokens are applied to the hidden states;
+- elementwise operations are recorded, and applied to each chunk;
 - `cross_entropy` is computed in chunks (`chunked_loss.py`);
-- whatever else asks for it gets the whole logits, which are then computed once, with their gradients: the
-  step is right, and takes the memory that it always took. A warning says what asked.
+- any other operation gets the whole logits, which are then computed once, with their gradients.
 
-Without gradients, or in evaluation mode, the head gives plain logits: metrics need them.
+In the last case the step is right, and takes as much memory as without chunks. A warning names the operation.
+
+Without gradients, or in evaluation mode, the head returns plain logits: metrics need them.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ METADATA = frozenset({
     "is_floating_point", "is_complex", "is_contiguous", "element_size", "itemsize", "nbytes", "get_device",
     "__len__",
 })  # fmt: skip
-"""What can be asked without data."""
+"""Attributes and methods that need no data."""
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 OF_EACH_NUMBER = frozenset({
     *CASTS, "to", "tanh", "contiguous", "neg", "mul", "div", "true_divide", "add", "sub",
     "__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__",
 })  # fmt: skip
-"""What gives each number from the same number, by the names of torch's functions and operators."""
+"""Elementwise operations, by the names of torch's functions and operators."""
 
 ARRANGING = frozenset({"view", "reshape"})
 
 CASTING = frozenset({*CASTS, "to", "contiguous"})
-"""What leaves each number as it is, but for its dtype."""
+"""Operations that change at most the dtype of each number."""
 
 
 class LogitsComputedWhole(UserWarning):
-    """A model asks for its logits whole, so a chunked loss saves nothing."""
+    """Warning: a model reads its logits as a whole, so a chunked loss saves nothing."""
 
 
 class Head(NamedTuple):
@@ -81,7 +82,7 @@ class DeferredLogits(torch.Tensor):
     functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     whole: torch.Tensor | None
     only_cast: bool
-    """Whether the functions do no more than cast."""
+    """True if the functions only cast."""
 
     @staticmethod
     def __new__(
@@ -107,7 +108,7 @@ class DeferredLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Puts off what can be put off."""
+        """Defer a function's work where that is possible."""
         keywords, name = keywords or {}, function.__name__
         if name == "__get__":
             name = function.__self__.__name__
@@ -125,13 +126,13 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        """What torch does to it below Python's functions."""
+        """Handle operations below Python's functions: compute the whole logits."""
         return _of_whole(str(function), function, arguments, keywords or {})
 
     def _after(
         self, function: Any, name: str, operands: Sequence[Any], keywords: dict[str, Any]
     ) -> DeferredLogits | None:
-        """What this function makes of it; None where that cannot be put off."""
+        """Return the deferred result of this function; None if it cannot be deferred."""
         more = [*operands, *keywords.values()]
         if name in ARRANGING and (shape := _shape(operands)) and shape[-1] == self.shape[-1]:
             return self._with(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
@@ -155,11 +156,11 @@ class DeferredLogits(torch.Tensor):
         return DeferredLogits(hidden, self.head, self.functions, self.dtype, self.only_cast)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model makes of the head's output."""
+        """Apply the model's functions to the head's output."""
         return functools.reduce(lambda value, function: function(value), self.functions, logits)
 
     def compute(self) -> torch.Tensor:
-        """All logits, which are kept."""
+        """Return all logits, and keep them."""
         if self.whole is None:
             (weight, bias), dtype = self.head[:2], self.head.dtype
             offset = None if bias is None else bias.to(dtype)
@@ -172,9 +173,9 @@ def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], lo
 
 
 def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
-    """What a function gives of the whole logits."""
+    """Return a function's result for the whole logits."""
     warnings.warn(
-        f"The model's code asks for all logits at once ({name}), so the loss in chunks saves nothing.",
+        f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing.",
         LogitsComputedWhole,
         stacklevel=4,
     )
@@ -185,13 +186,13 @@ def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _shape(arguments: Sequence[Any]) -> Sequence[int]:
-    """The shape that `view` or `reshape` is asked for; empty for a dtype."""
+    """Return the requested shape of `view` or `reshape`; empty for a dtype."""
     given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) else arguments
     return given if all(isinstance(size, int) for size in given) else ()
 
 
 def _chooses_tokens(index: Any, dimensions: int) -> bool:
-    """Whether an index leaves the vocabulary's dimension, the last one, as it is."""
+    """Return whether an index leaves the vocabulary's dimension, the last one, unchanged."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(part is ... or isinstance(part, slice) for part in parts):
         return False
@@ -200,7 +201,7 @@ def _chooses_tokens(index: Any, dimensions: int) -> bool:
 
 
 def _goes_with_each_token(value: Any, vocabulary: int) -> bool:
-    """Whether an operand is the same for each token, and needs no gradient."""
+    """Return whether an operand is the same for each token, and needs no gradient."""
     if not isinstance(value, torch.Tensor):
         return True
     return (
@@ -220,8 +221,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """torch's own, in chunks; None for what chunks do not know: weighted classes, a loss for each token,
-    probabilities in place of labels."""
+    """Compute torch's `cross_entropy` in chunks; None for weighted classes, a loss for each token, or
+    probabilities instead of labels.
+    """
     known = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
     if not isinstance(input, DeferredLogits) or not known or input.whole is not None:
         return None
@@ -240,8 +242,9 @@ def _cross_entropy(
 
 
 def defer_logits(model: Any, wish: LogitsWish | None) -> None:
-    """From now on the model's head gives deferred logits in training, or plain ones without a wish. Raises
-    `RecipeError` for a model whose head is no single linear layer."""
+    """Make the model's head return deferred logits in training, or plain ones without a wish. Raises
+    `RecipeError` for a model whose head is no single linear layer.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(getattr(head, "__dict__", {}).get("forward"), HeadForward):
         head.__dict__.pop("forward")
@@ -258,7 +261,7 @@ def defer_logits(model: Any, wish: LogitsWish | None) -> None:
 
 
 class HeadForward(OwnForward):
-    """Of a head whose logits are deferred."""
+    """Forward pass of a head whose logits are deferred."""
 
 
 def _plain_or_deferred(
@@ -267,7 +270,7 @@ def _plain_or_deferred(
     head: torch.nn.Linear,
     input: torch.Tensor,
 ) -> torch.Tensor:
-    """A head's logits; `before` is the forward pass that it had in place of its class's."""
+    """Return a head's logits; `before` is the forward pass that replaced its class's."""
     if not head.training or not torch.is_grad_enabled():
         return torch.nn.Linear.forward(head, input) if before is None else before(input)
     dtype, kernel = _product_dtype(input), getattr(head, LOSS_KERNEL, None)
@@ -276,6 +279,6 @@ def _plain_or_deferred(
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """What autocast multiplies in, where it is on. A rehearsal's autocast uses the CPU's switch."""
+    """Return the dtype of products: autocast's, if it is on. A rehearsal's autocast uses the CPU's switch."""
     switch = "cpu" if hidden.device.type == "meta" else hidden.device.type
     return torch.get_autocast_dtype(switch) if torch.is_autocast_enabled(switch) else hidden.dtype

@@ -1,1 +1,1 @@
-"""One handler for each wish of a `Setup`: what it does to a model, a step, a process or another library."""
+"""One handler for each wish of a `Setup`: its changes to a model, a step, a process or another library."""

@@ -1,4 +1,4 @@
-"""Wishes for how batches come: the cut of the global batch, the loader, and the allocator they are put in."""
+"""Wishes for batches: the cut of the global batch, the loader, and the allocator of their memory."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class MicroBatchesHandler(Handler):
     read_by_loops = True
 
     def training_arguments(self, value: int, job: Job, device: torch.device) -> dict[str, Any]:
-        """The global batch stays the job's."""
+        """Return the Trainer's batch sizes; the global batch stays the job's."""
         return {
             "per_device_train_batch_size": job.batch_size // value,
             "gradient_accumulation_steps": value,
         }
 
     def script(self, value: int, context: ScriptContext) -> dict[str, Any]:
-        """A constant of the script."""
+        """Return the constant of the script."""
         return {"pieces": value}
 
 
 class LoaderHandler(Handler):
-    """How batches reach the device. A rehearsal's never travel, and need no workers."""
+    """The way of batches to the device. A rehearsal's batches are never copied, and need no workers."""
 
     wish, slot, stage = "loader", Slot.LOADING, InstallStage.LOAD
 
     def loader_arguments(self, value: LoaderWish, device: torch.device) -> dict[str, Any]:
-        """Under the names of torch's `DataLoader`."""
+        """Return arguments of torch's `DataLoader`, by its names."""
         return {
             "num_workers": 0 if device.type == "meta" else value.workers,
             "pin_memory": value.pinned and device.type == "cuda",
         }
 
     def training_arguments(self, value: LoaderWish, job: Job, device: torch.device) -> dict[str, Any]:
-        """Without workers, what is said of them goes too."""
+        """Return the Trainer's loader arguments; without workers their options are reset."""
         arguments = self.loader_arguments(value, device)
         said: dict[str, Any] = {"dataloader_num_workers": arguments["num_workers"]}
         if arguments["pin_memory"]:
@@ -57,7 +57,7 @@ class LoaderHandler(Handler):
         return said
 
     def script(self, value: LoaderWish, context: ScriptContext) -> dict[str, Any]:
-        """Arguments of the script's `DataLoader`."""
+        """Return arguments of the script's `DataLoader`."""
         return {"workers": value.workers, "pinned": value.pinned}
 
 
@@ -69,18 +69,19 @@ EXPANDABLE = "expandable_segments:True"
 
 
 class ExpandableSegmentsHandler(Handler):
-    """The CUDA allocator grows segments in place. A script is told by its environment, which the technique's
-    counterparts name."""
+    """The CUDA allocator grows segments in place. A script sets an environment variable, which the
+    technique's counterparts name.
+    """
 
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
-        """The allocator takes it also after it has allocated."""
+        """Set the allocator, which accepts it also after it has allocated."""
         import torch
 
         if value and device.type == "cuda":
             torch.cuda.memory._set_allocator_settings(EXPANDABLE)
 
     def environment(self, value: bool) -> Mapping[str, str | None]:
-        """The allocator is the recipe's alone, never the shell's."""
+        """Return the allocator's variables, from the recipe alone and never from the shell."""
         return dict.fromkeys(ALLOCATOR_VARIABLES, EXPANDABLE if value else None)

@@ -1,16 +1,16 @@
-"""Inductor with torch's activation memory budget, and without what the budget breaks.
+"""Inductor with torch's activation memory budget, and without the errors that the budget causes.
 
-torch cuts the graph of a layer, forward and backward, in two. What the forward program keeps for the other
-is bounded by `torch._functorch.config.activation_memory_budget`, which is read at that moment only: so it is
-set around it, and other programs of the process are cut as always. Dynamo gives a layer the program of
-another whose compiler is equal, and torch's caches on the disk have the setting in their keys, so programs of
-two budgets are never mixed.
+torch cuts the graph of a layer, forward and backward, in two.
+`torch._functorch.config.activation_memory_budget` limits the bytes that the forward program keeps for the
+backward one. torch reads it at that moment only. So it is set around the cut, and other programs of the
+process are cut as usual. Dynamo reuses a layer's program for another layer with an equal compiler. torch's
+caches on the disk have the setting in their keys. So programs of two budgets are never mixed.
 
-A budget below 1 lets torch draw random numbers again in the backward program, and they are others: dropout's
-mask there is not the one of the forward pass, and gradients are wrong without a word (pytorch issues 190717
-and 190758, in 2.11 and 2.13). So whatever draws is marked as what must be kept: seeds of a few bytes, for
-torch makes the masks from them, and attention that has dropout. A budget of 0 does not ask for marks; with it
-such layers are refused.
+With a budget below 1 torch may draw random numbers again in the backward program, and they differ. Dropout's
+mask there is not the one of the forward pass, and gradients are wrong without an error. See pytorch issues
+190717 and 190758, in 2.11 and 2.13. So every node that draws is marked as kept. These are seeds of a few
+bytes, from which torch makes the masks, and attention with dropout. A budget of 0 ignores marks; with it such
+layers are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InductorWithin:
     mode: str = "default"
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        """What runs this graph, which Dynamo traced."""
+        """Return the program of this graph, which Dynamo traced."""
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
@@ -47,8 +47,9 @@ class InductorWithin:
 
 @contextlib.contextmanager
 def plain_refusals() -> Iterator[None]:
-    """Within it, a layer that is refused while it is compiled is refused in our own words; Dynamo wraps what
-    its compilers raise."""
+    """Raise a layer's refusal during compilation as our own error; Dynamo wraps the errors of its
+    compilers.
+    """
     try:
         yield
     except Exception as error:
@@ -59,7 +60,7 @@ def plain_refusals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_budget(budget: float) -> Iterator[None]:
-    """Within it, graphs are cut for this budget."""
+    """Cut graphs for this budget inside of this context."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -75,17 +76,17 @@ def within_budget(budget: float) -> Iterator[None]:
 
 @cache
 def _keeper() -> Any:
-    """The class of the pass over the graph that is to be cut; torch asks for one of its own base."""
+    """Return the class of the pass over the graph to be cut, a subclass of torch's base class."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class KeepRandom(CustomGraphPass):
-        """Marks what draws random numbers."""
+        """Pass that marks nodes that draw random numbers."""
 
         def __init__(self, budget: float) -> None:
             self.budget = budget
 
         def __call__(self, graph: Any) -> None:
-            """Marks it in this graph. Raises `RecipeError` where marks do not help."""
+            """Mark these nodes in the graph. Raises `RecipeError` where marks do not help."""
             from torch.utils.checkpoint import CheckpointPolicy
 
             for node in graph.nodes:
@@ -95,14 +96,14 @@ def _keeper() -> Any:
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
-            """What torch's caches have in their keys."""
+            """Return the pass's part of the keys in torch's caches."""
             return "snugfit: random numbers are kept"
 
     return KeepRandom
 
 
 def _draws(node: Any) -> bool:
-    """Whether this node of a graph draws random numbers. Attention may, and does with dropout."""
+    """Return whether this node of a graph draws random numbers. Attention draws with dropout."""
     import torch
 
     operator = node.target

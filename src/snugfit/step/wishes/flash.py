@@ -1,10 +1,10 @@
 """The package flash-attn in transformers' models (`attn_implementation="flash_attention_2"`), and on shapes.
 
-A model with a mask of padding leaves the padding out around each layer's attention: transformers gathers the
+A model with a padding mask leaves the padding out around each layer's attention. transformers gathers the
 rows of queries, keys and values, calls the kernel for several lengths, and scatters its rows back. All of
-that is transformers' own code, which a rehearsal runs. The package's functions are replaced: torch has the
-same FlashAttention-2 in itself, whose operators have the same outputs, keep the same for the backward pass
-and take the same buffers, and they have shapes.
+that is transformers' own code, which a rehearsal runs. Only the package's functions are replaced. torch
+includes the same FlashAttention-2. Its operators have the same outputs, keep the same for the backward pass
+and take the same buffers. They also run on shapes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ PACKAGE, OLDEST = "flash-attn", "2.3.3"
 
 
 def refuse_without_package(device: torch.device) -> None:
-    """Raises `RecipeError` where its kernels cannot run: on CPUs, and where it is not installed, which would
-    have transformers look for another package's on the hub."""
+    """Raise `RecipeError` where its kernels cannot run: on CPUs, and without the package. Without it
+    transformers would download another package's kernels from the hub.
+    """
     if device.type == "meta":
         return
     if device.type != "cuda":
@@ -43,8 +44,9 @@ def refuse_without_package(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def on_shapes() -> Iterator[None]:
-    """Within it, transformers' models call functions for shapes in the place of the package's. What
-    transformers imported of it before is there again afterwards."""
+    """Replace the package's functions in transformers' models by functions on shapes. transformers' earlier
+    imports from the package are restored afterwards.
+    """
     from transformers import modeling_flash_attention_utils as flash
 
     def functions(*_: Any, **__: Any) -> tuple[Any, ...]:
@@ -68,7 +70,7 @@ _REMEMBERED = (
     "_process_flash_kwargs_fn",
     "_process_with_kvcache_kwargs_fn",
 )
-"""Where transformers keeps the functions that it found, and for which attention."""
+"""Variables of transformers for the imported functions and their attention."""
 
 
 def attend(
@@ -125,14 +127,15 @@ def _operands_of(
     softcap: float,
     deterministic: bool,
 ) -> tuple[list[torch.Tensor], float]:
-    """What either function hands to its kernel, and the scale of the scores: 1/sqrt(D) where none is asked
-    for. Raises `RecipeError` for what is not simulated."""
+    """Return the kernel's operands, and the scale of the scores: 1/sqrt(D) unless given. Raises `RecipeError`
+    for arguments that are not simulated.
+    """
     _refuse_others(q, softcap, deterministic)
     return [_fill_heads(operand) for operand in (q, k, v)], q.size(-1) ** -0.5 if scale is None else scale
 
 
 def _fill_heads(operand: torch.Tensor) -> torch.Tensor:
-    """Heads of a multiple of 8 numbers, to which the package fills them up."""
+    """Pad heads to a multiple of 8 numbers, as the package does."""
     import torch
 
     more = -operand.size(-1) % 8

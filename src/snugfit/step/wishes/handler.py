@@ -1,10 +1,9 @@
-"""What a wish may change: the small, fixed set of ends that every front-end offers.
+"""The effects of a wish: the small, fixed set of methods that every front-end calls.
 
-A wish is a field of `Setup`. Its `Handler` knows all that is done for it, wherever that is: in a model that
-is being built, in one that stands already, around a step, in the process, in `TrainingArguments` and in an
-exported script. A handler overrides the methods of the ends that its wish needs, each of which takes the
-wish's value first. `step/applier.py` holds the table of handlers and runs them in order, so no front-end
-knows a wish by name; one that cannot honour a wish stands in the handler's `refused`.
+A wish is a field of `Setup`. Its `Handler` has all code for it: for new and live models, steps, the process,
+`TrainingArguments` and exported scripts. A handler overrides the methods that its wish needs, each of which
+takes the wish's value first. `step/applier.py` holds the table of handlers and runs them in order, so no
+front-end names a wish. A handler's `refused` lists the front-ends that cannot implement its wish.
 """
 
 from __future__ import annotations
@@ -32,57 +31,57 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(kw_only=True)
 class LiveTraining:
-    """A model that stands and is to be trained otherwise, as a front-end hands it to the applier."""
+    """A live model with a new recipe, as a front-end passes it to the applier."""
 
     front_end: str
     """Its name, one of `applier.FRONT_ENDS`."""
 
     recipe: Recipe
-    """What it is to be trained under."""
+    """Recipe of the training to come."""
 
     model: Any
-    """The model; a handler may put another one here."""
+    """The model; a handler may replace it."""
 
     device: torch.device
     """The device that all of the model is on."""
 
     own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    """Modules whose forward pass was wrapped for a wish, each with what stood there before."""
+    """Modules whose forward pass was wrapped for a wish, each with its earlier forward."""
 
     def technique(self, slot: Slot) -> Technique:
-        """The recipe's technique of this slot, or of one that shares its wish."""
+        """Return the recipe's technique of this slot, or of one that shares its wish."""
         return _asking(self.recipe, slot)
 
     def is_plain(self, slot: Slot) -> bool:
-        """Whether the recipe asks for nothing special there."""
+        """Return whether the recipe has the plain technique in this slot."""
         return bool(self.recipe[slot] == roster.plain(slot))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptContext:
-    """What a handler may ask when its wish is written as Python."""
+    """Inputs of a handler that writes its wish as Python."""
 
     job: Job
     setup: Setup
     recipe: Recipe
 
     target: str
-    """Whose loop the script's is: `torch`, `accelerate`, `hf`, or the name of a tool."""
+    """Target of the script: `torch`, `accelerate`, `hf`, or the name of a tool."""
 
     trainer: bool
-    """Whether that is the Trainer's, which is told of most wishes in its arguments."""
+    """True for the Trainer's loop, whose arguments have most wishes."""
 
     library: str
     """transformers and its version."""
 
     checkpointing_name: str
-    """What this version calls checkpointing."""
+    """Name of checkpointing in this version."""
 
     checkpointing_options: frozenset[str]
-    """What it lets one say about it."""
+    """Options of checkpointing in this version."""
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
-        """The error that names the technique whose wish cannot be written."""
+        """Return the error for a wish that a script cannot express, with its technique's name."""
         technique = _asking(self.recipe, slot)
         return RecipeError(
             f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
@@ -91,8 +90,9 @@ class ScriptContext:
 
 
 def _asking(recipe: Recipe, slot: Slot) -> Technique:
-    """The recipe's technique of this slot. Those of several GPUs share one wish: the first that asks for
-    something."""
+    """Return the recipe's technique of this slot. The slots for several GPUs share one wish: the first that
+    is not plain.
+    """
     shared = roster.slots_of_several_gpus()
     slots = shared if slot in shared else (slot,)
     asking = [recipe[one] for one in slots if recipe[one] != roster.plain(one)]
@@ -101,108 +101,115 @@ def _asking(recipe: Recipe, slot: Slot) -> Technique:
 
 
 class Handler:
-    """What one wish does. The methods here do nothing; a handler overrides those that its wish needs."""
+    """The effects of one wish. The methods here do nothing; a handler overrides those that its wish needs."""
 
     wish: ClassVar[str]
     """The field of `Setup`."""
 
     slot: ClassVar[Slot]
-    """Whose techniques ask for it."""
+    """Slot of the techniques that set the wish."""
 
     stage: ClassVar[InstallStage]
-    """When it is done, relative to other wishes."""
+    """Time of its effect, relative to other wishes."""
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Front-ends that cannot honour the wish, each with the reason. Elsewhere it is honoured."""
 
     accelerate_does_it: ClassVar[bool] = False
-    """Whether accelerate puts it around a forward pass itself, when its own arguments ask for it."""
+    """True if accelerate itself adds it around a forward pass, by its own arguments."""
 
     read_by_loops: ClassVar[bool] = False
-    """Whether it is a part of every loop's shape, which each reads from the Setup itself."""
+    """True if it is a part of every loop's structure, which each reads from the Setup itself."""
 
     def why_refused(self, value: Any, front_end: str) -> str:
-        """Why a front-end that honours the wish otherwise cannot honour this value of it; empty where it
-        can."""
+        """Return why a front-end that implements the wish cannot implement this value; empty if it can."""
         return ""
 
     # ---- a model ----
 
     def import_code(self, value: Any) -> None:
-        """Imports libraries that must be there before a rehearsal or a measurement begins."""
+        """Import libraries that must be there before a rehearsal or a measurement begins."""
 
     def model_arguments(self, value: Any) -> dict[str, Any]:
-        """Arguments of the model's constructor."""
+        """Return arguments of the model's constructor."""
         return {}
 
     def replace_model(self, value: Any, model: Any) -> Any:
-        """The model to train in place of this one."""
+        """Return the model to train in place of this one."""
         return model
 
     def wrap(self, value: Any, model: Any) -> None:
-        """Changes modules of a model that stands on its device."""
+        """Change modules of a model that is on its device."""
 
     def distribute(self, value: Any, model: Any) -> Any:
-        """What to call in the place of the wrapped model, so that this process trains it with others."""
+        """Return the module to call instead of the wrapped model, so that this process trains it with
+        others.
+        """
         return model
 
     def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Why a live model cannot be given this."""
+        """Yield why a live model cannot have this value."""
         return iter(())
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Does it to a live model, and gives a line for what is another now."""
+        """Change a live model, and yield a line for each change."""
         return iter(())
 
     # ---- a scaler, a loader ----
 
     def make_scaler(self, value: Any, device: torch.device) -> torch.amp.GradScaler | None:
-        """What scales gradients; None where nothing does."""
+        """Return the gradient scaler, or None without one."""
 
     def loader_arguments(self, value: Any, device: torch.device) -> dict[str, Any]:
-        """Arguments of torch's `DataLoader`."""
+        """Return arguments of torch's `DataLoader`."""
         return {}
 
     # ---- a step, a process ----
 
     def around_forward(self, value: Any, device: torch.device) -> Context | None:
-        """What a forward pass and its loss run in; None where that is nothing."""
+        """Return the context of a forward pass and its loss, or None without one."""
 
     def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
-        """What the passes of a micro-batch on the device run in, which may be the step's last; None where
-        that is nothing. Within it a batch may have become this process's part of it."""
+        """Return the context of a micro-batch's passes on the device, or None without one. `is_last` marks
+        the step's last. Inside of it the batch may be replaced by this process's part.
+        """
 
     def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
-        """What a forward pass over a batch on the device runs in that no backward pass follows, likewise."""
+        """Return the context of a forward pass without a backward pass, over a batch on the device, or
+        None.
+        """
 
     def after_update(self, value: Any, model: Any, step: int) -> None:
-        """Does what is to be done once this process has made its optimizer step of this number, from 0."""
+        """Run work after an optimizer step of this process; `step` counts from 0."""
 
     def after_evaluation(self, value: Any, model: Any) -> None:
-        """Does what is to be done after forward passes that no backward pass follows."""
+        """Run work after forward passes without a backward pass."""
 
     def around_run(self, value: Any) -> Context | None:
-        """What all of a run's steps run in; None where that is nothing."""
+        """Return the context of all steps of a run, or None without one."""
 
     def around_rehearsal(self, value: Any, *, on_gpu: bool) -> Context | None:
-        """What a rehearsal of it runs in, where real code has no shapes to give; a step `on_gpu` may do
-        otherwise than one on a CPU."""
+        """Return the context of a rehearsal, in which real code has no shapes to return. A step `on_gpu` may
+        differ from one on a CPU.
+        """
 
     def set_process(self, value: Any, device: torch.device) -> None:
-        """Changes the process, before anything is built."""
+        """Change the process, before the model is built."""
 
     def environment(self, value: Any) -> Mapping[str, str | None]:
-        """The variables by which a fresh process is told it instead; None for one that it must not have."""
+        """Return the environment variables that replace `set_process` in a new process; None removes a
+        variable.
+        """
         return {}
 
     # ---- other libraries ----
 
     def training_arguments(self, value: Any, job: Job, device: torch.device) -> dict[str, Any]:
-        """The `TrainingArguments` that say it."""
+        """Return the `TrainingArguments` of this value."""
         return {}
 
     def accelerator_arguments(self, value: Any) -> dict[str, Any]:
-        """The arguments of accelerate's `Accelerator` that say it."""
+        """Return the arguments of accelerate's `Accelerator` for this value."""
         return {}
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Wishes that are done to a model: attention, weights' dtype, adapters, checkpointed layers.
+"""Wishes that change a model: attention, weights' dtype, adapters, checkpointed layers.
 
-A model of ours is born with them, because attention and dtype are arguments of its constructor and cost bytes
-when changed later. A user's model stands already, and is changed by its own switches.
+A model of ours is built with them: attention and dtype are arguments of its constructor, and cost bytes when
+changed later. A user's model exists already, and is changed by its own switches.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class AttentionHandler(Handler):
-    """Which attention code runs, by transformers' name for it (`attn_implementation`)."""
+    """The attention code, by transformers' name for it (`attn_implementation`)."""
 
     wish, slot, stage = "attention", Slot.ATTENTION, InstallStage.BUILD
 
     def import_code(self, value: str) -> None:
-        """An attention that is not transformers' own is told to it."""
+        """Register an attention that is not transformers' own."""
         if value == PADDING_FREE:
             from snugfit.step.wishes.padding_free.attention import register
 
@@ -45,13 +45,14 @@ class AttentionHandler(Handler):
             ring_attention.register()
 
     def model_arguments(self, value: str) -> dict[str, Any]:
-        """Under the name that `instantiate` knows."""
+        """Return the argument under its name in `instantiate`."""
         self.import_code(value)
         return {"attention": value}
 
     def wrap(self, value: str, model: Any) -> None:
-        """A copy of a model from Python is switched like the model itself, and the padding of its batches is
-        dropped, where that is asked for."""
+        """Switch a copy of a model from Python like the model itself, and drop the padding of its batches for
+        `padding_free`.
+        """
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
             with no_package_asked_for(value, next(model.parameters()).device):
@@ -62,7 +63,9 @@ class AttentionHandler(Handler):
             drop_padding(model)
 
     def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
-        """A CPU has no such kernels, and those of a package have no shapes."""
+        """Return the context of a rehearsal: a CPU has no such kernels, and those of a package have no
+        shapes.
+        """
         from snugfit.step.wishes.flash import FLASH, on_shapes
         from snugfit.step.wishes.padding_free.attention import rehearsed_on_the_cpu
 
@@ -71,21 +74,22 @@ class AttentionHandler(Handler):
         return rehearsed_on_the_cpu if value == PADDING_FREE and not on_gpu else None
 
     def set_process(self, value: str, device: torch.device) -> None:
-        """A package that is missing is named before anything is built."""
+        """Raise an error for a missing package before the model is built."""
         from snugfit.step.wishes.flash import FLASH, refuse_without_package
 
         if value == FLASH:
             refuse_without_package(device)
 
     def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """A model of the user's own may have no switch for it."""
+        """Yield an objection for a user's own model without a switch for it."""
         if not live.is_plain(self.slot) and not hasattr(live.model, "set_attn_implementation"):
             name = type(live.model).__name__
             yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """By the model's own switch. One that has no attention of torch's keeps what it has, as when it is
-        built."""
+        """Change the attention by the model's own switch. A model without torch's attention keeps its own, as
+        when it is built.
+        """
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
         if now == PADDING_FREE != value:
@@ -107,7 +111,7 @@ class AttentionHandler(Handler):
         yield f"attention was {now} and is {value}"
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
-        """As an argument of `from_pretrained`; eager where the architecture has no SDPA."""
+        """Return an argument of `from_pretrained`; eager where the architecture has no SDPA."""
         from snugfit.job.architectures import class_of
 
         if value == PADDING_FREE:
@@ -127,7 +131,7 @@ class WeightsDtypeHandler(Handler):
     wish, slot, stage = "weights_dtype", Slot.PRECISION, InstallStage.BUILD
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
-        """Under the name that `instantiate` knows."""
+        """Return the argument under its name in `instantiate`."""
         return {"dtype": value}
 
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
@@ -136,27 +140,28 @@ class WeightsDtypeHandler(Handler):
             yield f"{live.technique(self.slot)}: the model's weights are quantized and cannot be changed."
 
     def change(self, value: str | None, live: LiveTraining) -> Iterator[str]:
-        """All weights of the live model are cast, where a dtype is asked for."""
+        """Cast all weights of the live model to the dtype, if one is set."""
         if value and (before := dtype_of(live.model)) != value:
             cast_weights(live.model, value)
             yield f"weights were {before} and are {value}"
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
-        """As an argument of `from_pretrained`; inputs are cast too where no autocast does it."""
+        """Return an argument of `from_pretrained`; inputs are cast too where no autocast does it."""
         text = f"torch.{value or context.job.dtype}"
         cast = input_dtype(context.job, context.setup)
         return {"model_arguments": {"dtype": text}, "cast": f"torch.{cast}" if cast else ""}
 
 
 def input_dtype(job: Job, setup: Setup) -> str | None:
-    """What floating-point inputs are cast to on the host; None where they stay fp32: the weights are, or
-    autocast does it. A user's own module is given what it was given before."""
+    """Return the dtype to which the host casts floating-point inputs. None leaves them in fp32, for fp32
+    weights and autocast. A user's own module gets its inputs unchanged.
+    """
     dtype = setup.weights_dtype or job.dtype
     return None if setup.autocast or dtype == "float32" or job.model.module is not None else dtype
 
 
 def dtype_of(model: Any) -> str:
-    """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
+    """Return the dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "mixed"
 
@@ -170,14 +175,14 @@ class LogitsHandler(Handler):
     }
 
     def wrap(self, value: LogitsWish | None, model: Any) -> None:
-        """The head gives logits that are not computed yet."""
+        """Make the head return deferred logits."""
         from snugfit.step.head.deferred_logits import defer_logits
 
         if value is not None:
             defer_logits(model, value)
 
     def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """As when it is built; also of a model whose head was changed before."""
+        """Change the head as in a new model, also if it was changed before."""
         from snugfit.step.head.deferred_logits import defer_logits
 
         defer_logits(live.model, value)
@@ -191,13 +196,14 @@ class CheckpointHandler(Handler):
     wish, slot, stage = "checkpoint", Slot.CHECKPOINTING, InstallStage.RECOMPUTE
 
     def wrap(self, value: CheckpointWish | None, model: Any) -> None:
-        """Layers are wrapped when the modules they wrap are final."""
+        """Wrap layers after the modules inside are final."""
         if value is not None:
             checkpoint_layers(model, value)
 
     def change(self, value: CheckpointWish | None, live: LiveTraining) -> Iterator[str]:
-        """Layers are wrapped here, as everywhere in snugfit, also of a model that trains already; what was
-        wrapped before is unwrapped first."""
+        """Wrap layers, by the same code as in every loop, also of a model that trains already. Earlier
+        wrappers are removed first.
+        """
         _unwrap_layers(live)
         stop_own_checkpointing(live.model)
         own = [(module, _own_forward(module)) for module in live.model.modules()]
@@ -207,7 +213,7 @@ class CheckpointHandler(Handler):
             yield f"activations are those of {live.technique(self.slot)}"
 
     def script(self, value: CheckpointWish | None, context: ScriptContext) -> dict[str, Any]:
-        """As a call of the model's own switch, which knows single layers only."""
+        """Return a call of the model's own switch, which supports single layers only."""
         if value is None or context.trainer:
             return {}
         if value.layers_per_span != 1:
@@ -231,25 +237,26 @@ class CompileHandler(Handler):
     wish, slot, stage = "compile", Slot.ENGINE, InstallStage.COMPILE
 
     def around_run(self, value: CompileWish | None) -> Context | None:
-        """Files of a compiler that is killed are not met by a later run."""
+        """Keep unfinished files of a killed compiler out of later runs."""
         return whole_files if value is not None and value.backend == "inductor" else None
 
     def wrap(self, value: CompileWish | None, model: Any) -> None:
-        """They are compiled as they stand, in place."""
+        """Compile the layers or the model in place."""
         if value is not None:
             compile_parts(model, value)
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
-        """As when it is built; what was compiled for another recipe runs as it is written."""
-        _unwrap_layers(live)  # what is recomputed stands around what is compiled
+        """Compile as in a new model; parts compiled for another recipe are restored first."""
+        _unwrap_layers(live)  # recomputed layers are around compiled ones
         run_as_written(live.model)
         self.wrap(value, live.model)
         if value is not None:
             yield f"{value.what}: compiled, by {live.technique(self.slot)}"
 
     def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
-        """By `torch.nn.Module.compile` of the same layers or model, which hooks and the switch for
-        checkpointing stand around likewise."""
+        """Return the script's `torch.nn.Module.compile` lines for the same layers or model. Hooks and the
+        switch for checkpointing are outside of the compiled part there too.
+        """
         if value is None:
             return {}
         try:
@@ -259,7 +266,7 @@ class CompileHandler(Handler):
 
 
 def _unwrap_layers(live: LiveTraining) -> None:
-    """Layers that were wrapped to be recomputed run as before that."""
+    """Restore layers that were wrapped to be recomputed."""
     for module, before in live.own_forwards:
         module.__dict__.pop("forward", None)
         module.__dict__.update(before)

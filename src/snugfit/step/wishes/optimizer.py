@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandler(Handler):
-    """Which optimizer. A front-end that makes one asks `make_optimizer`, with its own groups and numbers."""
+    """The optimizer. A front-end that makes one calls `make_optimizer`, with its own groups and numbers."""
 
     wish, slot, stage = "optimizer", Slot.OPTIMIZER, InstallStage.OPTIMIZE
     read_by_loops = True
 
     def around_rehearsal(self, value: OptimizerWish, *, on_gpu: bool) -> Context | None:
-        """Optimizers of compiled code do on shapes what that does on data."""
+        """Make optimizers of compiled code do on shapes the same as on data."""
         return partial(value.shapes.run, on_gpu=on_gpu) if value.shapes else None
 
     def training_arguments(self, value: OptimizerWish, job: Job, device: torch.device) -> dict[str, Any]:
-        """By the Trainer's name, where it has one."""
+        """Return the optimizer's name in the Trainer, if it has one."""
         return {"optim": value.trainer_name} if value.trainer_name else {}
 
     def script(self, value: OptimizerWish, context: ScriptContext) -> dict[str, Any]:
-        """As a call, after the lines that prepare the model for it."""
+        """Return the optimizer as a call, after the lines that prepare the model for it."""
         fields: dict[str, Any] = {"decay_groups": context.job.decay_groups and value.weight_decay}
         fields["optimizer"] = call_text(value.factory, "parameters, lr=LEARNING_RATE")
         if fields["optimizer"] is None:
@@ -53,8 +53,9 @@ class OptimizerHandler(Handler):
 
 
 def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """The optimizer over these parameters or groups; numbers that the recipe has chosen win over these. The
-    model is prepared for it, where there is one."""
+    """Return the optimizer over these parameters or groups; the recipe's numbers override these. The model,
+    if there is one, is prepared for it.
+    """
     if wish.prepare and model is not None:
         wish.prepare.run(model)
     optimizer: torch.optim.Optimizer = wish.factory.run(groups, **numbers)
@@ -62,9 +63,11 @@ def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any)
 
 
 def known_numbers(wish: OptimizerWish, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a user's numbers that the factory takes, the recipe has not chosen, and that mean the same to
-    every optimizer which knows the word: an `eps` does beside two `betas` only (Adafactor has two of them,
-    AdEMAMix three betas)."""
+    """Return the user's numbers that the factory takes and the recipe does not set.
+
+    Only numbers with the same meaning in every optimizer are included. `eps` has it only with two `betas`
+    (Adafactor has two of them, AdEMAMix three betas).
+    """
     accepted = inspect.signature(wish.factory.resolve()).parameters.keys() - wish.factory.arguments.keys()
     is_of_adam = "betas" in accepted and len(numbers.get("betas", ())) == 2
     alike = {"lr", "weight_decay", "maximize", *(("betas", "eps") if is_of_adam else ())}

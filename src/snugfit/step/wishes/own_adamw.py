@@ -46,8 +46,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient with the strides of its weight, as autograd gives it wherever it can. Raises
-    `RecipeError` for a sparse one, and for one of another dtype."""
+    """Return the gradient with the strides of its weight, as autograd returns it wherever possible. Raises
+    `RecipeError` for a sparse one, and for one of another dtype.
+    """
     if gradient.layout is not torch.strided:
         raise RecipeError(
             "The recipe's optimizer takes no sparse gradients. Try sparse=False, or 'bf16 + sgd'."

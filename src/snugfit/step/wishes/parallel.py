@@ -1,11 +1,11 @@
 """The wish for several processes that train one model together: torch's own DDP and FSDP2.
 
-Each process (a rank) builds the model whole, on its own GPU, and then gives its parts away or tells the
-others of its gradients. Which processes there are says torch's default process group, which whoever starts
-them has made. Weights are the same in all of them since all begin with one seed.
+Each process (a rank) builds the model whole, on its own GPU. Then it drops the other ranks' parts, or
+exchanges its gradients. torch's default process group, which the launcher has made, lists the processes.
+Weights are the same in all of them since all begin with one seed.
 
-Where weights are sharded, each repeated layer is a group of its own, and the rest of the model one more, as
-torch's tutorials and torchtitan have it.
+Sharded weights form groups: each repeated layer is one, and the rest of the model one more, as in torch's
+tutorials and torchtitan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LIVE = (
 
 
 class ParallelHandler(Handler):
-    """Which part of the training is this process's."""
+    """This process's part of the training."""
 
     wish, slot, stage = "parallel", Slot.SHARDING, InstallStage.DISTRIBUTE
     refused: ClassVar = {
@@ -52,11 +52,11 @@ class ParallelHandler(Handler):
     }
 
     def why_refused(self, value: ParallelWish | None, front_end: str) -> str:
-        """What accelerate and the Trainer have no word for."""
+        """Return the settings that accelerate and the Trainer do not have."""
         return by_accelerate.why_refused(value, front_end) if value is not None else ""
 
     def import_code(self, value: ParallelWish | None) -> None:
-        """torch's own, before anything is watched."""
+        """Import torch's own code before any measurement."""
         if value is not None:
             import torch.distributed.fsdp
             import torch.distributed.optim
@@ -64,7 +64,7 @@ class ParallelHandler(Handler):
             import torch.nn.parallel  # noqa: F401
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
-        """The model in DDP, or with its weights spread over the processes."""
+        """Return the model in DDP, or with its weights sharded over the processes."""
         if value is None:
             return model
         if value.copies and value.ranks_of_one_part == 1:
@@ -92,7 +92,7 @@ class ParallelHandler(Handler):
     def around_pass(
         self, value: ParallelWish | None, model: Any, batch: dict[str, Any], *, is_last: bool
     ) -> Context | None:
-        """Gradients are told to the others after the last micro-batch alone, and sequences are cut."""
+        """Exchange gradients after the last micro-batch alone, and cut sequences."""
         if value is None:
             return None
         contexts: list[Context] = []
@@ -109,29 +109,30 @@ class ParallelHandler(Handler):
     def around_evaluation(
         self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
     ) -> Context | None:
-        """Sequences are cut where no backward pass follows too."""
+        """Cut sequences also without a backward pass."""
         if value is None or value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """accelerate's own words for it."""
+        """Return accelerate's own arguments for it."""
         return by_accelerate.accelerator_arguments(value) if value is not None else {}
 
     def training_arguments(
         self, value: ParallelWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """The Trainer's words for it."""
+        """Return the Trainer's arguments for it."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
-        """Has NCCL let go of DDP's first buckets, once."""
+        """Release DDP's first buckets in NCCL, once."""
         if value is not None and value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
-        """Drops the gathered weights that FSDP2 keeps for a backward pass: until then they are the model's
-        parameters, in the place of the parts that are trained and kept."""
+        """Drop the gathered weights that FSDP2 keeps for a backward pass. Until then they replace the trained
+        parts as the model's parameters.
+        """
         if value is not None and value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
@@ -141,12 +142,12 @@ class ParallelHandler(Handler):
                     module.reshard()
 
     def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
-        """What spreads the model in a script."""
+        """Return the script's fields that shard the model."""
         return {} if value is None else parallel_fields(value, context)
 
 
 def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
-    """Each of several stages of the model by itself, as torch's pipelining wants them."""
+    """Distribute each of several stages of the model by itself, as torch's pipelining requires."""
     parts = parts_of(wish, model)
     for number, part in parts.items():
         if wish.weights == "sharded":
@@ -158,11 +159,13 @@ def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
 
 
 def _release_first_buckets(model: Any) -> None:
-    """DDP makes its buckets anew in the second step. What averaged the first ones holds them until a thread
-    of NCCL's, which looks every 100 ms, has seen that they are done, and another exchange then begins
-    (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the second step had a set of gradients more,
-    or not, by chance: 1,278 MiB of BERT-large on two H200s. Waiting for that thread, and one
-    exchange, give them back at once."""
+    """Release the memory of DDP's first buckets, which DDP replaces in the second step.
+
+    NCCL holds the first buckets until two conditions are met. A thread, which polls every 100 ms, has found
+    them done, and another exchange begins (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the
+    second step had a second set of gradients, or not, by chance: 1,278 MiB of BERT-large on two H200s.
+    Waiting for that thread, and one exchange, free them at once.
+    """
     import torch
     import torch.distributed as dist
 
@@ -173,7 +176,7 @@ def _release_first_buckets(model: Any) -> None:
 
 
 _SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
-"""Of a model, and of what is called in its place, the ranks that share each of its sequences."""
+"""Ranks that share each sequence, by the model and by its wrapper."""
 
 
 @contextlib.contextmanager
@@ -197,8 +200,9 @@ def _parts_are_summed(model: Any) -> Iterator[None]:
 
 
 def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | None = None) -> torch.nn.Module:
-    """The model in `DistributedDataParallel`, whose gradients are averaged over a group, by default all
-    ranks, bucket by bucket."""
+    """Return the model in `DistributedDataParallel`. Its gradients are averaged over a group, by default all
+    ranks, bucket by bucket.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     device = next(model.parameters()).device
@@ -211,8 +215,9 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | Non
 
 
 def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    """The same model, whose gradients are averaged over `mesh` layer by layer: torch's `replicate`, which is
-    DDP for weights that are parts of matrices (`DistributedDataParallel` takes none)."""
+    """Return the same model, with gradients averaged over `mesh` layer by layer. It uses torch's `replicate`,
+    which is DDP for weights that are parts of matrices (`DistributedDataParallel` takes none).
+    """
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     for stack in layer_stacks(model):
@@ -223,7 +228,7 @@ def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    """The same model, whose parameters are this process's shards over `mesh` (`fully_shard`)."""
+    """Return the same model, with this process's shards over `mesh` as parameters (`fully_shard`)."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -247,10 +252,12 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
 
 
 def give_back_whole_weights(device: str) -> None:
-    """Empties the allocator's cache on devices of this kind, once each process has its part of the weights.
+    """Empty the allocator's cache on devices of this kind, once each process has its part of the weights.
 
-    Else what whole layers lay in stays in pieces of their sizes, of which later requests take what they can,
-    and more is reserved than by loops that never have whole weights (torchtitan's, docs/several-gpus.md)."""
+    Otherwise the memory of whole layers stays in pieces of their sizes, and later requests fill them only in
+    part. More would be reserved than by loops that never have whole weights (torchtitan's,
+    docs/several-gpus.md).
+    """
     import torch
 
     if device != "cpu":
@@ -258,7 +265,7 @@ def give_back_whole_weights(device: str) -> None:
 
 
 def device_of(model: torch.nn.Module) -> str:
-    """The kind of device that this process computes on, while the model may wait on the host."""
+    """Return the kind of device that this process computes on, while the model may wait on the host."""
     import torch.distributed as dist
 
     kind = next(model.parameters()).device.type
@@ -266,9 +273,12 @@ def device_of(model: torch.nn.Module) -> str:
 
 
 def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
-    """All processes, by the axes of the mesh that have more than one, the slowest link first: `stage`,
-    `replicate`, `shard`, `context`, `tensor`. The data axis is the middle two: `shard` where one copy of the
-    weights is spread over it, or, where several are, rows of so many ranks."""
+    """Return the mesh of all processes, without axes of one, the slowest link first: `stage`, `replicate`,
+    `shard`, `context`, `tensor`.
+
+    The data axis is `replicate` and `shard`. `shard` is the axis of one copy of sharded weights; with several
+    copies it has `shards` ranks.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     shards = wish.shards or (wish.data_ranks if wish.weights == "sharded" else 1)
@@ -284,12 +294,13 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
 
 
 def _with_contexts(wish: ParallelWish) -> ParallelWish:
-    """The wish whose data axis goes over the ranks of each sequence too: they hold the same weights, have
-    gradients of their own, and are as many more over which one copy is spread."""
+    """Return the wish with its data axis extended over the ranks of each sequence. They hold the same weights
+    and have gradients of their own. So one copy is sharded over that many times more ranks.
+    """
     return replace(wish, context=1, shards=wish.shards * wish.context)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of a mesh along which ranks share the batch."""
+    """Return the part of a mesh along which ranks share the batch."""
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))
     return mesh[axes] if len(axes) < mesh.ndim else mesh

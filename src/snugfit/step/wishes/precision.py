@@ -1,4 +1,4 @@
-"""Wishes for what a step computes in: autocast, scaled gradients, and the precision of matrix products."""
+"""Wishes for the precision of a step: autocast, scaled gradients, and the precision of matrix products."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class AutocastHandler(Handler):
     accelerate_does_it = True
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
-        """Products of quantized weights are computed in it."""
+        """Return the dtype in which products of quantized weights are computed."""
         return {"autocast": value} if value else {}
 
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
-        """accelerate's scaler needs a GPU."""
+        """Yield an objection on the CPU: accelerate's scaler needs a GPU."""
         if value == "float16" and live.device.type == "cpu" and live.front_end == "fit":
             yield (
                 f"{live.technique(self.slot)}: accelerate cannot scale float16 gradients on the CPU. "
@@ -45,16 +45,17 @@ class AutocastHandler(Handler):
         return partial(torch.autocast, device.type, dtype=getattr(torch, value)) if value else None
 
     def training_arguments(self, value: str | None, job: Job, device: torch.device) -> dict[str, Any]:
-        """The Trainer's two switches, of which one at most is on."""
+        """Return the Trainer's two switches, of which one at most is on."""
         return {"bf16": value == "bfloat16", "fp16": value == "float16"}
 
     def accelerator_arguments(self, value: str | None) -> dict[str, Any]:
-        """By accelerate's word, which stands for the scaler of fp16 too."""
+        """Return accelerate's mixed precision, which for fp16 includes the scaler."""
         return {"mixed_precision": _MIXED[value]}
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
-        """torch's dtype for a loop of torch's, accelerate's word for one of accelerate's, which has the same
-        word where weights are cast as they are gathered."""
+        """Return torch's dtype for a loop of torch's, and accelerate's word for one of accelerate's. That
+        word is the same for casting gathered weights.
+        """
         parallel = context.setup.parallel
         word = _MIXED[value or (parallel.dtype if parallel else None)]
         return {"autocast": f"torch.{value}" if value else "", "mixed": word}
@@ -68,13 +69,13 @@ class ScaleGradientsHandler(Handler):
     accelerate_does_it = True
 
     def make_scaler(self, value: bool, device: torch.device) -> torch.amp.GradScaler | None:
-        """torch's own, on this device."""
+        """Return torch's own scaler, on this device."""
         import torch
 
         return torch.amp.GradScaler(device.type) if value else None
 
     def script(self, value: bool, context: ScriptContext) -> dict[str, Any]:
-        """Whether the loop has a scaler."""
+        """Return whether the loop has a scaler."""
         return {"scaled": value}
 
 
@@ -84,20 +85,20 @@ class MatmulHandler(Handler):
     wish, slot, stage = "matmul", Slot.MATMUL, InstallStage.BUILD
 
     def around_run(self, value: str) -> Context | None:
-        """The backends' settings, which are put back afterwards."""
+        """Set the backends, and restore them afterwards."""
         return partial(matmul_precision, value)
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
-        """The value that the backends are set to."""
+        """Return the value that the backends are set to."""
         return {"matmul": value}
 
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before.
+    """Set the precision of fp32 matrix products and convolutions (`ieee`, `tf32`), and restore it afterwards.
 
-    torch's older switches (`allow_tf32`) are set along: a model that reads them, as every CTC head of
-    transformers does through `cudnn.flags`, is refused by torch where they say otherwise.
+    torch's older switches (`allow_tf32`) are set too. torch refuses a model that reads them if they
+    contradict the new ones; every CTC head of transformers reads them through `cudnn.flags`.
     """
     import torch
 
@@ -117,8 +118,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def _tf32_switches() -> tuple[bool, bool] | None:
-    """torch's older switches for matrix products and for cuDNN; None where it refuses to say, because
-    somebody set the newer ones alone."""
+    """Return torch's older switches for matrix products and for cuDNN; None where torch raises because only
+    the newer ones were set.
+    """
     import torch
 
     try:

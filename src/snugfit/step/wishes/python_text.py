@@ -13,7 +13,7 @@ _OWN = "snugfit."
 
 
 def literal(value: Any) -> str:
-    """The expression whose value is `value`: text, numbers, truth values, lists and mappings of these."""
+    """Return an expression with this value: text, numbers, truth values, lists and mappings of these."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
@@ -36,8 +36,9 @@ class CallText:
 
 
 def call_text(call: Call, first: str) -> CallText | None:
-    """The call with `first` as its positional arguments; None where the function is snugfit's own, which a
-    script without snugfit does not have."""
+    """Return the call with `first` as its positional arguments. None for a function of snugfit's own, which a
+    script without snugfit does not have.
+    """
     if call.path.startswith(_OWN):
         return None
     module, _, name = call.path.partition(":")

@@ -1,1 +1,1 @@
-"""Where activations wait for the backward pass."""
+"""The memory in which activations wait for the backward pass."""

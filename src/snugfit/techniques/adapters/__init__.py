@@ -1,1 +1,1 @@
-"""Which weights train: all of them, or small ones added beside the frozen model."""
+"""The weights that train: all of them, or small ones added to the frozen model."""

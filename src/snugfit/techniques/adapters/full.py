@@ -20,5 +20,5 @@ class Full(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"lora.r": None}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Changes nothing: training every weight is the default."""
+        """Change nothing: training every weight is the default."""
         return setup

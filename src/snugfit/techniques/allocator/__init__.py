@@ -1,1 +1,1 @@
-"""How torch's CUDA allocator grows."""
+"""The growth of torch's CUDA allocator."""

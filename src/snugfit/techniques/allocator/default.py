@@ -20,5 +20,5 @@ class Default(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Leaves the allocator as torch configures it."""
+        """Leave the allocator as torch configures it."""
         return setup.with_fields(expandable_segments=False)

@@ -22,5 +22,5 @@ class Expandable(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """The allocator's switch; it must be set before the process first allocates."""
+        """Set the allocator's switch, before the process first allocates."""
         return setup.with_fields(expandable_segments=True)

@@ -1,1 +1,1 @@
-"""How softmax(QK^T)V is computed."""
+"""The computation of softmax(QK^T)V."""

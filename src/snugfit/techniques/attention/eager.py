@@ -1,7 +1,7 @@
 """Attention as the formula reads: scores, softmax, dropout and product, each a tensor of its own.
 
-The score matrix takes batch x heads x length x length elements, several times over; this is what models had
-before fused attention, and what figures published then were measured with.
+The score matrix takes batch x heads x length x length elements, several times over. Models computed attention
+so before it was fused, and figures published then were measured with it.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ class Eager(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "eager"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses transformers' eager implementation by name."""
+        """Choose transformers' eager implementation by name."""
         return setup.with_fields(attention="eager")

@@ -1,13 +1,12 @@
 """FlashAttention-2 by the package flash-attn (transformers' `attn_implementation="flash_attention_2"`).
 
-torch has the same kernels in itself, and `sdpa` takes them, or cuDNN's, wherever there is no mask: without
-padding this technique brings nothing but a package that has to be compiled. With a mask of padding, `sdpa`
-takes a kernel that is told of it as a matrix, and here transformers gathers the rows that are no padding
-around each layer's attention, and scatters them back: attention then costs nothing for the padding, but
-gathering has its own costs, and the host waits for the device in every layer. `padding_free` does the same
-once for the whole model, and needs no package.
+torch includes the same kernels. Without a mask `sdpa` runs them, or cuDNN's. So without padding this
+technique only adds a package that has to be compiled. With a padding mask, `sdpa` runs a kernel that takes
+the mask as a matrix. Here transformers gathers the rows without padding around each layer's attention, and
+scatters them back. Attention then computes no padding, but gathering has its own costs, and the host waits
+for the device in every layer. `padding_free` gathers once for the whole model, and needs no package.
 
-It was measured on no GPU. It is predicted with or without the package, by torch's own FlashAttention-2; to
+It was measured on no GPU. The prediction uses torch's own FlashAttention-2, with or without the package. To
 measure or train with it, flash-attn must be installed. FlashAttention-3 is not predicted.
 """
 
@@ -37,7 +36,7 @@ class Flash(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses transformers' implementation by name."""
+        """Choose transformers' implementation by name."""
         return setup.with_fields(attention="flash_attention_2")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -56,7 +55,7 @@ class Flash(Technique):
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What runs in its place, and what is as good."""
+        """Yield the substitute that was predicted, and an equivalent choice."""
         yield (
             "it was predicted by torch's own FlashAttention-2, whose tensors are the same; to run it, the "
             "package flash-attn must be installed."
@@ -66,12 +65,12 @@ class Flash(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Nothing: no plan looks at it."""
+        """Yield nothing: no plan searches it."""
         return iter(())
 
 
 def _why_not(job: Job) -> str:
-    """Why this job's model does not call the package; empty where it does."""
+    """Return why this job's model cannot call the package; empty if it can."""
     model = job.model_class()
     if not getattr(model, "_supports_flash_attn", False):
         return f"transformers has no FlashAttention for {model.__name__}"

@@ -1,14 +1,14 @@
 """torch's flex_attention: one kernel that a compiler writes from the model's own masks.
 
-transformers turns a mask into blocks of 128 x 128 scores, and the kernel leaves out blocks in which nothing
-counts: padding, what a window does not see, other sequences of a packed row. The matrix of scores is never
-whole, and the backward pass needs no copy of the queries' gradient in 32 bits, as the other fused kernels do.
-transformers compiles it by itself when it is first called; the rest of the model runs as it is written.
+transformers turns a mask into blocks of 128 x 128 scores. The kernel skips blocks without a counted score:
+padding, positions outside of a window, other sequences of a packed row. The matrix of scores never exists as
+a whole. The backward pass needs no 32-bit copy of the queries' gradient, as the other fused kernels do.
+transformers compiles the kernel at its first call; the rest of the model is not compiled.
 
-It needs Triton and a GPU: torch's flex_attention has no backward pass on a CPU. Where nothing is masked or
-all is causal, `sdpa` has kernels that are written by hand. Its seconds are those of flash attention over all
-positions, of which masked blocks are not taken off: a Llama-3.2-1B on an H200 took the bytes that were
-predicted and a tenth less time, and 19 s for its first step, of which compiling attention is not predicted.
+It needs Triton and a GPU: torch's flex_attention has no backward pass on a CPU. Without a mask, or with a
+causal one, `sdpa` has kernels that are written by hand. Its predicted seconds are those of flash attention
+over all positions, without a discount for masked blocks. A Llama-3.2-1B on an H200 took the predicted bytes
+and a tenth less time. Its first step took 19 s; the compilation of attention in it is not predicted.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ class Flex(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses transformers' implementation by name."""
+        """Choose transformers' implementation by name."""
         return setup.with_fields(attention="flex_attention")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """It drops no scores, and what compiles or looks into it was not tried."""
+        """Refuse attention with dropout, and techniques that compile it or look into it, which were not
+        tried.
+        """
         setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ENGINE].install(Setup()))
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
@@ -56,12 +58,12 @@ class Flex(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Nothing: no plan looks at it."""
+        """Yield nothing: no plan searches it."""
         return iter(())
 
 
 def _why_not(job: Job) -> str:
-    """Why this job's model has no flex_attention; empty where it has."""
+    """Return why this job's model has no flex_attention; empty if it has."""
     model, module = job.model_class(), job.model.module
     if not getattr(model, "_supports_flex_attn", False):
         return f"transformers has no flex_attention for {model.__name__}"
@@ -72,5 +74,5 @@ def _why_not(job: Job) -> str:
     drops = {key: share for key in DROPOUTS if (share := getattr(text, key, 0.0))}
     if job.trains and drops:
         asked = ", ".join(f"{key} = {share}" for key, share in drops.items())
-        return f"it drops no scores of attention, and the config of {job.model.name} says {asked}"
+        return f"it drops no scores of attention, and the config of {job.model.name} has {asked}"
     return ""

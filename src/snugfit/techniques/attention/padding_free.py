@@ -1,18 +1,17 @@
-"""No padding in the batch: its sequences lie one after the other, and attention stays within each.
+"""No padding in the batch: its sequences are concatenated, and attention stays within each.
 
-A batch of B sequences is as long as its longest, and everything is computed for the padding too. Here the
-padding is dropped before the model begins, so a step's activations, logits and seconds follow the tokens that
-count. The sums are the same: attention within each sequence, the loss over the same tokens. Dropout draws
-other numbers.
+A batch of B sequences is as long as its longest, and every layer computes the padding too. Here the padding
+is dropped before the model begins, so a step's activations, logits and seconds follow the counted tokens. The
+sums are the same: attention within each sequence, the loss over the same tokens. Dropout draws other numbers.
 
-Attention is FlashAttention's for sequences of several lengths, which torch has in itself (the operator behind
-`torch.nn.attention.varlen`): 16 bits, from Ampere on, heads of up to 256 numbers. No package is needed. In
-batches without padding nothing is dropped, and what remains is that torch's own choice of a kernel (on Hopper
-cuDNN's) is passed by.
+Attention is FlashAttention's for sequences of several lengths, which torch includes (the operator behind
+`torch.nn.attention.varlen`). It needs 16 bits, Ampere or later, and heads of up to 256 numbers, but no
+package. In batches without padding nothing is dropped. The only effect then is to bypass torch's own choice
+of a kernel (on Hopper cuDNN's).
 
-snugfit's own loop drops the padding on the host, and nothing waits; a step that is recorded fills its rows up
-to few lengths. Elsewhere (the Trainer, Accelerate, a loop of one's own) a batch is on the device when the
-model is called, and the host waits once a micro-batch to learn how many tokens there are.
+snugfit's own loop drops the padding on the host without waiting. A captured step pads its rows to few
+lengths. In other loops (the Trainer, Accelerate, a user's own) the batch is on the device when the model is
+called. There the host waits once per micro-batch to read the number of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
-"""Whose outputs belong to a token each."""
+"""Tasks with one output for each token."""
 
 OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 """Ends of the names of such models."""
@@ -52,11 +51,11 @@ class PaddingFree(Technique):
     elsewhere: ClassVar = ("varlen", "varlen_attention", "packing", "remove_padding", "unpad", "unpadding")
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses our own attention by name, which drops the padding of what the model is given."""
+        """Choose our own attention by name, which drops the padding of the model's inputs."""
         return setup.with_fields(attention=PADDING_FREE)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Each token must have an output of its own, and the kernel must know the model's attention."""
+        """Require an output for each token, and attention that the kernel supports."""
         setup = Setup()
         for slot in (Slot.PRECISION, Slot.ENGINE, Slot.SHARDING):
             setup = recipe[slot].install(setup)
@@ -74,23 +73,23 @@ class PaddingFree(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As it stands, for models that it covers."""
+        """Yield the technique without settings, for models that it covers."""
         if not _why_not(job):
             yield cls()
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What it does not cover, and where there is nothing to drop, which needs no import of the model."""
+        """Return the reason against a plan with it. Batches without padding need no import of the model."""
         return _why_not(job) if job.padding else "batches have no padding, so there is none to drop"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Where nothing is gained."""
+        """Yield a warning if it gains nothing."""
         if not job.padding:
             yield "batches have no padding, so there is none to drop. 'sdpa' is as small."
 
 
 def _why_not(job: Job) -> str:
-    """Why the padding of this job's batches cannot be dropped; empty where it can."""
+    """Return why the padding of this job's batches cannot be dropped; empty if it can."""
     module, model = job.model.module, job.model_class()
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
     known = job.task in TASKS if module is None else model.__name__.endswith(OF_A_TOKEN_EACH)

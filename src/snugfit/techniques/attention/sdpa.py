@@ -21,5 +21,5 @@ class Sdpa(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "sdpa"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses transformers' default implementation by name."""
+        """Choose transformers' default implementation by name."""
         return setup.with_fields(attention="sdpa")

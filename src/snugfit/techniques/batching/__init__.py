@@ -1,1 +1,1 @@
-"""How the global batch passes through the model."""
+"""The division of the global batch into passes through the model."""

@@ -1,7 +1,7 @@
 """Gradient accumulation: the global batch in n equal pieces, gradients added up, one update.
 
-Activations fall to 1/n; the sums are those of the whole batch, because each piece's loss weighs as much as
-its share of what the whole batch's mean is taken over. The job's batch never changes, so n must divide it.
+Activations fall to 1/n. The sums are those of the whole batch: each piece's loss is weighted by its share of
+the batch's counted items. The job's batch never changes, so n must divide it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class MicroBatches(Technique):
     """Pieces; a divisor of the global batch."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts the global batch into n equal pieces."""
+        """Cut the global batch into n equal pieces."""
         return setup.with_fields(micro_batches=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The pieces must be equal, and none of them empty."""
+        """Require equal pieces, none of them empty."""
         if job.batch_size % self.n:
             near = nearest_divisors(job.batch_size, self.n)
             tries = " or ".join(f"{self.name}({divisor})" for divisor in near)
@@ -53,8 +53,9 @@ class MicroBatches(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Object to samples that look at each other: a batch in pieces is then another training. It may be
-        one, too, where data could not show it."""
+        """Refuse samples that depend on each other: training in pieces would differ. It may be one, too,
+        where data could not show it.
+        """
         if reason := mixing_of(job).reason:
             return (
                 f"its loss is not a mean over samples, so a batch in pieces would train differently: {reason}"
@@ -65,7 +66,7 @@ class MicroBatches(Technique):
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Whether the samples of this job look at each other."""
+        """Return the doubt whether this job's loss is a mean over independent samples; empty without one."""
         unknown = mixing_of(job).unknown
         return unknown and f"it is not known whether its loss is a mean over samples: {unknown}"
 
@@ -76,13 +77,13 @@ class MicroBatches(Technique):
 
 
 def divisors_of(whole: int) -> list[int]:
-    """All numbers that divide `whole`, in order."""
+    """Return all numbers that divide `whole`, in order."""
     pairs = ((i, whole // i) for i in range(1, math.isqrt(whole) + 1) if whole % i == 0)
     return sorted({divisor for pair in pairs for divisor in pair})
 
 
 def nearest_divisors(whole: int, n: int) -> list[int]:
-    """The largest divisor of `whole` below `n` and the smallest above, where there are such."""
+    """Return the largest divisor of `whole` below `n` and the smallest above, if there are any."""
     divisors = divisors_of(whole)
     below = [divisor for divisor in divisors if divisor < n]
     above = [divisor for divisor in divisors if divisor > n]

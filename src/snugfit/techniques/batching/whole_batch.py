@@ -20,5 +20,5 @@ class WholeBatch(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": 1}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Leaves the global batch in one piece."""
+        """Leave the global batch in one piece."""
         return setup.with_fields(micro_batches=1)

@@ -1,1 +1,1 @@
-"""Which activations are kept for the backward pass, and which are computed again."""
+"""The activations that are kept for the backward pass, and those that are computed again."""

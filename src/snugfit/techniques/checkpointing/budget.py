@@ -1,13 +1,14 @@
-"""Each compiled layer keeps a share of what it would keep, and computes the rest again in its backward pass.
+"""Each compiled layer keeps a share of its usual activations, and computes the rest again in the backward
+pass.
 
-torch cuts a compiled layer into a forward and a backward program. What goes from one to the other is kept:
-without a budget whatever is worth its bytes, for what a fused kernel computes again costs nearly nothing.
-With one, torch looks for the results whose recomputation takes the fewest multiplications and additions,
-until what is kept beyond the layer's inputs is that share of what it was (a knapsack). 0 keeps the inputs
-alone, as `every_layer` does; but only what the backward program needs is computed again.
+torch cuts a compiled layer into a forward and a backward program. Results that go from one to the other are
+kept. Without a budget torch keeps every result that is worth its bytes; a fused kernel recomputes the others
+at almost no cost. With a budget torch solves a knapsack problem. It recomputes the results with the fewest
+multiplications and additions, until the bytes beyond the layer's inputs fall to that share. 0 keeps the
+inputs alone, as `every_layer` does, but recomputes only the needs of the backward program.
 
-A layer's inputs are its weights too. Autocast keeps copies of 16 bits in the place of weights of 32, so where
-activations are few a layer keeps less than its inputs, and then torch heeds no budget but 0.
+A layer's inputs include its weights. Autocast keeps 16-bit copies instead of 32-bit weights. So with few
+activations a layer keeps less than its inputs, and torch then ignores every budget but 0.
 """
 
 from __future__ import annotations
@@ -54,14 +55,17 @@ class Budget(Technique):
     )
 
     share: float = between(0.0, 1.0)
-    """Of what a compiled layer would keep beyond its inputs: 1 keeps all of it, and 0 nothing."""
+    """Share of the bytes that a compiled layer would keep beyond its inputs: 1 keeps all of them, and 0 none.
+    """
 
     def install(self, setup: Setup) -> Setup:
         """Compiled programs keep no more than this."""
         return setup.with_fields(compile=replace(setup.compile or CompileWish(), budget=float(self.share)))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Without a compiler nobody cuts a layer; where nothing is kept, neither are dropout's masks."""
+        """Refuse an uncompiled layer, which torch does not cut, and a budget of 0 with dropout, whose masks
+        are lost.
+        """
         if recipe[Slot.ENGINE].install(Setup()).compile is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
         if self.share == 0 and (dropout := _dropout(job)):
@@ -77,7 +81,7 @@ class Budget(Technique):
 
 
 def _dropout(job: Job) -> str:
-    """The model's dropout as its config names it; empty where it has none, or no config."""
+    """Return the model's dropout as its config names it; empty without dropout or config."""
     if job.model.module is not None:
         return ""
     facts = job.transformers_config().to_dict().items()

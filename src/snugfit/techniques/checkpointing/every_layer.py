@@ -1,7 +1,7 @@
-"""Each layer keeps only its input, and is computed again when its backward pass comes.
+"""Each layer keeps only its input, and is computed again in its backward pass.
 
-Activations fall from layers x (all of a layer) to layers x (its input) + one layer whole, for one more
-forward pass: a step takes about a third longer.
+Activations fall from layers x (all of a layer) to layers x (its input) + one whole layer. The price is one
+more forward pass: a step takes about a third longer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EveryLayer(Technique):
             note="snugfit uses non-reentrant checkpoints, which keep the same inputs. torch advises "
             "against reentrant ones",
         ),
-        Counterpart(  # its inputs wait on the host, which is for another slot to say
+        Counterpart(  # its inputs wait on the host, which belongs to another slot
             arguments={
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs.use_reentrant": False,
@@ -63,9 +63,9 @@ class EveryLayer(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """Makes each layer a span of its own and recomputes all of them."""
+        """Make each layer a span of its own and recompute all of them."""
         return setup.with_fields(checkpoint=CheckpointWish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A prefix of keys and values would be dropped."""
+        """Refuse a prefix of keys and values, which would be dropped."""
         return dropped_prefix(job)

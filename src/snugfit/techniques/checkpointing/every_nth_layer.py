@@ -35,7 +35,7 @@ class EveryNthLayer(Technique):
                 "activation_checkpointing_kwargs.offload": False,
             }
         ),
-        Counterpart(  # its inputs wait on the host, which is for another slot to say
+        Counterpart(  # its inputs wait on the host, which belongs to another slot
             arguments={
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs.use_reentrant": False,
@@ -49,11 +49,11 @@ class EveryNthLayer(Technique):
     """One layer in n is recomputed, the first among them; 1 is every layer."""
 
     def install(self, setup: Setup) -> Setup:
-        """Makes each layer a span of its own and recomputes every n-th."""
+        """Make each layer a span of its own and recompute every n-th."""
         return setup.with_fields(checkpoint=CheckpointWish(every=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A prefix of keys and values would be dropped."""
+        """Refuse a prefix of keys and values, which would be dropped."""
         return dropped_prefix(job)
 
     @classmethod

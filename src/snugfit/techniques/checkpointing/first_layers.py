@@ -1,10 +1,11 @@
 """The first k layers of a stack are computed again in the backward pass; the others keep their activations.
 
-For a job that almost fits: each recomputed layer frees what it keeps and costs its own forward pass again, so
-bytes and seconds lie on about a line between keep_all and every_layer, in steps of one layer.
+It is for a job that almost fits. Each recomputed layer frees its activations and costs its own forward pass
+again. So bytes and seconds are on about a line between keep_all and every_layer, in steps of one layer.
 
-The first ones, because the backward pass comes to them last: what the other layers kept is gone by then, and
-a layer that is there whole once more finds room. With the last ones it would be beside all that is kept.
+The first layers are chosen because the backward pass comes to them last. At that time the other layers'
+activations are freed, and there is room for a recomputed layer. The last layers would be recomputed while all
+activations are still in memory.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class FirstLayers(Technique):
     are is every layer."""
 
     def install(self, setup: Setup) -> Setup:
-        """Makes each layer a span of its own and recomputes the first k."""
+        """Make each layer a span of its own and recompute the first k."""
         return setup.with_fields(checkpoint=CheckpointWish(first=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A prefix of keys and values would be dropped."""
+        """Refuse a prefix of keys and values, which would be dropped."""
         return dropped_prefix(job)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """All layers are recomputed where there are no more."""
+        """Warn if the model has no more layers: then every layer is recomputed."""
         if (layers := job.model.layers) and self.k >= layers:
             yield f"{job.model.name} has {layers} layers, so every layer is recomputed."
 
@@ -56,7 +57,7 @@ class FirstLayers(Technique):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """One layer and more, up to all but one."""
+        """Return one layer and more, up to all but one."""
         return [cls(k=k) for k in range(1, job.model.layers)]
 
     @classmethod

@@ -20,5 +20,5 @@ class KeepAll(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"activation_checkpointing": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Recomputes nothing in the backward pass."""
+        """Recompute nothing in the backward pass."""
         return setup.with_fields(checkpoint=None)

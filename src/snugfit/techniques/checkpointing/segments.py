@@ -1,6 +1,6 @@
 """The stack is cut into k segments; each keeps its input and is computed again as a whole.
 
-With L like layers and k segments, k inputs and the L/k layers of one segment are alive at once: k + L/k is
+With L equal layers and k segments, k inputs and the L/k layers of one segment are alive at once. k + L/k is
 least at k = sqrt(L) (Chen et al., arXiv 1604.06174, section 4.1), counted in layers' outputs. Real layers
 keep far more inside than their output, so every_layer often takes less; both cost one forward pass.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HANDING_ON = frozenset(
     {"t5", "mt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct", "wavlm"}
 )
-"""Architectures whose first layer computes the position bias and hands it on beside the hidden state."""
+"""Architectures with a position bias that the first layer computes and passes on with the hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,13 @@ class Segments(Technique):
     """Segments per stack of layers; by default the square root of its length, rounded."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts the stack of layers into k spans."""
+        """Cut the stack of layers into k spans."""
         return setup.with_fields(checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A segment's layers are called together, so each may hand on its hidden state and nothing else; a
-        prefix of keys and values would be dropped."""
+        """Refuse a prefix of keys and values, which would be dropped. Refuse layers that pass on more than
+        their hidden state, since a segment's layers are called together.
+        """
         yield from dropped_prefix(job)
         if job.trains and job.model.architecture in HANDING_ON:
             yield (

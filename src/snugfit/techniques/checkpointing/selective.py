@@ -1,12 +1,12 @@
-"""Each layer keeps its input and what was costly to compute; the rest is computed again.
+"""Each layer keeps its input and its costly results; the rest is computed again.
 
-Products with weights and attention take nearly all of a layer's time, and what they give is a part of what a
-layer keeps. Kept, they leave norms, activation functions, casts and sums to be computed again. The host pays
-for it: every operator of such a layer passes through Python.
+Products with weights and attention take nearly all of a layer's time, and their results are only a part of
+its activations. These are kept, so norms, activation functions, casts and sums are computed again. The price
+is host time: every operator of such a layer passes through Python.
 
-Attention is s / (6 h + s) of the multiplications of a layer that is h wide, for s tokens (four square
-projections and two of 4 h: 24 h^2 a token; scores and sums: 4 s h). Below a seventh, s < h, keeping it saves
-little.
+Attention takes s / (6 h + s) of the multiplications of a layer of width h, for s tokens. That counts four
+square projections and two of 4 h (24 h^2 a token), and scores and sums (4 s h). Below a seventh, s < h,
+keeping it saves little.
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """What is kept: `attention` (fused attention; with dropout only in a step that is `captured`, of kernels
-    with seeds for other dropout), `products` (attention, products with weights and convolutions) or
-    `every_other_product` (attention and every second of these)."""
+    """Results to keep: `attention` (fused; with dropout only in `captured` with seeded dropout), `products`
+    (attention, products with weights, convolutions) or `every_other_product` (attention, every second
+    product).
+    """
 
     def install(self, setup: Setup) -> Setup:
-        """Makes each layer a span of its own that keeps the results of some operators: also attention with
-        dropout, where other dropout has seeds of its own and a step that is recorded cannot draw twice."""
+        """Make each layer a span of its own that keeps the results of some operators. Attention with dropout
+        is kept in a captured step with seeded dropout, since such a step cannot draw twice.
+        """
         drawn = setup.capture is not None and seeds_dropout(setup)
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A prefix of keys and values would be dropped; attention that is not fused cannot be kept."""
+        """Refuse a prefix of keys and values, which would be dropped, and unfused attention, which cannot be
+        kept.
+        """
         yield from dropped_prefix(job)
         if self.what == "attention" and recipe[Slot.ATTENTION].install(Setup()).attention == "eager":
             yield (
@@ -59,15 +63,15 @@ class Selective(Technique):
             )
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Attention with dropout is computed again, but in a step that is recorded and whose other dropout
-        has seeds."""
+        """Attention with dropout is computed again, except in a captured step with seeded dropout."""
         if why := self.planned_without(job, recipe):
             yield f"{why}."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What has short sequences, or attention that is not kept: as measured and predicted, recomputing
-        fewer layers then saves the same bytes in less time."""
+        """Return the reason against a plan with it: short sequences, or attention that is not kept. As
+        measured and predicted, recomputing fewer layers then saves the same bytes in less time.
+        """
         stated = {} if job.model.module is not None else job.model.config
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
         if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
@@ -89,7 +93,7 @@ class Selective(Technique):
         yield cls(what="products" if lost else "attention")
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Steps whose attention would be computed again, for its dropout."""
+        """Return the reason against steps whose attention would be computed again, for its dropout."""
         dropout = job.stated_dropout(of="att")
         is_seeded = seeds_dropout(recipe[Slot.KERNELS].alone)
         if not dropout or (is_seeded and recipe[Slot.ENGINE].alone.capture is not None):
@@ -99,13 +103,14 @@ class Selective(Technique):
 
 
 def _stated_width(facts: Mapping[str, Any]) -> int:
-    """The same as far as the model's own config says it, which answers most jobs without importing
-    transformers; 0 where the config has parts."""
+    """Return the width in the model's own config, without an import of transformers; 0 if the config has
+    parts. Most jobs need no more.
+    """
     parts = any(isinstance(value, Mapping) for key, value in facts.items() if key.endswith("config"))
     width = 0 if parts else facts.get("hidden_size", 0)
     return width if isinstance(width, int) else 0
 
 
 def _width(job: Job) -> int:
-    """Numbers in each token's vector between layers; 0 where the config does not say."""
+    """Return the size of each token's vector between layers; 0 if the config does not have it."""
     return getattr(job.transformers_config().get_text_config(), "hidden_size", 0)

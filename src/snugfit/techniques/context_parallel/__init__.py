@@ -1,1 +1,1 @@
-"""Whether each GPU works on whole sequences, or several share each of them."""
+"""The division of sequences: whole on each GPU, or shared by several."""

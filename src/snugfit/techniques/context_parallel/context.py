@@ -1,13 +1,14 @@
 """Context parallelism by torch's ring attention: each sequence is cut over a group of GPUs.
 
-Each GPU of a group has two pieces of every sequence, one from its front and one from its back, so that all
-have as much to attend to. All but attention looks at one token alone, and so at pieces as at the whole. In
-attention keys and values go around, and the results of the pieces are merged (`context_parallel` of
-torch.distributed). It helps where activations of long sequences are what does not fit: they shrink by n, and
-so do logits. Weights do not shrink by it: `fsdp` beside it spreads them over all GPUs, those of a group too.
+Each GPU of a group has two pieces of every sequence, one from its front and one from its back. So all GPUs
+have the same work in attention. Layers other than attention process each token alone, so pieces give the same
+results. In attention, keys and values go around the ring, and the results of the pieces are merged
+(`context_parallel` of torch.distributed). It helps where activations of long sequences do not fit:
+activations and logits shrink by n. Weights do not shrink: `fsdp` with it shards them over all GPUs, those of
+a group too.
 
-Ring attention knows causal masks and no others, and torch's own keeps the random numbers of its last piece
-alone, so there is no dropout in it.
+Ring attention supports causal masks only. torch's version keeps the random numbers of its last piece alone,
+so it has no dropout.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Rotary positions whose angles depend on a token's own position alone. Others (`dynamic`, `longrope`) look
-for the largest one of a batch, which is another in each piece."""
+"""Rotary positions with angles that depend on a token's own position alone. Others (`dynamic`, `longrope`)
+read the largest position of a batch, which differs between pieces.
+"""
 
 HALVES = ("bfloat16", "float16")
 
 ALIGNED = 32
-"""Tokens up to whose multiple efficient attention, the only one of 32 bits, rounds what it says of each
-(`kAlignLSE`), so that results of other lengths cannot be merged."""
+"""Alignment, in tokens, of efficient attention's statistics (`kAlignLSE`). It is the only attention of 32
+bits, and results of other lengths cannot be merged.
+"""
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""What configs call the dropout of attention."""
+"""Names in configs for the dropout of attention."""
 
 
 HOW_MEASURED = (
@@ -61,13 +64,15 @@ class ContextParallel(Technique):
     """GPUs that share a sequence, all of which it is best to have in one host."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts sequences, and has attention know of it; weights stay spread as they are."""
+        """Cut sequences, and choose ring attention; weights stay sharded as they are."""
         parallel = replace(setup.parallel or ParallelWish(weights="alone"), context=self.n)
         attention = RING if setup.attention == "sdpa" else setup.attention
         return setup.with_fields(parallel=parallel, attention=attention)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What ring attention does not know, and what is not simulated on several GPUs."""
+        """Yield the settings that ring attention does not support or that are not simulated on several
+        GPUs.
+        """
         setup = Setup()
         for slot in Slot:
             if slot is not self.slot:
@@ -90,7 +95,7 @@ class ContextParallel(Technique):
             yield from _of_model(job)
 
     def _of_lengths(self, job: Job, dtype: str) -> Iterator[str]:
-        """Why sequences of this length cannot be cut for attention in this dtype."""
+        """Yield why sequences of this length cannot be cut for attention in this dtype."""
         of_a_piece = 1 if dtype in HALVES else ALIGNED
         least = 2 * self.n * of_a_piece
         if not job.sequence_length % least:
@@ -107,20 +112,20 @@ class ContextParallel(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host, and whose pieces attention takes in any dtype."""
+        """Yield groups that fit into one host, with pieces for attention in any dtype."""
         if job.model.module is None and not job.padding and not any(_of_model(job)):
             yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Sequences that no group within a host can share."""
+        """Return why no group within a host can share the sequences."""
         if any(cls.settings(job)):
             return ""
         return next(_of_model(job), "sequences cannot be cut into equal pieces without padding").rstrip(".")
 
 
 def _of_model(job: Job) -> Iterator[str]:
-    """Why ring attention cannot be this model's."""
+    """Yield why this model cannot use ring attention."""
     if job.task is not Task.CAUSAL_LM:
         yield f"ring attention is causal, and the task is {job.task}. It is for causal-lm."
         return
@@ -146,12 +151,12 @@ def _of_model(job: Job) -> Iterator[str]:
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:
-    """The rotary positions of each kind of layer, where they differ."""
+    """Return the rotary positions of each kind of layer, where they differ."""
     return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
 
 
 def _other_attention(kind: Any, text: dict[str, Any]) -> str:
-    """How this model mixes tokens otherwise than by causal attention of torch's; empty where it does not."""
+    """Return how this model mixes tokens other than by torch's causal attention; empty if it does not."""
     layers = {*(text.get("layer_types") or ())} - {"full_attention"}
     if layers:
         return f"has layers of other kinds ({', '.join(sorted(layers))})"

@@ -1,4 +1,4 @@
-"""Whole sequences: what a GPU computes of a sample, it computes by itself."""
+"""Whole sequences: each GPU computes its samples alone."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class WholeSequences(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """No sequence is cut."""
+        """Leave the Setup unchanged: no sequence is cut."""
         return setup

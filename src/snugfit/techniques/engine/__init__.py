@@ -1,1 +1,1 @@
-"""Whether the model's layers run as they are written, or compiled."""
+"""The execution of the model's layers: uncompiled or compiled."""

@@ -1,28 +1,28 @@
-"""The whole optimizer step as CUDA graphs: what the host launched one by one, it launches as one.
+"""The whole optimizer step as CUDA graphs: the host launches a few graphs instead of thousands of kernels.
 
-A step of eager code is thousands of launches, each of which takes the host some microseconds. Where the
-kernels are shorter than that, the GPU waits for the host: a small model, a short batch, or a fast GPU. A CUDA
-graph is a recording of what a step asked of the device, which the host plays back with one call. The kernels
-are the same, in the same order, on the same numbers: nothing is computed otherwise, and nothing compiled.
+A step of eager code is thousands of launches, each of which takes the host some microseconds. With shorter
+kernels the GPU waits for the host: a small model, a short batch, or a fast GPU. A CUDA graph is a recording
+of a step's kernels, which the host replays with one call. The kernels are the same, in the same order, on the
+same numbers: no computation changes, and no code is compiled.
 
 snugfit records four graphs for each layout of a batch: the forward pass with the loss, the backward pass, the
-norm of the gradients, and the update. Between them the host does what it does between the passes of any step:
-it reads the loss before anything is updated. Batches are copied to where the graphs read them; learning
-rates and step counts are on the device. The first step with a layout runs as it is written, the second is
-recorded and played, and so on from there.
+gradients' norm, the update. Between them the host does its usual work: it reads the loss before any weight is
+updated. Batches are copied to the graphs' input memory; learning rates and step counts are on the device. The
+first step with a layout runs without graphs. The second is recorded and replayed, and all later ones are
+replayed.
 
-Padded batches are filled up to a multiple of so many tokens, so that a few lengths serve all of them. All
-graphs have one memory, which is as large as what the longest needs.
+Padded batches are filled up to a multiple of a number of tokens, so that a few lengths cover all of them. All
+graphs share one memory, as large as the longest needs.
 
-What a graph cannot do is ask: code that reads a number from the device, as many routers of experts do, cannot
-be recorded. Such a step stays as it is, and says so. Nor can a layer be recomputed that draws random
-numbers, for the state of a GPU's generator cannot be set back there: with checkpointing, models without
-dropout are recorded, and with dropout those whose kernels have a seed for each dropout while `selective`
-keeps attention. With optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the passes are
-played, and the update is launched as ever.
+A graph cannot read the device. So code that reads a number from it, as many routers of experts do, cannot be
+recorded. Such a step runs without graphs, with a message. Nor can a layer that draws random numbers be
+recomputed, since a graph cannot reset the state of a GPU's generator. With checkpointing, models without
+dropout are recorded. Models with dropout are recorded if `selective` keeps attention and the kernels seed
+each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the passes are
+replayed, and the update is launched as usual.
 
-Plans for one GPU look at it: its passes are those that are written, so nothing of them is rehearsed anew
-(`rehearsal/captured_parts.py`), but where batches are padded.
+Plans for one GPU search it. Its passes are the eager ones, so they need no second rehearsal
+(`rehearsal/captured_parts.py`), except for padded batches.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Captured(Technique):
     elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
 
     multiple: int = between(1, 4_096, default=64)
-    """Of padded batches: lengths are filled up to a multiple of so many tokens."""
+    """Multiple, in tokens, to which the lengths of padded batches are filled up."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has the loop record its steps."""
+        """Make the loop record its steps."""
         return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What reads the device, keeps time with another stream, or draws random numbers anew."""
+        """Yield the settings that read the device, use another stream, or draw random numbers again."""
         if not job.trains:
             yield "only training steps are recorded. Leave it out."
         if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
-                f"{recipe[Slot.PRECISION]} asks after each step whether a gradient overflowed, which cannot "
-                "be recorded. Try 'bf16'."
+                f"{recipe[Slot.PRECISION]} checks after each step whether a gradient overflowed, which "
+                "cannot be recorded. Try 'bf16'."
             )
         offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
         if not offload.plain:

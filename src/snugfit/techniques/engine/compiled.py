@@ -1,37 +1,37 @@
-"""Compiled by torch.compile, pointwise operators run as few fused kernels, and fewer results are kept.
+"""Compiled by torch.compile: pointwise operators run as few fused kernels, and fewer results are kept.
 
-What a layer computes between its products (norms, activation functions, casts, dropout, residuals) becomes a
-few kernels that Triton compiles, so less is written to memory and launched. The backward pass computes cheap
-results again where a kept one would cost more.
+The operators between a layer's products (norms, activation functions, casts, dropout, residuals) become a few
+kernels that Triton compiles. So less is written to memory, and fewer kernels are launched. The backward pass
+recomputes cheap results where a kept one would cost more.
 
-`layers` compiles each of the model's repeated layers by itself, and layers that are alike share one program:
-that takes seconds where a whole model takes a minute, and gains nearly as much. `model` compiles the forward
-pass and its loss as one, as `torch_compile=True` of the Trainer does: the embeddings, the head and the loss
-fuse too. Transformers may then make an explicit mask of what would be none (version 5.17 does, 5.23 does not
-where no mask is given), and attention with it falls to a kernel that stores every score: BERT-large with 4 x
-512 tokens took 8.3 GB on an H200, and 6.6 GB uncompiled.
+`layers` compiles each of the model's repeated layers by itself, and equal layers share one program. That
+takes seconds where a whole model takes a minute, and gains nearly as much. `model` compiles the forward pass
+and its loss at once, as the Trainer's `torch_compile=True` does. The embeddings, the head and the loss fuse
+too. transformers may then make an explicit mask where it would make none. Version 5.17 does; 5.23 does not if
+no mask is given. Attention with such a mask uses a kernel that stores every score. BERT-large with 4 x 512
+tokens took 8.3 GB on an H200, and 6.6 GB uncompiled.
 
 Inductor's `mode` is a set of its options. `max-autotune-no-cudagraphs` times several kernels for each product
 of matrices when it compiles, and takes the fastest. `reduce-overhead` records each program as a CUDA graph in
-its second step, and from the third on plays it back, which costs the host one launch; what a graph computes
-stays in memory that belongs to graphs alone. `max-autotune` does both. The other backends are for finding
-faults: `eager` runs what Dynamo traced as it is written, `aot_eager` cuts it into a forward and a backward
-graph as Inductor does, and `cudagraphs` records these. A program that is played back gives its results in the
-same memory each time, gradients too, so gradients of several micro-batches do not add up with it.
+its second step. From the third on it replays the graph, which costs the host one launch. The graph's results
+stay in memory that belongs to graphs alone. `max-autotune` does both. The other backends are for finding
+faults. `eager` runs Dynamo's traced graph without compiling it. `aot_eager` cuts it into a forward and a
+backward graph as Inductor does, and `cudagraphs` records these. A replayed program returns its results in the
+same memory each time, gradients too. So gradients of several micro-batches do not add up with it.
 
 The modes `default` and `reduce-overhead` are simulated. A recipe with another mode is predicted as the nearer
-of them, with another backend as the uncompiled step, and its prediction says that it is uncertain.
+of them, with another backend as the uncompiled step. Its prediction is marked as uncertain.
 
-With 16-bit autocast it matters where autocast begins. snugfit's loops enter it `around` the compiled model,
+With 16-bit autocast the position of autocast matters. snugfit's loops enter it `around` the compiled model,
 and torch then traces the backward pass under it too (`torch._functorch.config.backward_pass_autocast`). The
-Trainer's `torch_compile=True` and accelerate's dynamo enter it `within`: their backward pass computes in 32
-bits what autocast would cast, and keeps more for it. BERT-large with 4 x 512 tokens takes 1.8 GiB more so.
+Trainer's `torch_compile=True` and accelerate's dynamo enter it `within`. Their backward pass computes in 32
+bits where autocast would cast, and keeps more for it. BERT-large with 4 x 512 tokens takes 1.8 GiB more so.
 
-The first step compiles. It pays where a run has many steps. Plans look at layers; with `--keep
-'compiled(what=model)'` they look at the model. Such recipes are simulated from models of few layers where
-that is exact (`rehearsal/few_layers.py`), and from the whole one else, which takes up to a minute. Of modes
-and backends they look at the default only, unless another is kept (`--keep 'compiled(backend=aot_eager)'`);
-steps that record CUDA graphs they do not search, and `snugfit predict` predicts.
+The first step compiles, so it pays where a run has many steps. Plans search `layers`; with `--keep
+'compiled(what=model)'` they search the model. Such recipes are simulated from models of few layers where that
+is exact (`rehearsal/few_layers.py`). Otherwise the whole model is simulated, which takes up to a minute.
+Plans use the default mode and backend only, unless another is kept (`--keep 'compiled(backend=aot_eager)'`).
+They do not search steps that record CUDA graphs; `snugfit predict` predicts them.
 """
 
 from __future__ import annotations
@@ -102,23 +102,27 @@ class Compiled(Technique):
     )
 
     what: Literal["layers", "model"] = "layers"
-    """What is compiled: the model's repeated `layers`, and nothing around them, or all of the `model`."""
+    """Compiled part: the model's repeated `layers` alone, or all of the `model`."""
 
     mode: Mode = "default"
-    """Of Inductor: `max-autotune-no-cudagraphs` tries kernels for each product, `reduce-overhead` plays CUDA
-    graphs, `max-autotune` does both."""
+    """Inductor's mode: `max-autotune-no-cudagraphs` tries kernels for each product, `reduce-overhead` replays
+    CUDA graphs, `max-autotune` does both.
+    """
 
     backend: Backend = "inductor"
-    """What makes programs of traced code: `inductor`, or to find a fault `eager` (none: it runs as traced),
-    `aot_eager` (in a forward and a backward graph) or `cudagraphs` (these, recorded)."""
+    """Compiler of traced code: `inductor`, or to find a fault `eager` (none), `aot_eager` (in a forward and a
+    backward graph) or `cudagraphs` (these, recorded).
+    """
 
     autocast: Literal["around", "within"] = "around"
-    """Where 16-bit autocast begins: `around` the compiled model, or `within` it, as with the Trainer's
-    `torch_compile=True`, which takes more memory."""
+    """Position of 16-bit autocast: `around` the compiled model, or `within` it, as with the Trainer's
+    `torch_compile=True`, which takes more memory.
+    """
 
     def __post_init__(self) -> None:
-        """Raises `RecipeError` for a mode of a backend that has none, too, and for layers that are told to
-        begin autocast themselves."""
+        """Raise `RecipeError` for invalid settings, a mode of a backend without modes, and layers with
+        autocast `within`.
+        """
         super().__post_init__()
         if self.autocast == "within" and self.what == "layers":
             raise RecipeError(
@@ -133,17 +137,17 @@ class Compiled(Technique):
 
     @property
     def _graphs(self) -> bool:
-        """Whether programs are recorded as CUDA graphs."""
+        """Return whether programs are recorded as CUDA graphs."""
         return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
 
     def install(self, setup: Setup) -> Setup:
-        """Compiles layers when the modules in them are final."""
+        """Compile layers when the modules in them are final."""
         return setup.with_fields(
             compile=CompileWish(what=self.what, backend=self.backend, mode=self.mode, autocast=self.autocast),
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Kernels of other libraries, dispatch modes and layers that are joined do not compile."""
+        """Refuse kernels of other libraries, dispatch modes and joined layers, which do not compile."""
         setup = recipe[Slot.CHECKPOINTING].install(Setup())
         wish = setup.checkpoint
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
@@ -165,7 +169,9 @@ class Compiled(Technique):
             yield f"{head} was not tried in a model that is compiled whole. Try 'compiled + {head}'."
 
     def _objections_to_graphs(self, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What a graph that is played back would overwrite, or was not tried in one."""
+        """Yield the techniques whose results a replayed graph would overwrite, or that were not tried
+        in one.
+        """
         slots = Slot.BATCHING, Slot.CHECKPOINTING
         batching, checkpointing = (recipe[slot].install(Setup()) for slot in slots)
         instead = "'compiled'" if self.what == "layers" else "'compiled(what=model)'"
@@ -186,7 +192,7 @@ class Compiled(Technique):
             )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """A whole model compiles for a minute, and its attention may be another."""
+        """Warn that a whole model compiles for a minute, and that its attention may change."""
         if self.what == "model":
             yield (
                 "a whole model takes a minute to compile, and attention in it may store every score, where "
@@ -205,7 +211,7 @@ class Compiled(Technique):
             yield "batches of other lengths record CUDA graphs of their own, whose memory adds up."
 
     def is_searched(self) -> bool:
-        """Steps that record CUDA graphs are not alike from the second on, as a search takes steps to be."""
+        """Return False for steps that record CUDA graphs: a search assumes equal steps from the second on."""
         return not self._graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:

@@ -1,4 +1,4 @@
-"""The model's code runs as it is written: one kernel for each of torch's operators."""
+"""The model's code runs uncompiled: one kernel for each of torch's operators."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Uncompiled(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"torch_compile": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """No part of the model is compiled."""
+        """Leave the whole model uncompiled."""
         return setup.with_fields(compile=None)

@@ -20,5 +20,5 @@ class AllExperts(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Leaves the model as it is."""
+        """Leave the model as it is."""
         return setup

@@ -1,10 +1,10 @@
 """Expert parallelism: of n GPUs that share each layer, each has an n-th of its experts, whole.
 
-A mixture of experts is cut with it where `tensor(n)` alone would cut each expert's matrices: attention and
-the rest as `tensor(n)` does, and experts by their number. All n GPUs hold the same tokens; each runs its own
-experts on those that chose them, and the parts are summed. No token is sent to another GPU, so nothing is
-unbalanced but the work. It is transformers' own (`base_model_ep_plan`), and of what its versions from 5.17 on
-can do the part that they share; tokens that travel between GPUs with other parts of the batch came in 5.21.
+`tensor(n)` alone would cut each expert's matrices. With this technique attention and the rest are cut as by
+`tensor(n)`, and experts are divided by their number. All n GPUs hold the same tokens. Each runs its own
+experts on the tokens routed to them, and the parts are summed. No token is sent to another GPU, so only the
+work can be unbalanced. The code is transformers' own (`base_model_ep_plan`), limited to the part that its
+versions from 5.17 on share. Sending tokens between GPUs with other parts of the batch came in 5.21.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Expert(Technique):
-    """Of n GPUs that share layers by `tensor(n)`, each has some of the experts."""
+    """Each of n GPUs that share layers by `tensor(n)` has some of the experts."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     caveat: ClassVar = HOW_MEASURED
@@ -41,12 +41,12 @@ class Expert(Technique):
     """GPUs that the experts of a layer are spread over: as many as in `tensor(n)`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spreads experts over the GPUs that share layers."""
+        """Shard experts over the GPUs that share layers."""
         wish = setup.parallel or ParallelWish(weights="alone")
         return setup.with_fields(parallel=replace(wish, experts=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """It goes with as many GPUs that share layers, and with a mixture of experts."""
+        """Require as many GPUs that share layers, and a mixture of experts."""
         setup = recipe[Slot.TENSOR_PARALLEL].install(Setup())
         if setup.parallel is None or setup.parallel.tensor != self.n:
             yield (
@@ -57,12 +57,12 @@ class Expert(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host, of which the model's experts make as many parts."""
+        """Yield groups that fit into one host and divide the model's experts."""
         yield from (cls(n=n) for n in (2, 4, 8) if not any(tensor_plans.objections_to_experts(job, n)))
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """A model without experts, or whose experts no group within a host can share."""
+        """Return why no group within a host can share the experts."""
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections_to_experts(job, 2)).rstrip(".")

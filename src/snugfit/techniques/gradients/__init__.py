@@ -1,1 +1,1 @@
-"""How long the gradients of weights exist."""
+"""The lifetime of the weights' gradients."""

@@ -20,5 +20,5 @@ class AllGradients(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Updates when the backward pass has ended."""
+        """Set updates after the end of the backward pass."""
         return setup.with_fields(release=False)

@@ -1,30 +1,29 @@
-"""The optimizer within the backward pass: a weight is updated as soon as its gradient is there, which is then
+"""The optimizer within the backward pass: a weight is updated as soon as its gradient exists, which is then
 dropped.
 
-So at no time do more gradients exist than the one that is being read, and what autograd works on: of a model
-whose weights are `bf16_master` that is 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. It
-lowers a peak that is at the end of the backward pass or in the update, as where layers are recomputed or
-batches are small; where activations are most of a step, the peak is before there is any gradient. The
-numbers are those of a step that keeps its gradients, and so are states, checkpoints and learning rates: only
-the time of the update differs.
+So no gradients exist but the one in use and those that autograd works on. A model with `bf16_master` weights
+then takes 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. It lowers a peak at the end of the
+backward pass or in the update, as with recomputed layers or small batches. If activations are most of a step,
+the peak is before the first gradient. Numbers, states, checkpoints and learning rates are those of a step
+that keeps its gradients: only the time of the update differs.
 
-Clipping by the norm of all gradients needs all of them before the first update. Where the job clips, forward
-and backward pass therefore run twice: the first time each gradient leaves its sum of squares, in 32 bits, and
-is dropped; then the norm is known, and the second time each updates its weight, clipped. Dropout draws the
-same masks in both, as random generators are set back between them. Such a step takes nearly twice as long, so
-it is for models that do not fit otherwise. A model that keeps statistics in buffers, as batch normalisation
-does, would count them twice, and is refused when the first pass has changed one.
+Clipping by the norm of all gradients needs all of them before the first update. So if the job clips, forward
+and backward pass run twice. In the first run each gradient adds its sum of squares, in 32 bits, and is
+dropped. In the second run the norm is known, and each gradient updates its weight, clipped. Dropout draws the
+same masks in both, as random generators are reset between them. Such a step takes nearly twice as long, so it
+is for models that do not fit otherwise. A model with statistics in buffers, as batch normalisation has, would
+count them twice. It is refused when the first run has changed a buffer.
 
-A loss that is no number still changes no weight: without clipping, the loss is read when the forward pass has
-ended, and the device waits so long. A gradient that is no number is known before the update where the norm
-is; without clipping it makes weights that are no numbers, as with all gradients, and a run goes back to its
-last checkpoint. Where memory runs out after the first weight was updated it goes back there too.
+A NaN loss still changes no weight. Without clipping, the host reads the loss after the forward pass, and the
+device waits meanwhile. With clipping, the norm reveals a non-finite gradient before the update. Without
+clipping such a gradient makes weights non-finite, as with all gradients, and a run returns to its last
+checkpoint. It also returns there if memory runs out after the first update of a weight.
 
-With `captured` each pass is played back, with what its hooks ask of the device, where the optimizer's numbers
-are on the device: `bf16_master` and `adamw_compact`.
+With `captured` each pass is replayed, including its hooks' device work. The optimizer's numbers must be on
+the device: `bf16_master` and `adamw_compact`.
 
-Plans put a step together from passes and an update, which are one here. So they look at it last, where
-nothing else is as fast and fits (`planning/search/released.py`).
+Plans combine a step from passes and an update, which are one here. So they try it last, where no other recipe
+is as fast and fits (`planning/search/released.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ UPDATES_ONE = (
     MASTER_ADAMW.factory.path,
     COMPACT_ADAMW.factory.path,
 )
-"""Optimizers whose update of a weight depends on nothing of another."""
+"""Optimizers with an update of each weight that does not depend on others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +62,11 @@ class Released(Technique):
     elsewhere: ClassVar = ("optimizer_in_bwd", "optimizer_in_backward", "gradient_release")
 
     def install(self, setup: Setup) -> Setup:
-        """Has the loop update weights as their gradients come."""
+        """Make the loop update weights as their gradients come."""
         return setup.with_fields(release=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A gradient must be whole when it is there, and of use to its own weight alone."""
+        """Refuse gradients that are not whole when they come, or that other weights need too."""
         setup = Setup()
         for slot in Slot:
             setup = recipe[slot].install(setup)
@@ -100,9 +99,9 @@ class Released(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Its step is not put together from parts."""
+        """Return the reason against a plan with it: its step is not combined from parts."""
         return "plans look at it where little else fits, for each of its steps is simulated in full"
 
     def is_searched(self) -> bool:
-        """Passes and update are one, which a search takes apart."""
+        """Return False: passes and update are one, which a search separates."""
         return False

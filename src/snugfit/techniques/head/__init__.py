@@ -1,1 +1,1 @@
-"""How a language model's logits become a loss."""
+"""The computation of a loss from a language model's logits."""

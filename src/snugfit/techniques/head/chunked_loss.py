@@ -1,15 +1,15 @@
-"""A language model's loss in chunks of tokens: its logits never stand whole.
+"""A language model's loss in chunks of tokens: its logits never exist as a whole.
 
-Logits of 4,096 tokens over a vocabulary of 128,256 take 1 GiB in bfloat16, and about six times that with a
-copy in 32 bits, their softmax and its gradient: for small models more than everything else. The peak moves to
-the end of the forward pass, where all activations live and gradients of the head are made already.
+Logits of 4,096 tokens over a vocabulary of 128,256 take 1 GiB in bfloat16. A copy in 32 bits, softmax and
+gradient bring that to about six times as much. For small models that exceeds everything else. The peak moves
+to the end of the forward pass. There all activations are alive, and gradients of the head already exist.
 
-Where a head carries a kernel (`LossKernel`), it makes a chunk's loss and writes its gradient in the place of
-its logits. Nothing else is made of them: chunks of 16 bits have twice as many tokens there, and the gradient
-of the head is added to half as often.
+A head may carry a kernel (`LossKernel`). The kernel computes a chunk's loss and overwrites its logits with
+their gradient. No other tensor is made of the logits. So chunks of 16 bits have twice as many tokens there,
+and the head's gradient is accumulated half as often.
 
-The sums are the same. Where products are computed in 16 bits, the gradient of the head is rounded once a
-chunk and not once a step, also where weights are float32 under autocast.
+The sums are the same. With 16-bit products the gradient of the head is rounded once a chunk and not once a
+step. That includes float32 weights under autocast.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class ChunkedLoss(Technique):
     )
 
     tokens: int | None = between(1, 1 << 20, default=None)
-    """Tokens at a time; by default the power of two whose logits take up to 256 MiB in 32 bits, or, where a
-    kernel writes their gradient in their place, as they are."""
+    """Tokens at a time, by default the power of two with up to 256 MiB of logits (in 32 bits; with a kernel,
+    in their dtype).
+    """
 
     def install(self, setup: Setup) -> Setup:
-        """Has the head's logits computed as the loss needs them."""
+        """Make the head compute logits as the loss needs them."""
         return setup.with_fields(logits=LogitsWish(tokens=self.tokens))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -66,13 +67,15 @@ class ChunkedLoss(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As it stands, where there is a vocabulary."""
+        """Yield the technique without settings, for models with a vocabulary."""
         if not _lacks_vocabulary(job):
             yield cls()
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What has no vocabulary, or so few logits that they are one chunk."""
+        """Return the reason against a plan with it: no vocabulary, or so few logits that they are one
+        chunk.
+        """
         vocabulary = job.model.config.get("vocab_size")
         if why := _lacks_vocabulary(job):
             return why
@@ -83,7 +86,7 @@ class ChunkedLoss(Technique):
 
 
 def _lacks_vocabulary(job: Job) -> str:
-    """Why there are no logits over a vocabulary; empty where there may be."""
+    """Return why there are no logits over a vocabulary; empty if there may be."""
     module = job.model.module
     if module is not None and not hasattr(module, "get_output_embeddings"):
         return f"{type(module).__name__} has no get_output_embeddings, which would name its head"

@@ -20,5 +20,5 @@ class WholeLogits(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Leaves head and loss to the model."""
+        """Leave head and loss to the model."""
         return setup.with_fields(logits=None)

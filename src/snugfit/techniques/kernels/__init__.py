@@ -1,1 +1,1 @@
-"""Whose kernels a model's layers run."""
+"""The kernels of a model's layers: torch's or another library's."""

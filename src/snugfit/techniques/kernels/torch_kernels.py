@@ -20,5 +20,5 @@ class TorchKernels(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"use_liger_kernel": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Leaves the model's modules as they are."""
+        """Leave the model's modules as they are."""
         return setup

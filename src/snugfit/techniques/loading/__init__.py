@@ -1,1 +1,1 @@
-"""How batches reach the device."""
+"""The way of batches to the device."""

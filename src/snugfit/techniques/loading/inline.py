@@ -20,5 +20,5 @@ class Inline(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"dataloader_num_workers": 0}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Starts no worker processes."""
+        """Start no worker processes."""
         return setup.with_fields(loader=LoaderWish())

@@ -19,11 +19,12 @@ FEW = 2
 """Processes that prepare batches of tokens fast enough for any step."""
 
 MOST = 8
-"""Processes that a plan asks for, at most (chosen): hosts have that many cores for each GPU."""
+"""Largest number of worker processes in a plan (chosen): hosts have that many cores for each GPU."""
 
 BYTES_OF_ONE = 3 * 2**20
-"""Of pictures or sound in fp32, as many as one process prepares in some 4 ms, at the packaged rates of a
-host, so that few steps wait for them."""
+"""Bytes of fp32 pictures or sound per worker. One process prepares them in some 4 ms at the packaged rates of
+a host, so that few steps wait for them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +47,18 @@ class Workers(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As many processes as the batches' pictures or sound want."""
+        """Yield as many processes as the batches' pictures or sound need."""
         yield cls(n=min(MOST, max(FEW, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
 
     def install(self, setup: Setup) -> Setup:
-        """Starts n worker processes and pins their batches."""
+        """Start n worker processes and pin their batches."""
         return setup.with_fields(loader=LoaderWish(workers=self.n, pinned=True))
 
 
 def _bytes_of_floats(job: Job) -> int:
-    """Bytes of pictures or sound in a batch, in fp32; 0 for a module of the user's, whose loader nobody
-    knows."""
+    """Return the bytes of pictures or sound in a batch, in fp32; 0 for a user's module, whose loader is
+    unknown.
+    """
     if job.model.module is not None or inputs_of(job.task, job.model.architecture) is None:
         return 0
     import torch

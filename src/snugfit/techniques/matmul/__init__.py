@@ -1,1 +1,1 @@
-"""How products of 32-bit matrices use the tensor cores."""
+"""The use of tensor cores in products of 32-bit matrices."""

@@ -21,5 +21,5 @@ class Ieee(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"tf32": False}), Counterpart(arguments={"tf32": None}))
 
     def install(self, setup: Setup) -> Setup:
-        """Leaves torch's precision of 32-bit products at its default."""
+        """Leave torch's precision of 32-bit products at its default."""
         return setup.with_fields(matmul="ieee")

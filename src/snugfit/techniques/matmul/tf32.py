@@ -23,5 +23,5 @@ class Tf32(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"tf32": True}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Allows TensorFloat-32 through torch's switch."""
+        """Allow TensorFloat-32 through torch's switch."""
         return setup.with_fields(matmul="tf32")

@@ -1,1 +1,1 @@
-"""How gradients become updates, and what state that takes."""
+"""The computation of updates from gradients, and the states that it needs."""

@@ -1,8 +1,9 @@
 """AdamW as torch runs it by default on a GPU: all parameters at once, in lists (foreach).
 
 State: two fp32 moments, 8 bytes an element of fp32 weights. The lists make few kernels, and one temporary as
-large as all weights together (the square roots of the second moments), which is the peak when activations
-are few. torch picks foreach by itself on CUDA; it is asked for by name so that every device does the same.
+large as all weights together (the square roots of the second moments). That temporary is the peak when
+activations are few. torch picks foreach by itself on CUDA; the recipe sets it by name so that every device
+does the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,6 @@ class AdamW(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Takes torch's AdamW with foreach kernels."""
+        """Take torch's AdamW with foreach kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
         return with_adamw(setup, OptimizerWish(factory=factory, trainer_name="adamw_torch"))

@@ -1,15 +1,15 @@
 """AdamW of our own with both moments in 8 bits, in groups of 64 that share a scale, rounded by chance.
 
-State: 2 bytes an element and 8 bytes a group, 2.125 in all against AdamW's 8; over `bf16_master` 2 more, for
-the other half of each master. With weight and gradient an element takes 8.125 bytes there, where
-`adamw_fused` over `bf16` takes 16 and autocast's copies. On a GPU one kernel reads and writes 14.25 bytes an
-element, where `bf16_master` with moments in fp32 has 26, and clips within. All arithmetic is in fp32; how
-moments are kept stands in `step/wishes/masters/compact.py`.
+State: 2 bytes an element and 8 bytes a group, 2.125 in all against AdamW's 8. Over `bf16_master` it is 2
+more, for the other half of each master. With weight and gradient an element takes 8.125 bytes there.
+`adamw_fused` over `bf16` takes 16 and autocast's copies. On a GPU one kernel, which also clips, reads and
+writes 14.25 bytes an element; `bf16_master` with moments in fp32 has 26. All arithmetic is in fp32; the
+storage of moments is described in `step/wishes/masters/compact.py`.
 
-With `master_bits=24` the other half of a master takes 1 byte: 7.125 bytes an element in all, 5.125 where
-gradients are `released`, and an update moves 12.25. After each update in fp32 a master is rounded by chance
-to the 16 significant bits of two neighbours, so that updates of less than a unit are not lost, but come to
-whole ones on average (`step/wishes/masters/halves.py`).
+With `master_bits=24` the other half of a master takes 1 byte: 7.125 bytes an element in all. That is 5.125
+with `released` gradients, and an update moves 12.25. After each update in fp32 a master is rounded by chance
+to one of its two 24-bit neighbours. So updates of less than a unit are not lost, but add up on average
+(`step/wishes/masters/halves.py`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class AdamWCompact(Technique):
     """Bits of a master of `bf16_master`: with 24, rounded by chance, its other half takes 1 byte, not 2."""
 
     def install(self, setup: Setup) -> Setup:
-        """Takes our own optimizer; the HF Trainer has no name for it."""
+        """Choose our own optimizer; the HF Trainer has no name for it."""
         return setup.with_fields(optimizer=compact_adamw(self.master_bits))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """It updates weights in fp32, or in two halves, on one GPU."""
+        """Refuse all weights except fp32 or two halves, on one GPU."""
         setup = Setup()
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
         for technique in reversed(
@@ -68,7 +68,7 @@ class AdamWCompact(Technique):
             yield "several processes do not share its states. Try 'adamw_8bit' or 'adamw_fused'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What was not compared."""
+        """Yield the limits of the comparison with AdamW."""
         yield (
             "what it learns was compared with AdamW in 5,000 steps of a GPT-2 on a made language and in 300 "
             "of BERT-large (docs/log.md), and in no longer run."

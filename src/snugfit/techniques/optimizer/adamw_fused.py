@@ -22,6 +22,6 @@ class AdamWFused(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch_fused"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Takes torch's AdamW with fused kernels."""
+        """Take torch's AdamW with fused kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"fused": True})
         return with_adamw(setup, OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))

@@ -22,6 +22,6 @@ class AdamWLoop(Technique):
     elsewhere: ClassVar = ("adamw_for_loop", "adamw_single_tensor")
 
     def install(self, setup: Setup) -> Setup:
-        """Takes torch's AdamW with one kernel after the other for each parameter."""
+        """Take torch's AdamW with one kernel after the other for each parameter."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": False, "fused": False})
         return with_adamw(setup, OptimizerWish(factory=factory))

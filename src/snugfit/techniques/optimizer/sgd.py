@@ -25,7 +25,7 @@ class Sgd(Technique):
     """Share of the last update in the next one; 0 keeps no state at all."""
 
     def install(self, setup: Setup) -> Setup:
-        """torch's SGD; the HF Trainer's own has no momentum."""
+        """Choose torch's SGD; the HF Trainer's own has no momentum."""
         factory = Call(path="torch.optim:SGD", arguments={"momentum": self.momentum, "foreach": True})
         name = None if self.momentum else "sgd"
         return setup.with_fields(optimizer=OptimizerWish(factory=factory, trainer_name=name))

@@ -20,5 +20,5 @@ class OneStage(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """All layers stay on one GPU."""
+        """Leave all layers on one GPU."""
         return setup

@@ -1,14 +1,14 @@
 """Pipeline parallel training by torch.distributed.pipelining: each GPU holds a part of the layers.
 
-The first GPU embeds and runs the first layers, the last one runs the last layers and computes the loss.
-Between them go activations, and back their gradients, one micro-batch after the other: while one GPU works on
-a micro-batch, the next works on the one before. What they wait for each other is the bubble, at best
-(n - 1) / (m + n - 1) of a step with n stages and m micro-batches. GPUs differ in what they hold: the first
-has the embedding and keeps the most micro-batches, the last has the logits. Where the head is tied to the
-embedding both have the matrix, and add up its gradients.
+The first GPU embeds and runs the first layers, the last one runs the last layers and computes the loss. They
+exchange activations, and in return gradients, one micro-batch after the other. While one GPU works on a
+micro-batch, the next works on the one before. The waiting time is the bubble, at best (n - 1) / (m + n - 1)
+of a step with n stages and m micro-batches. GPUs differ in memory: the first has the embedding and keeps the
+most micro-batches, the last has the logits. With a head tied to the embedding both have the matrix, and add
+up its gradients.
 
 A GPU may have several parts of the layers, with those of all others between them. Then a micro-batch reaches
-the last GPU sooner, and what the GPUs wait is divided by the number of parts; more is kept and sent.
+the last GPU sooner, and the waiting time is divided by the number of parts. More is kept and sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
 }  # fmt: skip
-"""What torch calls them (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
+"""torch's names of the schedules (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
 
 HOW_MEASURED = (
     "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were exact or "
@@ -42,7 +42,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Technique):
-    """Each of n GPUs, or groups of GPUs, holds a part of the layers and hands on what it computes."""
+    """Each of n GPUs, or groups of GPUs, holds a part of the layers and passes on its results."""
 
     fidelity: ClassVar = Fidelity.SAME
     caveat: ClassVar = HOW_MEASURED
@@ -58,16 +58,17 @@ class Pipeline(Technique):
     """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
-    """In which order a GPU runs its micro-batches: `gpipe` all forward and then all backward, `1f1b` a
-    backward pass as soon as there is one, so that at most n micro-batches wait for theirs. `interleaved` is
-    1f1b with several parts of the layers on each GPU, which wait less for each other and keep and send more;
-    `zero_bubble` has them compute gradients of weights apart, while they would wait."""
+    """Order of a GPU's micro-batches: `gpipe` all forward, then all backward; `1f1b` a backward pass as soon
+    as possible, with at most n micro-batches waiting. `interleaved` is 1f1b with several parts of the layers
+    on each GPU: they wait less for each other, and keep and send more. `zero_bubble` has them compute
+    gradients of weights separately, while they would wait.
+    """
 
     chunks: int = between(1, 64, default=2)
-    """Under `interleaved` and `zero_bubble`: how many parts of the layers, far from each other, a GPU has."""
+    """Parts of the layers, far from each other, on each GPU under `interleaved` and `zero_bubble`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts the layers into stages."""
+        """Cut the layers into stages."""
         wish = setup.parallel or ParallelWish(weights="alone")
         placed = replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule], chunks=self._chunks)
         return setup.with_fields(parallel=placed)
@@ -81,7 +82,7 @@ class Pipeline(Technique):
         return self.schedule in ("interleaved", "zero_bubble")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What cannot be cut into stages, and what is not simulated on several GPUs."""
+        """Yield the settings that cannot be cut into stages or are not simulated on several GPUs."""
         setup = Setup()
         for slot in roster.slots_of_several_gpus():
             setup = recipe[slot].install(setup)
@@ -105,7 +106,7 @@ class Pipeline(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As many stages as a host may have GPUs."""
+        """Yield as many stages as a host may have GPUs."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def _about_model(self, job: Job) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""In which number formats weights live and products are computed."""
+"""The number formats of weights and products."""

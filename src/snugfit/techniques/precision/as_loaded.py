@@ -1,7 +1,7 @@
 """No change of dtype: weights, activations, gradients and states are in the dtype of the loaded weights.
 
-Which that is belongs to the job (`Job.dtype`): transformers 5 loads a checkpoint in its own dtype, bfloat16
-for most language models, and makes random weights of a config in float32.
+That dtype belongs to the job (`Job.dtype`). transformers 5 loads a checkpoint in its own dtype, bfloat16 for
+most language models. Random weights of a config are float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AsLoaded(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Casts nothing and uses no autocast."""
+        """Leave dtypes unchanged, without autocast."""
         return setup.with_fields(weights_dtype=None, autocast=None, scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

@@ -1,9 +1,8 @@
 """Mixed precision with bfloat16: weights, gradients and states as loaded, products in 16 bits.
 
-bfloat16 has the exponent of fp32, so nothing underflows and no gradient is scaled. Beside weights of 32 bits
-autocast keeps a 16-bit copy of each through the forward pass, so they cost 6 bytes an element there instead
-of 4. Around weights that are bfloat16 already it changes little: normalisations, softmax and the loss are
-computed in 32 bits.
+bfloat16 has the exponent of fp32, so no value underflows and no gradient is scaled. With 32-bit weights
+autocast keeps a 16-bit copy of each through the forward pass. So they cost 6 bytes an element there instead
+of 4. With bfloat16 weights it changes little: normalisations, softmax and the loss are computed in 32 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Bf16(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": True, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Runs the forward pass and the loss under autocast."""
+        """Run the forward pass and the loss under autocast."""
         return setup.with_fields(weights_dtype=None, autocast="bfloat16", scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

@@ -1,16 +1,16 @@
 """Weights, activations and gradients in bfloat16, updated in 32 bits: with no copy of the weights in fp32.
 
-A weight that trains is the bfloat16 nearest to its master, and 16 bits among the optimizer's states say how
-far that is: the two are all 32 bits of the master (`step/wishes/masters/halves.py`). So an update is never
-lost, as with `bf16`, and no autocast casts a weight, as with `bf16_pure`. An element takes 14 bytes: 2 of
-weight, 2 of gradient, 2 for the other half of the master, and 8 of AdamW's moments. `bf16` takes 16 over
-weights in fp32, and 2 more for autocast's copies. With `adamw_compact(master_bits=24)` 8 bits say how far it
-is, and masters are rounded by chance.
+A trained weight is the bfloat16 nearest to its master. 16 bits in the optimizer's states hold the difference:
+together they are all 32 bits of the master (`step/wishes/masters/halves.py`). So an update is never lost, as
+with `bf16`, and no autocast casts a weight, as with `bf16_pure`. An element takes 14 bytes: weight 2,
+gradient 2, the other half of the master 2, and AdamW's moments 8. `bf16` takes 16 over weights in fp32, and 2
+more for autocast's copies. With `adamw_compact(master_bits=24)` 8 bits hold the difference, and masters are
+rounded by chance.
 
-What differs from `bf16` is what `bf16_pure` has too: normalisations, softmax and sums of layers are computed
-in bfloat16 where a model's own code does not widen them, and gradients are bfloat16. Those of micro-batches
-are added up in bfloat16 by autograd, each addition rounded to 8 significant bits: with many of them the
-gradient is less exact than that of `bf16`, whose gradients are fp32.
+It differs from `bf16` in the same way as `bf16_pure`. Normalisations, softmax and sums of layers are computed
+in bfloat16 unless a model's own code widens them, and gradients are bfloat16. Autograd adds up the gradients
+of micro-batches in bfloat16, each addition rounded to 8 significant bits. So with many of them the gradient
+is less exact than the fp32 gradients of `bf16`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Bf16Master(Technique):
     elsewhere: ClassVar = ("bf16_master_weights", "bf16_split", "split_master")
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts weights in halves, uses no autocast, and has an optimizer that updates both."""
+        """Cut weights in halves, without autocast, and choose an optimizer that updates both."""
         return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Masters are updated by one optimizer, on one GPU, and stay in one process."""
+        """Require one optimizer for masters, one GPU and one process."""
         if not job.trains:
             yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
         elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
@@ -64,7 +64,7 @@ class Bf16Master(Technique):
         return f"it has an update of its own, the same with {optimizer} as with {default}"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What was not measured, and what bfloat16 costs."""
+        """Yield the limits of measurements, and the costs of bfloat16."""
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly."
         yield (

@@ -1,8 +1,8 @@
 """Everything in bfloat16: weights, activations, gradients and optimizer states, half of fp32 throughout.
 
-bfloat16 has 8 significant bits, so an update smaller than about 1/256 of a weight is lost in the addition:
-small learning rates stall where fp32 weights would move. It learns, but it is another algorithm. The
-optimizer `adamw_stochastic` rounds so that none is lost on average.
+bfloat16 has 8 significant bits, so an update below about 1/256 of a weight is lost in the addition. Small
+learning rates stall where fp32 weights would move. It learns, but it is another algorithm. The optimizer
+`adamw_stochastic` rounds so that none is lost on average.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Bf16Pure(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Creates the weights in bfloat16 and uses no autocast."""
+        """Create the weights in bfloat16 and use no autocast."""
         return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """It changes nothing where the weights are bfloat16."""
+        """Return the reason against a plan with it: it changes nothing for bfloat16 weights."""
         if job.dtype == "bfloat16":
             return "the weights are already loaded in bfloat16, so it changes nothing"
         return ""

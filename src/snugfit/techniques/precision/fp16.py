@@ -1,8 +1,8 @@
 """Mixed precision with float16: weights, gradients and states as loaded, in 32 bits; products in 16.
 
-float16 reaches down to 6e-8 only, so the loss is scaled up before the backward pass and the gradients down
-after it; steps whose gradients overflow are skipped and the scale halves (Micikevicius et al., section 3.2).
-What trains must be fp32: torch's scaler takes no gradients of 16 bits ("Attempting to unscale FP16
+float16 reaches down to 6e-8 only. So the loss is scaled up before the backward pass and the gradients down
+after it. Steps whose gradients overflow are skipped and the scale halves (Micikevicius et al., section 3.2).
+Trained weights must be fp32: torch's scaler takes no gradients of 16 bits ("Attempting to unscale FP16
 gradients").
 """
 
@@ -31,15 +31,15 @@ class Fp16(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": True}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Runs forward pass and loss under autocast, with a gradient scaler around the update."""
+        """Run forward pass and loss under autocast, with a gradient scaler around the update."""
         return setup.with_fields(weights_dtype=None, autocast="float16", scale_gradients=True)
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """GPUs that compute in bfloat16 do it at float16's rate, without a scaler."""
+        """Return True for `bf16` on GPUs that compute it at float16's rate, without a scaler."""
         return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The scaler takes gradients of 32 bits alone."""
+        """Refuse trained weights of 16 bits: the scaler takes 32-bit gradients only."""
         adapted = recipe[Slot.ADAPTERS].install(self.install(Setup()))
         if job.trains and (dtype := adapted.trained_dtype(job)) in LOST_BELOW:
             yield (

@@ -26,12 +26,14 @@ class Fp32(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Creates the weights in 32 bits and uses no autocast."""
+        """Create the weights in 32 bits and use no autocast."""
         return setup.with_fields(weights_dtype="float32", autocast=None, scale_gradients=False)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """It changes nothing, or it asks for twice the memory of the weights."""
+        """Return the reason against a plan with it: it changes nothing, or needs twice the memory of the
+        weights.
+        """
         if job.dtype == "float32":
             return "the weights are already loaded in float32, so it changes nothing"
         return f"it is more exact than the weights as loaded, {job.dtype}, and needs twice their memory"

@@ -1,8 +1,8 @@
 """Data parallel training by torch's `DistributedDataParallel`: each GPU holds the whole model.
 
-Each GPU takes its part of the global batch; while the backward pass runs, gradients are averaged over all of
-them, bucket by bucket. It helps against long steps, not against a model that is too large: a GPU holds as
-much as if it were alone, and the buckets besides.
+Each GPU takes its part of the global batch. While the backward pass runs, gradients are averaged over all
+GPUs, bucket by bucket. It shortens steps, but does not help a model that is too large. A GPU holds as much as
+a single one, and the buckets in addition.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class Ddp(Technique):
     needs_several_gpus: ClassVar = True
 
     bucket_views: bool = False
-    """Whether gradients lie in the buckets that are averaged, and nowhere else
-    (`gradient_as_bucket_view`)."""
+    """True if gradients are views of the averaged buckets, without memory of their own
+    (`gradient_as_bucket_view`).
+    """
 
     def install(self, setup: Setup) -> Setup:
-        """Wraps the model in DDP."""
+        """Wrap the model in DDP."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What is not simulated on several GPUs."""
+        """Yield the settings that are not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
     @classmethod

@@ -1,8 +1,8 @@
 """Fully sharded data parallel training by torch's FSDP2: each GPU holds a part of everything.
 
-Weights, gradients and optimizer states are spread over all GPUs. Before a layer computes, its weights are
-gathered, forward and again backward, and its gradients are summed and spread at once. What a GPU holds
-besides are the weights of two layers or so, and its own activations.
+Weights, gradients and optimizer states are sharded over all GPUs. Before a layer computes, its weights are
+gathered, forward and again backward. Its gradients are summed and sharded at once. In addition a GPU holds
+the weights of about two layers, and its own activations.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class Fsdp(Technique):
     needs_several_gpus: ClassVar = True
 
     reshard: Literal["layers", "all", "none"] = "layers"
-    """Which gathered weights are dropped after the forward pass and gathered again for the backward one
-    (`reshard_after_forward`): those of the `layers`, as FSDP2 does by itself, `all`, or `none`."""
+    """Gathered weights that are dropped after the forward pass and gathered again for the backward one
+    (`reshard_after_forward`): the `layers`' (FSDP2's default), `all`, or `none`.
+    """
 
     offload: Literal["none", "cpu"] = "none"
     """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
     over the link whenever they are gathered."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spreads the model over all GPUs."""
+        """Shard the model over all GPUs."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What is not simulated on several GPUs."""
+        """Yield the settings that are not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
     @classmethod
@@ -51,7 +52,7 @@ class Fsdp(Technique):
         yield from (cls(reshard="none"), cls())
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How far shards on the host were measured."""
+        """Yield the limits of measurements of shards on the host."""
         if self.offload == "cpu":
             yield several_gpus.SHARDS_ON_HOST
 

@@ -34,28 +34,28 @@ class Hsdp(Technique):
     """GPUs of a group, all of which it is best to have in one host."""
 
     reshard: Literal["layers", "all", "none"] = "layers"
-    """Which gathered weights are dropped after the forward pass, as for `fsdp`."""
+    """Gathered weights that are dropped after the forward pass, as for `fsdp`."""
 
     offload: Literal["none", "cpu"] = "none"
     """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
     over the link whenever they are gathered."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spreads each copy of the model over its group."""
+        """Shard each copy of the model over its group."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What is not simulated on several GPUs."""
+        """Yield the settings that are not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How far shards on the host were measured."""
+        """Yield the limits of measurements of shards on the host."""
         if self.offload == "cpu":
             yield several_gpus.SHARDS_ON_HOST
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host."""
+        """Yield groups that fit into one host."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def _wish(self) -> ParallelWish:

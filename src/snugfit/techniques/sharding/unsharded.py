@@ -20,5 +20,5 @@ class Unsharded(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """No engine is put around the model."""
+        """Leave the model without an engine."""
         return setup.with_fields(sharding=None)

@@ -1,9 +1,9 @@
-"""ZeRO's first stage by torch: as `ddp`, with the optimizer's states spread over the GPUs.
+"""ZeRO's first stage by torch: as `ddp`, with the optimizer's states sharded over the GPUs.
 
 Each GPU updates a part of the weights, whole tensors of them, and sends them to the others. It is torch's
-`ZeroRedundancyOptimizer` and not DeepSpeed's first stage: a rank of it is torch's own code and nothing else,
-whose bytes agree with two H200s to the last one; DeepSpeed's would keep flat copies of weights and gradients
-besides. `zero2` and `zero3` are DeepSpeed's. Where it helps, `fsdp` helps more.
+`ZeroRedundancyOptimizer` and not DeepSpeed's first stage. A rank of it runs torch's own code alone, and its
+predicted bytes agree with two H200s to the last one. DeepSpeed's stage would keep flat copies of weights and
+gradients in addition. `zero2` and `zero3` are DeepSpeed's. `fsdp` saves more than this technique.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Zero1(Technique):
     needs_several_gpus: ClassVar = True
 
     bucket_views: bool = False
-    """Whether gradients lie in the buckets that are averaged, and nowhere else, as for `ddp`."""
+    """True if gradients are views of the averaged buckets, without memory of their own, as for `ddp`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Wraps the model in DDP, and shares out the optimizer."""
+        """Wrap the model in DDP, and shard the optimizer."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What is not simulated on several GPUs."""
+        """Yield the settings that are not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
     def _wish(self) -> ParallelWish:

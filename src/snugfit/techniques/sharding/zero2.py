@@ -1,10 +1,11 @@
-"""ZeRO's second stage by DeepSpeed: gradients and optimizer states in flat partitions, on the host if wished.
+"""ZeRO's second stage by DeepSpeed: gradients and optimizer states in flat partitions, optionally on the
+host.
 
-On one GPU there is nobody to share them with, so it only helps with `offload=cpu` (ZeRO-Offload): the GPU
-keeps the weights in what they compute in, and a bucket of gradients. Gradients go to the host while the
-backward pass runs; there the CPU updates fp32 weights, and the new ones come back. Each of several GPUs
-keeps and updates its part, on the GPU with `offload=none`, and all weights in what they compute in.
-snugfit's own loop trains with it, on one GPU as on several (`step/wishes/engine/optimizer.py`).
+One GPU has no other to share them with, so there it only helps with `offload=cpu` (ZeRO-Offload). The GPU
+keeps the weights in the dtype of the computation, and a bucket of gradients. Gradients go to the host while
+the backward pass runs; there the CPU updates fp32 weights, and the new ones come back. Each of several GPUs
+keeps and updates its part, on the GPU with `offload=none`. Each also keeps all weights in the dtype of the
+computation. snugfit's own loop trains with it, on one GPU as on several (`step/wishes/engine/optimizer.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class Zero2(Technique):
     searched: ClassVar = False
 
     offload: Literal["cpu", "none"] = "cpu"
-    """Where optimizer states and the update are: `cpu` is the host, `none` the GPU, which, if
-    it is the only one, then needs more than without DeepSpeed."""
+    """Place of optimizer states and the update: `cpu` is the host, `none` the GPU, which alone needs more
+    than without DeepSpeed.
+    """
 
     def install(self, setup: Setup) -> Setup:
-        """Has DeepSpeed's engine run the steps."""
+        """Make DeepSpeed's engine run the steps."""
         return deepspeed_zero.with_engine(setup, ShardingWish(stage=2, states=self.offload))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The engine trains AdamW in fp32 or bf16."""
+        """Refuse all but AdamW in fp32 or bf16, which the engine trains."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")

@@ -1,11 +1,11 @@
-"""ZeRO's third stage by DeepSpeed: weights too wait elsewhere until a module computes with them.
+"""ZeRO's third stage by DeepSpeed: weights too stay outside of the GPU until a module computes with them.
 
-On one GPU elsewhere is the host: weights come over the link for the forward pass and again for the backward
-pass, module by module, so the GPU holds those of a few modules and their activations. It is what trains the
-largest model on a GPU, and the slowest. accelerate and the Trainer have the model built so too
-(`deepspeed.zero.Init`); the plain loop moves it to the GPU whole, and its weights go to the host from there.
-Each of several GPUs keeps a part of everything, there or with `offload=none` itself, and gathers weights.
-snugfit's own loop trains with it, but for `offload=nvme` (`step/wishes/engine/optimizer.py`).
+With one GPU they stay on the host. They are copied over the link for the forward pass and again for the
+backward pass, module by module. So the GPU holds those of a few modules and their activations. It trains the
+largest model on a GPU, and is the slowest. accelerate and the Trainer also build the model in this way
+(`deepspeed.zero.Init`). The plain loop moves it to the GPU whole, and its weights go to the host from there.
+Each of several GPUs keeps a part of everything, on the host or with `offload=none` itself, and gathers
+weights. snugfit's own loop trains with it, except with `offload=nvme` (`step/wishes/engine/optimizer.py`).
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ class Zero3(Technique):
     searched: ClassVar = False
 
     offload: Literal["cpu", "nvme", "none"] = "cpu"
-    """Where weights, optimizer states and the update are: `cpu` is the host, `nvme` a disk, whose files the
-    host reads part by part to update (the folder for temporary files), `none` the GPU."""
+    """Place of weights, optimizer states and the update: `cpu` is the host, `nvme` a disk (the folder for
+    temporary files), `none` the GPU. The host reads the disk's files part by part to update.
+    """
 
     def install(self, setup: Setup) -> Setup:
-        """Has DeepSpeed's engine run the steps."""
+        """Make DeepSpeed's engine run the steps."""
         return deepspeed_zero.with_engine(
             setup, ShardingWish(stage=3, states=self.offload, weights=self.offload)
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The engine trains AdamW in fp32 or bf16."""
+        """Refuse all but AdamW in fp32 or bf16, which the engine trains."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How well it was met where it was measured."""
+        """Yield the accuracy of predictions, where they were measured."""
         yield deepspeed_zero.UNCERTAIN
         if self.offload == "nvme":
             yield deepspeed_zero.OF_DISKS

@@ -1,14 +1,14 @@
 """Tensor parallelism: n GPUs compute each layer together, each with a part of its matrices.
 
-Of attention each has some of the heads, of the feed-forward block some of its columns, and of embedding and
-head some of the vocabulary; then what they have is summed. So each holds an n-th of nearly all weights,
-gradients and states, and of the activations within a block, for the price of exchanges in every layer, which
-nothing hides: n is best the GPUs of one host at most, with a link of their own. What is between blocks all
-hold, and the logits too.
+Each has some heads of attention, some columns of the feed-forward block, and some of the vocabulary of
+embedding and head. Then their results are summed. So each holds an n-th of nearly all weights, gradients and
+states, and of the activations within a block. The price is an exchange in every layer, which no computation
+overlaps. So n is best at most the GPUs of one host, with a link of their own. All GPUs hold the activations
+between blocks, and the logits too.
 
-The model's own plan (transformers' `base_model_tp_plan`) says what is cut; torch's `parallelize_module` cuts
-it. By itself n GPUs train one copy of the model on the whole batch; beside `fsdp`, `hsdp` or `ddp` each such
-group has a part of the batch.
+The model's own plan (transformers' `base_model_tp_plan`) lists the cut matrices; torch's `parallelize_module`
+cuts them. Without sharding, n GPUs train one copy of the model on the whole batch. With `fsdp`, `hsdp` or
+`ddp` each such group has a part of the batch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Tensor(Technique):
     """GPUs of a group, all of which it is best to have in one host."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts the model's matrices over the group, whoever shares the batch."""
+        """Cut the model's matrices over the group, with any division of the batch."""
         wish = setup.parallel or ParallelWish(weights="alone")
         return setup.with_fields(parallel=replace(wish, tensor=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What is not simulated on several GPUs, and sizes that n parts cannot share."""
+        """Yield the settings that are not simulated on several GPUs, and sizes that n parts cannot share."""
         wish = recipe[Slot.SHARDING].install(Setup()).parallel or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
         spread = recipe[Slot.EXPERT_PARALLEL].install(Setup()).parallel
@@ -61,14 +61,14 @@ class Tensor(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host, of which the model's sizes make as many parts."""
+        """Yield groups that fit into one host and divide the model's sizes."""
         for n in (2, 4, 8):
             if any(not any(tensor_plans.objections(job, n, experts=spread)) for spread in (False, True)):
                 yield cls(n=n)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """A model that no group within a host can share."""
+        """Return why no group within a host can share the model."""
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections(job, 2)).rstrip(".")

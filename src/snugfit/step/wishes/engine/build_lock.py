@@ -1,12 +1,13 @@
 """torch's lock on the folder of a C++ extension, freed where the process that built there is dead.
 
-`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A process that is killed
-leaves it, and each later one waits for it without end. While a builder lives, it has the file open, and ninja
-and the compiler work in the folder. Linux lists both in /proc. So a lock is dead when no process has it
-open, none works in its folder, and nothing there has changed for some seconds.
+`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A killed process leaves it,
+and each later one waits for it without end. While a builder lives, it has the file open, and ninja and the
+compiler work in the folder. Linux lists both in /proc. So a lock is dead under three conditions. No process
+has it open, none works in its folder, and no file there has changed for some seconds.
 
-This is sure only where all builders are seen: the file is this user's, its file system belongs to this
-machine, and no other container shares it. Elsewhere a line says what is waited for, and which file to delete.
+This is sure only if all builders are visible. The file must be this user's, on a file system of this machine,
+and no other container may share it. Elsewhere a line names the awaited process or lock, and the file to
+delete.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from torch.utils.file_baton import FileBaton
 
 QUIET_SECONDS = 3.0
-"""For how long nothing has changed in the folder of a dead build. A choice."""
+"""Seconds without a change in the folder of a dead build. A choice."""
 
 SECONDS_TO_LINE = 3.0
 """After which a wait is explained. A choice."""
 
 POLL_SECONDS = 0.5
-"""Between two looks at a lock. A choice."""
+"""Seconds between two checks of a lock. A choice."""
 
 LOCAL_FILE_SYSTEMS = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay",
@@ -42,7 +43,7 @@ FIRST_PID_NAMESPACE = "pid:[4026531836]"
 it too."""
 
 MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
-"""Of a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+"""Field positions in a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
 
 
 class Unseen(Exception):
@@ -56,7 +57,9 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Within it, torch waits for the lock of a live build alone. `tell` hears of a wait and of a removal."""
+    """Make torch wait only for the lock of a live build. `tell` receives a line on a wait and on a
+    removal.
+    """
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire
@@ -92,8 +95,9 @@ class LockWait:
 
 
 def remove_if_dead(lock: Path) -> str | None:
-    """Remove the lock where its holder is dead, and return None; else return why not, a sentence, which is
-    empty where the lock is free by now."""
+    """Remove the lock if its holder is dead, and return None. Otherwise return the reason as a sentence, or
+    an empty string if the lock is free by now.
+    """
     try:
         with _only_one_removes(lock.parent):
             if builders := builders_at(lock):
@@ -126,7 +130,7 @@ def _only_one_removes(folder: Path) -> Iterator[None]:
 
 
 def _last_change(lock: Path) -> float:
-    """The time of the last change in the folder, in seconds since 1970."""
+    """Return the time of the last change in the folder, in seconds since 1970."""
     times = [lock.stat().st_mtime, lock.parent.stat().st_mtime]
     for entry in os.scandir(lock.parent):
         with contextlib.suppress(FileNotFoundError):
@@ -135,8 +139,9 @@ def _last_change(lock: Path) -> float:
 
 
 def builders_at(lock: Path) -> list[int]:
-    """The ids of the processes that have the lock open or work in its folder. Raises `Unseen` where not all
-    of them are seen."""
+    """Return the ids of the processes that have the lock open or work in its folder. Raises `Unseen` where
+    some of them may be invisible.
+    """
     file, folder = lock.stat(), lock.parent.stat()
     builders = [pid for pid in _processes() if _has_open(pid, file) or _works_in(pid, folder)]
     if not builders:
@@ -157,7 +162,7 @@ def _refuse_unseen(lock: Path, file: os.stat_result) -> None:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that the path is on."""
+    """Return the type of the file system that the path is on."""
     real, best, kind = path.resolve(), "", ""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, rest = line.partition(AFTER_OPTIONAL_FIELDS)
@@ -172,8 +177,9 @@ def _processes() -> list[int]:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
-    """Return True where the process has this file open. Raise `Unseen` where it is this user's and shows no
-    files; nobody else's holds a lock of this user."""
+    """Return True if the process has this file open. Raise `Unseen` for a process of this user that shows no
+    files; other users' processes hold no lock of this user.
+    """
     try:
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError, PermissionError):

@@ -1,8 +1,8 @@
 """DeepSpeed's configuration for a Setup, as its engine, accelerate and the Trainer read it.
 
-Sizes of buckets are those that accelerate and transformers put in the place of `auto`: by the model's width.
-DeepSpeed's own defaults (half a billion elements) would take 2 GB whatever the model is. `overlap_comm` is
-off on one GPU, which has nobody to communicate with.
+Sizes of buckets are those that accelerate and transformers compute for `auto`, from the model's width.
+DeepSpeed's own defaults (half a billion elements) would take 2 GB for any model. `overlap_comm` is off on one
+GPU, which has no communication.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup, ShardingWish
 
 PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
-"""NVML bytes that NCCL and DeepSpeed's engine add with one process, by the stage: 558 to 563 MiB in four runs
-under zero2 and 950 and 951 MiB in two under zero3, each on one H200 (torch 2.11, DeepSpeed 0.19.8,
-2026-11-24), and 956 in one on an H100."""
+"""NVML bytes that NCCL and DeepSpeed's engine add with one process, by the stage. Source: 558 to 563 MiB in
+four runs under zero2, and 950 and 951 MiB in two under zero3. Each ran on one H200 (torch 2.11, DeepSpeed
+0.19.8, 2026-11-24); one on an H100 had 956.
+"""
 
 BUILT_WITHIN = 570 * MIB
-"""The same of the third stage where the model is built within `zero.Init`, as accelerate and the Trainer
-build it: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json)."""
+"""The same bytes for a third-stage model built within `zero.Init`, as accelerate and the Trainer build it.
+Source: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json).
+"""
 
 
 def is_of_engine(optimizer: Any) -> bool:
-    """Whether it stands for the optimizer of an engine (`optimizer.py`, which to import takes time: who has
-    one has imported it)."""
+    """Return whether it wraps an engine's optimizer. It compares a module's name, since importing
+    `optimizer.py` takes time, and a process with such an optimizer has imported it.
+    """
     return type(optimizer).__module__ == "snugfit.step.wishes.engine.optimizer"
 
 
 def group_bytes(setup: Setup, loop: str = "plain") -> int:
-    """NVML bytes of the process group of one process in this loop; 0 where there is none, and on several
-    GPUs, whose groups are counted by what they exchange."""
+    """Return the NVML bytes of one process's group in this loop; 0 without one. It is 0 on several GPUs too,
+    whose groups are counted by their exchanges.
+    """
     if setup.sharding is None or setup.sharding.ranks > 1:
         return 0
     if setup.sharding.stage == 3 and loop != "plain":
@@ -46,8 +50,9 @@ def group_bytes(setup: Setup, loop: str = "plain") -> int:
 
 
 def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given, for a model whose hidden states have this width, and the batch of
-    one process."""
+    """Return the configuration for `deepspeed.initialize`. `width` is that of the hidden states, `batch_size`
+    that of one process.
+    """
     wish = setup.sharding
     assert wish is not None
     rows = max(1, batch_size // setup.micro_batches)
@@ -63,8 +68,9 @@ def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: i
 
 
 def swap_folder(wish: ShardingWish) -> str:
-    """Where this process swaps to: a folder of its own among temporary files (`TMPDIR`), until a run ends.
-    The empty text where nothing goes to a disk."""
+    """Return this process's swap folder among temporary files (`TMPDIR`), which exists until a run ends.
+    Empty if nothing goes to a disk.
+    """
     return _own_folder() if "nvme" in (wish.states, wish.weights) else ""
 
 
@@ -74,14 +80,14 @@ def _own_folder() -> str:
 
 
 def remove_swap_folder() -> None:
-    """Removes this process's folder of swapped files, where it has one."""
+    """Remove this process's folder of swapped files, where it has one."""
     if _own_folder.cache_info().currsize:
         shutil.rmtree(_own_folder(), ignore_errors=True)
         _own_folder.cache_clear()
 
 
 def refuse_without_file_operator(wish: ShardingWish) -> None:
-    """Raises `UsageError` where states go to a disk and DeepSpeed's operator for files does not build."""
+    """Raise `UsageError` where states go to a disk and DeepSpeed's operator for files does not build."""
     if "nvme" not in (wish.states, wish.weights):
         return
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -95,8 +101,9 @@ def refuse_without_file_operator(wish: ShardingWish) -> None:
 
 
 def bucket_sizes(width: int) -> dict[str, Any]:
-    """What accelerate (`Accelerator._prepare_deepspeed`) and transformers (`trainer_config_finalize`) put in
-    the place of `auto`."""
+    """Return the sizes that accelerate (`Accelerator._prepare_deepspeed`) and transformers
+    (`trainer_config_finalize`) compute for `auto`.
+    """
     return {
         "reduce_bucket_size": width * width,
         "stage3_prefetch_bucket_size": int(0.9 * width * width),
@@ -105,5 +112,7 @@ def bucket_sizes(width: int) -> dict[str, Any]:
 
 
 def width_of(config: Any) -> int:
-    """Of a model's hidden states, as accelerate and transformers find it; the widest of several."""
+    """Return the width of a model's hidden states, as accelerate and transformers find it; the widest of
+    several.
+    """
     return int(config.hidden_size if hasattr(config, "hidden_size") else max(config.hidden_sizes))

@@ -1,12 +1,12 @@
-"""DeepSpeed's engine by accelerate and by the HF Trainer: each makes it itself, of the configuration that the
-plain loop gives it (`engine_config.py`).
+"""DeepSpeed's engine in accelerate and in the HF Trainer: each makes it itself, from the plain loop's
+configuration (`engine_config.py`).
 
 accelerate takes it as a `DeepSpeedPlugin`, the Trainer as `TrainingArguments(deepspeed=...)`. Both exchange
-the optimizer for DeepSpeed's where states are on the host, and both have `backward` clip, update and drop the
-gradients, so what follows it in their loops does nothing. Both are told of the engine before the model is
-built, as their documentation asks, and with the third stage transformers then builds it within
-`deepspeed.zero.Init`. Its random weights are others than without, for the same seed: transformers draws them
-module by module, with each module's weights fetched.
+the optimizer for DeepSpeed's where states are on the host. In both `backward` clips, updates and drops the
+gradients, so the later calls of their loops do nothing. Both get the configuration before the model is built,
+as their documentation requires. With the third stage transformers then builds the model within
+`deepspeed.zero.Init`. Its random weights differ from those without, for the same seed: transformers draws
+them module by module, with each module's weights fetched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EngineAccelerateStep(AccelerateStep):
-    """The guide's hand-written loop, whose engine accelerate makes."""
+    """The guide's hand-written loop, with an engine made by accelerate."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""
@@ -97,7 +97,9 @@ class EngineTrainerStep(TrainerStep):
         return built_by_transformers(self.job, self.setup, self.device)
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
-        """Never `use_cpu`, with which accelerate has no engine: the device is told it by the environment."""
+        """Return the arguments without `use_cpu`, with which accelerate has no engine; the environment sets
+        the device.
+        """
         arguments = super()._training_arguments(folder, steps)
         return {**arguments, "use_cpu": False}
 
@@ -117,7 +119,7 @@ class EngineTrainerStep(TrainerStep):
 
 
 def tell_of_updates(engine: Any, observer: Observer) -> None:
-    """Has the observer hear when the engine, within `backward`, begins to update."""
+    """Notify the observer when the engine, within `backward`, begins to update."""
     step = engine.step
 
     def tell_and_step(*arguments: Any, **keywords: Any) -> Any:
@@ -129,8 +131,9 @@ def tell_of_updates(engine: Any, observer: Observer) -> None:
 
 @contextlib.contextmanager
 def made_by_accelerate(device: torch.device) -> Iterator[None]:
-    """Within it, this process is a group of its own, and what accelerate and transformers remember of an
-    engine is gone afterwards."""
+    """Make this process a group of its own inside of this context, and delete the engine's records in
+    accelerate and transformers afterwards.
+    """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     with in_process_group(device):

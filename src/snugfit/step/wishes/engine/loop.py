@@ -1,7 +1,7 @@
-"""The plain loop with DeepSpeed's engine: what accelerate's `prepare` and `backward` do with one.
+"""The plain loop with DeepSpeed's engine: the same calls as accelerate's `prepare` and `backward`.
 
-The model is built on the host, moved, and handed to `deepspeed.initialize` with its optimizer, which becomes
-DeepSpeed's CPU Adam where states are on the host, as accelerate makes it. A micro-batch goes through
+The model is built on the host, moved, and passed to `deepspeed.initialize` with its optimizer. That optimizer
+becomes DeepSpeed's CPU Adam where states are on the host, as accelerate makes it. A micro-batch goes through
 `engine(**batch)` and `engine.backward(loss)`, and `engine.step()` clips, updates and drops the gradients.
 Several processes are a group already, and one is a group of its own, with no launcher.
 """
@@ -41,10 +41,10 @@ ACCELERATOR = "DS_ACCELERATOR"
 
 
 class EngineStep(PlainStep):
-    """The plain loop over one job and Setup, whose steps are DeepSpeed's."""
+    """The plain loop over one job and Setup, with DeepSpeed's steps."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
         with run_context(self.setup), in_process_group(self.device):
@@ -94,8 +94,9 @@ class EngineStep(PlainStep):
 
 
 def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's engine around this model and optimizer, for the job of one process. Its optimizer becomes
-    DeepSpeed's CPU Adam where states are on the host."""
+    """Return DeepSpeed's engine around this model and optimizer, for the job of one process. Its optimizer
+    becomes DeepSpeed's CPU Adam where states are on the host.
+    """
     import deepspeed
 
     wish = setup.sharding
@@ -112,13 +113,14 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
 def engine_context(
     setup: Setup, device: torch.device, tell: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Any]:
-    """What a run runs in whose steps are an engine's: `in_process_group`; nothing for any other."""
+    """Return the context of a run with an engine's steps: `in_process_group`; an empty one for other runs."""
     return contextlib.nullcontext() if setup.sharding is None else in_process_group(device, tell)
 
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
-    """The model, built on the host, in the dtype that the engine would make of it there before it moves
-    it. Raises `UsageError` where the engine cannot keep states where they are wished."""
+    """Return the model, built on the host, in the dtype that the engine would give it there before it moves
+    it. Raises `UsageError` where the engine cannot keep states in the chosen place.
+    """
     wish = setup.sharding
     assert wish is not None
     if device.type != "meta":
@@ -128,10 +130,13 @@ def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.M
 
 
 def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
-    """The model, built when transformers knows of the engine's configuration: accelerate and the Trainer have
-    told it. For the third stage it then builds within `deepspeed.zero.Init`: each module's weights are made
-    on the device, and wait elsewhere before the next module's are made, so that never all of them are on the
-    device, nor on the host in a second copy."""
+    """Return the model, built after accelerate or the Trainer has passed the engine's configuration to
+    transformers.
+
+    A third-stage model is built within `deepspeed.zero.Init`. Each module's weights are made on the device
+    and moved away before the next module's are made. So the device never holds all of them, nor the host a
+    second copy.
+    """
     wish = setup.sharding
     assert wish is not None
     if wish.stage != 3:
@@ -146,8 +151,9 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def in_numbers(visible: str) -> str:
-    """CUDA_VISIBLE_DEVICES with NVML's number of each GPU in the place of its UUID: DeepSpeed, which asks
-    NVML how much memory is free, reads nothing else. Raises `UsageError` for what has no such number."""
+    """Return CUDA_VISIBLE_DEVICES with NVML's number of each GPU instead of its UUID. DeepSpeed queries NVML
+    for free memory and reads only numbers. Raises `UsageError` for entries without such a number.
+    """
     import pynvml
 
     entries = [entry.strip() for entry in visible.split(",")]
@@ -187,9 +193,12 @@ def import_for(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def in_process_group(device: torch.device, tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Within it, DeepSpeed is told of torch's default process group as by a launcher. Where there is none,
-    this process is one alone. What DeepSpeed remembers of groups, and the function that its third stage puts
-    in the place of torch's linear one, are gone afterwards. `tell` hears of a build that it waits for."""
+    """Set DeepSpeed up with torch's default process group, as a launcher does. Without a group, this process
+    becomes a group of one.
+
+    Afterwards DeepSpeed's records of groups are removed. torch's linear function, which the third stage
+    replaces, is restored. `tell` receives a line on a build that it waits for.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
     from torch.nn import functional

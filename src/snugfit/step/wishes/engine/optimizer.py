@@ -1,13 +1,13 @@
-"""DeepSpeed's engine as a loop of snugfit's sees it: an optimizer over the model's own weights.
+"""DeepSpeed's engine as an optimizer over the model's own weights, for snugfit's loops.
 
-The engine flattens weights, gradients and states into partitions of its own, and its optimizer knows these
-alone. Schedules, checkpoints and whoever asks which weights train know the model's weights by their names. So
-this optimizer has the groups that were asked for; its `step` tells the engine's of their learning rates and
-has the engine clip and update.
+The engine flattens weights, gradients and states into partitions of its own, and its optimizer updates only
+these. Schedules, checkpoints and lists of trained weights use the model's weights by their names. So this
+optimizer has the original groups. Its `step` copies their learning rates to the engine's groups, and the
+engine clips and updates.
 
-A weight in fp32 and its states, whole and by the weight's name, come from the partitions and go into them by
-DeepSpeed's own functions (`deepspeed.utils.tensor_fragment`). The engine makes its fp32 weights of those in
-bf16 that it computes with; here they become what the model had before it was cast, as in a run without it.
+DeepSpeed's own functions (`deepspeed.utils.tensor_fragment`) read and write an fp32 weight and its states,
+whole and by the weight's name. The engine makes its fp32 weights from the bf16 ones of the computation. Here
+they become the model's weights from before the cast, as in a run without it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _TOLD = ("lr", "weight_decay", "betas", "eps")
-"""What a step tells the engine's groups, where they have it."""
+"""Settings that a step copies to the engine's groups, where they have them."""
 
 _FLAT = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-"""What the second and the third stage call this process's parts of the fp32 weights."""
+"""Names, in the second and the third stage, of this process's parts of the fp32 weights."""
 
 _NORMS: tuple[tuple[str, Any], ...] = (
     ("scaled_global_norm", lambda mark: mark),
     ("_get_norm_groups", lambda mark: [mark]),
 )
-"""What the second and the third stage ask for the gradients' norm, and what each gives where it is none."""
+"""Methods for the gradients' norm in the second and the third stage, each with its result for a non-finite
+norm.
+"""
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Stands for the optimizer of an engine. Its `state` is empty, but while a checkpoint is put back: what
-    is put there goes into the engine by `take_states`."""
+    """Wrapper of an engine's optimizer. Its `state` is empty except while a checkpoint is restored;
+    `take_states` moves the restored states into the engine.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], engine: Any) -> None:
         super().__init__(groups, defaults)
@@ -48,14 +51,15 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._has_gradients = False
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """The backward pass of a micro-batch, which may be the last of its step."""
+        """Run the backward pass of a micro-batch, which may be the last of its step."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         self.engine.backward(loss, scale_wrt_gas=False)
         self._has_gradients = is_last
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Has the engine clip and update, and drop the gradients. Where these are no numbers nothing is
-        updated (`overflowed`)."""
+        """Clip, update and drop the gradients by the engine. If gradients are not finite, no weight is
+        updated (`overflowed`).
+        """
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: own[name] for name in _TOLD if name in own})
         self._has_gradients = False
@@ -63,7 +67,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step's gradients were no numbers, so that nothing was updated."""
+        """Return whether the last step's gradients were not finite, so that no weight was updated."""
         return bool(self.engine.optimizer.overflow)
 
     def norm(self) -> float:
@@ -71,8 +75,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return float(self.engine.get_global_grad_norm())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the step's gradients, those in the partitions too. The engine drops these by itself alone
-        when it updates or finds that they are no numbers; so it is told that they are none."""
+        """Drop the step's gradients, those in the partitions too. The engine drops these only when it updates
+        or finds non-finite values, so its norm is replaced by a non-finite mark.
+        """
         optimizer = self.engine.optimizer
         if not self._has_gradients:
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -88,7 +93,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """The optimizer of the partitions."""
+        """Return the optimizer of the partitions."""
         return self.engine.optimizer.optimizer
 
     def _flat_weights(self) -> list[torch.Tensor]:
@@ -96,19 +101,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         return list(getattr(self.engine.optimizer, flat))
 
     def _own_states(self) -> list[dict[str, Any]]:
-        """Of each partition, once there was an update."""
+        """Return the states of each partition, after the first update."""
         states = self._inner.state
         return [states[flat] for flat in self._flat_weights() if states.get(flat)]
 
     def state_names(self) -> list[str]:
-        """What the optimizer calls the states of a weight that are as large as it; none before the first
-        update."""
+        """Return the names of states that are as large as their weight; empty before the first update."""
         states = self._own_states()
         return [name for name, value in states[0].items() if is_of_weights(value)] if states else []
 
     def step_count(self) -> torch.Tensor | None:
-        """How many updates there were, as torch's AdamW keeps it, where that would keep it; None before the
-        first."""
+        """Return the number of updates in the form of torch's AdamW, on the same device; None before the
+        first.
+        """
         states = self._own_states()
         if not states:
             return None
@@ -122,8 +127,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return bool(self.param_groups[0].get("fused"))
 
     def take_states(self) -> None:
-        """Puts the states of whole weights that were put into `state` into the partitions. Afterwards it is
-        empty."""
+        """Move states of whole weights from `state` into the partitions. Afterwards `state` is empty."""
         given = {weight: dict(values) for weight, values in self.state.items()}
         self.state.clear()
         if not given:
@@ -135,8 +139,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 self.put_state(weight, name, values[name])
 
     def begin_states(self, names: Collection[str], steps: float) -> None:
-        """Makes the states of these names, of zeros, where there are none yet, and sets how many updates
-        there were."""
+        """Make the missing states of these names, of zeros, and set the number of updates."""
         is_torchs = isinstance(self._inner, torch.optim.AdamW)
         for flat in self._flat_weights():
             state = self._inner.state[flat]
@@ -151,9 +154,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _count_on_host(self, steps: int) -> None:
-        """Has DeepSpeed's Adam for the host count from 1: its compiled part keeps the powers of both betas by
-        multiplying, in fp32, and begins another number of updates with `pow`, which rounds otherwise. Each
-        is a call that updates one number by nothing."""
+        """Make DeepSpeed's Adam for the host count from 1. Its compiled part keeps the powers of both betas
+        by multiplying, in fp32. For any other start it uses `pow`, which rounds differently. Each call
+        updates one number by zero.
+        """
         number = [torch.zeros(1) for _ in range(4)]  # a weight, its gradient and moments
         group = self._inner.param_groups[0]
         for step in range(1, steps + 1):
@@ -162,7 +166,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
     def put_state(self, weight: Any, name: str, value: torch.Tensor) -> None:
-        """A state of a whole weight into the partitions, where there is room for it (`begin_states`)."""
+        """Write a state of a whole weight into the partitions, where there is room for it
+        (`begin_states`).
+        """
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if hasattr(weight, "ds_id"):
@@ -172,15 +178,16 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def is_of_weights(value: Any) -> bool:
-    """Whether a state is as large as its weight; single numbers are not."""
+    """Return whether a state is as large as its weight; single numbers are not."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def start_engine(
     job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, EngineOptimizer]:
-    """DeepSpeed's engine around a model that is on the host, in fp32, and its optimizer, for the job of one
-    process; and what stands for that optimizer."""
+    """Return DeepSpeed's engine and its wrapped optimizer, for the job of one process. `model` is on the
+    host, in fp32.
+    """
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     before = [(weight, weight.detach()) for weight in model.parameters() if weight.requires_grad]
     engine = make_engine(job, setup, model, optimizer)
@@ -193,7 +200,7 @@ def start_engine(
 
 
 def _put_weight(weight: Any, value: torch.Tensor) -> None:
-    """Into the fp32 weight of the partitions."""
+    """Write a weight into the fp32 weight of the partitions."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if hasattr(weight, "ds_id"):
@@ -203,7 +210,9 @@ def _put_weight(weight: Any, value: torch.Tensor) -> None:
 
 
 def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
-    """What this process has of a whole tensor, under the third stage: an equal part, the last one padded."""
+    """Return this process's part of a whole tensor under the third stage: an equal part, the last one
+    padded.
+    """
     import torch.distributed as dist
 
     size, rank = weight.ds_tensor.numel(), dist.get_rank(group=weight.ds_process_group)
@@ -212,8 +221,9 @@ def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_weight(weight: Any) -> torch.Tensor:
-    """A weight as it is trained, in fp32, gathered from the partitions; one that does not train as it is. All
-    processes call it."""
+    """Return a trained weight in fp32, gathered from the partitions; other weights are returned unchanged.
+    All processes call it.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -227,7 +237,7 @@ def whole_weight(weight: Any) -> torch.Tensor:
 
 
 def whole_states(optimizer: EngineOptimizer, weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The states of a weight by their names, gathered one after the other. All processes call it."""
+    """Yield the states of a weight by their names, gathered one after the other. All processes call it."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     for name in optimizer.state_names() if weight.requires_grad else ():

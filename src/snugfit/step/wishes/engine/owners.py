@@ -1,4 +1,4 @@
-"""Which process keeps which of an engine's weights in a checkpoint, whole and with its states."""
+"""The division of an engine's weights, whole and with their states, among processes in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ if TYPE_CHECKING:
 
 
 def shape_of(weight: Any) -> tuple[int, ...]:
-    """Of all of a weight, wherever the engine keeps it."""
+    """Return the shape of a whole weight, also of one that the engine partitions."""
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 def owners(model: torch.nn.Module, ranks: int) -> dict[str, int]:
-    """The rank of each weight's process, by its name: the largest first, each to whoever has the least."""
+    """Return the rank of each weight's process, by name: the largest weight first, each to the process with
+    the least.
+    """
     sizes = {name: math.prod(shape_of(weight)) for name, weight in model.named_parameters()}
     given = [0] * ranks
     chosen: dict[str, int] = {}
@@ -26,8 +28,9 @@ def owners(model: torch.nn.Module, ranks: int) -> dict[str, int]:
 
 
 def part_bytes(model: torch.nn.Module, rank: int, ranks: int) -> list[int]:
-    """Bytes of each tensor that a process writes, once there are states: each weight that trains has two, and
-    all three are in fp32."""
+    """Return the bytes of each tensor that a process writes, once there are states. Each trained weight has
+    two states, and all three are in fp32.
+    """
     chosen = owners(model, ranks)
     sizes = []
     for name, weight in model.named_parameters():

@@ -22,7 +22,7 @@ EXPORT = "--export hf writes a script that trains so"
 
 
 class ShardingHandler(Handler):
-    """Whose engine runs the steps. Each loop has another Step for it (`step/open_step.py`)."""
+    """DeepSpeed's engine for the steps. Each loop has another Step for it (`step/open_step.py`)."""
 
     wish, slot, stage = "sharding", Slot.SHARDING, InstallStage.STEP
     read_by_loops = True
@@ -32,7 +32,7 @@ class ShardingHandler(Handler):
     }
 
     def import_code(self, value: ShardingWish | None) -> None:
-        """DeepSpeed, before anything is watched. What it writes goes to stderr: an answer is on stdout."""
+        """Import DeepSpeed before any measurement. Its output goes to stderr, since stdout is for results."""
         if value is not None:
             with contextlib.redirect_stdout(sys.stderr):
                 import deepspeed
@@ -41,7 +41,9 @@ class ShardingHandler(Handler):
     def training_arguments(
         self, value: ShardingWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """The configuration, with what the Trainer works out left to it; it keeps `bf16` equal in both."""
+        """Return the configuration, with `auto` for the values that the Trainer computes; `bf16` is equal in
+        both.
+        """
         if value is None:
             return {}
         bf16 = value.dtype == "bfloat16"
@@ -53,8 +55,9 @@ class ShardingHandler(Handler):
         return {"deepspeed": config, "bf16": bf16}
 
     def script(self, value: ShardingWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Nothing in the Trainer's script, whose arguments say it, nor in one around the engine, which has a
-        file of its own; another loop cannot."""
+        """Return no fields for the Trainer's script, whose arguments have the engine, nor for the engine's
+        own script. Raises `RecipeError` for other loops.
+        """
         if value is None and context.target == "deepspeed":
             raise context.refusal(self.slot, "its steps are not those of DeepSpeed's engine")
         if value is not None and not context.trainer and context.target != "deepspeed":

@@ -1,1 +1,1 @@
-"""Weights of bfloat16 whose masters of 32 bits are whole: the weight, and 16 bits beside it."""
+"""Weights of bfloat16 with full 32-bit masters: the weight, and 16 more bits."""

@@ -1,18 +1,17 @@
 """AdamW that updates masters in 32 bits, each in two halves: the bfloat16 weight, and 16 bits of its own.
 
-A weight takes 2 bytes an element, its gradient 2, and the states 10: two moments in fp32 and the other half
-of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master that the
-halves make (`halves.py`); then it is cut in halves again. No copy of a weight is made that outlives it.
+A weight takes 2 bytes an element, its gradient 2, and the states 10. These are two moments in fp32 and the
+other half of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master of
+both halves (`halves.py`). The result is cut in halves again. Every full copy of a weight is temporary.
 
-On a GPU one kernel goes over all weights (`kernel.py`): it reads 14 bytes an element and writes 12, where
-torch's fused AdamW over weights in fp32 reads 16 and writes 12, and autocast casts every weight besides.
-Elsewhere it is plain torch, `AT_ONCE` numbers at a time.
+On a GPU one kernel updates all weights (`kernel.py`). It reads 14 bytes an element and writes 12. torch's
+fused AdamW over weights in fp32 reads 16 and writes 12, and autocast casts every weight in addition. On other
+devices it is plain torch, `AT_ONCE` numbers at a time.
 
-A step has two halves. `prepare` is the host's: it looks where gradients are, counts the step, and copies its
-numbers to the device. `launch` launches kernels and reads nothing, so a CUDA graph can have it, and `prepare`
-is called before each time that graph is played back. Gradients are clipped within the update (`clip_by`), so
-that no pass over them goes before it, and are left as they are; with a norm that is no number the update
-leaves everything as it is.
+A step has two parts. `prepare` runs on the host: it reads the gradients' addresses, counts the step, and
+copies its numbers to the device. `launch` launches kernels and reads nothing, so a CUDA graph can contain it.
+`prepare` is called before each replay of that graph. Gradients are clipped within the update (`clip_by`),
+without a separate pass over them, and are not changed. With a non-finite norm the update changes nothing.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class Numbers(NamedTuple):
     """The numbers of AdamW's step, as torch computes them on the host (`torch/optim/adam.py`)."""
 
     keep: float
-    """What decay leaves of a weight: 1 - rate * decay."""
+    """Factor of a weight after decay: 1 - rate * decay."""
     first_share: float
-    """Of a gradient in the first moment: 1 - beta1."""
+    """Share of a gradient in the first moment: 1 - beta1."""
     second_keep: float
-    """Of the second moment itself: beta2."""
+    """Factor of the second moment: beta2."""
     second_share: float
-    """Of a squared gradient in the second moment: 1 - beta2."""
+    """Share of a squared gradient in the second moment: 1 - beta2."""
     root: float
     """The square root of the second moment's bias correction: sqrt(1 - beta2 ** step)."""
     eps: float
@@ -53,7 +52,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
-        """Those of a group's step of this number, from 1."""
+        """Return the numbers of a group's step of this number, from 1."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5,
@@ -62,26 +61,29 @@ class Numbers(NamedTuple):
 
 
 class MasterAdamW(OwnAdamW):
-    """AdamW over weights of bfloat16, the other half of whose masters is among its states; also over fp32."""
+    """AdamW over bfloat16 weights, with the other half of each master among its states; also over fp32
+    weights.
+    """
 
     clips_inside: ClassVar = True
-    """Whether it has `gradient_norm` and `clip_by` (`mesh/spread_tensors.py`)."""
+    """True: it has `gradient_norm` and `clip_by` (`mesh/spread_tensors.py`)."""
 
     generation = 0
-    """Grows when weights or states lie elsewhere than before: a CUDA graph that has a launch of before then
-    updates what is no longer there."""
+    """Counter of address changes of weights or states. A CUDA graph with an earlier launch updates the old
+    addresses.
+    """
 
     table_of: ClassVar[type[WeightTable]] = WeightTable
-    """What tells kernels of weights, and launches the one that updates them."""
+    """Class of the table that passes weights to kernels and launches the updating one."""
 
     residual_dtype = torch.int16
-    """Of the other halves of its masters."""
+    """Dtype of the other halves of its masters."""
 
     _tables: Sequence[WeightTable] | None = None
     _clip: tuple[torch.Tensor, float] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer does, and takes over what its weights have of their masters."""
+        """Add a group as every optimizer does, and take over the residuals of its weights."""
         super().add_param_group(param_group)
         self._tables = None
         for weight in self.param_groups[-1]["params"]:
@@ -89,8 +91,9 @@ class MasterAdamW(OwnAdamW):
                 self.state[weight] = {RESIDUAL: in_bits_of(residual, self.residual_dtype)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer does, but states keep their dtypes: torch's own would cast them to bfloat16.
-        Other halves of masters get the bits that this optimizer keeps."""
+        """Load as every optimizer does, but states keep their dtypes: torch's own would cast them to
+        bfloat16. Other halves of masters get the bits that this optimizer keeps.
+        """
         super().load_state_dict(state_dict)
         self._tables = None
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -103,7 +106,7 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of all weights that have a gradient."""
+        """Make one step of all weights that have a gradient."""
         if closure is not None:
             raise ValueError("It takes no closure: it computes no loss")
         self.prepare()
@@ -112,14 +115,17 @@ class MasterAdamW(OwnAdamW):
     # ---- the host's half ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Looks where gradients are, counts a step of each weight that has one, and writes the step's numbers
-        to the device, behind what is launched already."""
+        """Prepare a step: read the gradients' addresses, count a step of each weight with one, and copy the
+        step's numbers to the device, in stream order.
+        """
         self.find_gradients()
         self.count_step()
 
     @torch.no_grad()
     def find_gradients(self) -> None:
-        """Makes the states of weights that have their first gradient, and tells the kernels where all are."""
+        """Make the states of weights with their first gradient, and write all addresses to the kernels'
+        tables.
+        """
         for weight in self._new_weights():
             if weight.grad is not None:
                 self.make_states(weight)
@@ -130,8 +136,7 @@ class MasterAdamW(OwnAdamW):
             table.find()
 
     def count_step(self) -> None:
-        """Counts a step, where `find_gradients` has found everything. What follows it is `launch`, or
-        `forget_step`."""
+        """Count a step, after `find_gradients`. `launch` or `forget_step` follows."""
         rows: dict[tuple[int, int], int] = {}
         self._counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
         for table, groups in zip(self._tables or (), self._groups_of_tables, strict=True):
@@ -149,8 +154,9 @@ class MasterAdamW(OwnAdamW):
             self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
     def forget_step(self) -> None:
-        """Takes a counted step back that was not launched, or that changed nothing because the norm was no
-        number."""
+        """Undo a counted step that was not launched, or that changed nothing because the norm was not
+        finite.
+        """
         for state in self._counted:
             state[STEP] -= 1
         self._counted = []
@@ -159,9 +165,9 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def launch(self, stop: torch.Tensor | None = None) -> None:
-        """Updates what `prepare` has prepared, clipped where `clip_by` has said so since the last time; a
-        scalar `stop` on the device that is not 0 leaves everything as it is, and so does a norm to clip by
-        that is no number."""
+        """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. A
+        non-zero scalar `stop` on the device, or a non-finite norm to clip by, leaves everything unchanged.
+        """
         clip, self._clip = self._clip, None
         norm, most = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
@@ -178,8 +184,9 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of all gradients as of one vector, in 32 bits: a scalar on the device. On a GPU it is
-        written to the same place each time."""
+        """Return the norm of all gradients as one vector, in 32 bits: a scalar on the device. On a GPU it has
+        the same address each time.
+        """
         self.find_gradients()
         gradients = [weight.grad for weight, _ in self._plain if weight.grad is not None]
         if not self._tables:
@@ -188,8 +195,10 @@ class MasterAdamW(OwnAdamW):
         return self._norm
 
     def clip_by(self, norm: torch.Tensor, most: float) -> None:
-        """Has the next `launch` scale gradients of this norm, a scalar in fp32 on the device, down to the
-        norm `most`, as `torch.nn.utils.clip_grads_with_norm_` does, but for its rounding of the products."""
+        """Clip in the next `launch`: scale gradients of this norm, a scalar in fp32 on the device, down to
+        the norm `most`. The result is that of `torch.nn.utils.clip_grads_with_norm_`, without its rounding of
+        the products.
+        """
         self._clip = norm, most
 
     # ---- states, tables ----------------------------------------------------------------------------------
@@ -201,12 +210,13 @@ class MasterAdamW(OwnAdamW):
         return self._without_states
 
     def _states_are_as_before(self) -> bool:
-        """Whether nobody has put other states in their place, as a checkpoint does."""
+        """Return whether the states are the same objects; a checkpoint replaces them."""
         return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
 
     def make_states(self, weight: torch.Tensor) -> None:
-        """Makes a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
-        bfloat16 nor fp32."""
+        """Make a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
+        bfloat16 nor fp32.
+        """
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise RecipeError(
                 f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
@@ -226,7 +236,9 @@ class MasterAdamW(OwnAdamW):
         }
 
     def _residual(self, weight: torch.Tensor) -> torch.Tensor:
-        """What it was given, where the weight is; zeros for a weight that was bfloat16 from the start."""
+        """Return the weight's given residual, on its device; zeros for a weight that was bfloat16 from the
+        start.
+        """
         known = self.state[weight].get(RESIDUAL)
         if known is None:
             return torch.zeros_like(weight, dtype=self.residual_dtype, memory_format=torch.preserve_format)
@@ -234,7 +246,7 @@ class MasterAdamW(OwnAdamW):
         return residual
 
     def _make_tables(self) -> None:
-        """Sorts the weights that have states by how they are updated."""
+        """Sort the weights with states by their kind of update."""
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
         self._without_states: list[torch.Tensor] = []
@@ -268,7 +280,7 @@ class MasterAdamW(OwnAdamW):
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
-        """One weight's step in plain torch, its gradient multiplied by a scalar where there is one."""
+        """Update one weight in plain torch, its gradient multiplied by a scalar if there is one."""
         state = self.state[weight]
         slopes = flat(laid_out_as(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
@@ -284,20 +296,20 @@ class MasterAdamW(OwnAdamW):
 
 
 def is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
-    """Whether an update must not be made, which kernels ask on their own; on shapes nobody knows."""
+    """Return whether an update must not be made. Kernels check it themselves; on shapes it is False."""
     stopped = stop is not None and not stop.is_meta and bool(stop != 0)
     return stopped or (norm is not None and not norm.is_meta and not bool(norm.isfinite()))
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """Gradients in 32 bits, scaled where there is a coefficient."""
+    """Return gradients in 32 bits, scaled if there is a coefficient."""
     return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
 
 
 def update(
     exact: torch.Tensor, slope: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: Numbers
 ) -> None:
-    """AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
+    """Make AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
     exact.mul_(numbers.keep)
     first.lerp_(slope, numbers.first_share)
     second.mul_(numbers.second_keep).addcmul_(slope, slope, value=numbers.second_share)
@@ -306,8 +318,9 @@ def update(
 
 
 def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of gradients as of one vector, with that of each in 32 bits: torch's own has their dtype, and
-    of bfloat16 it would have 8 significant bits."""
+    """Return the norm of all gradients as one vector, with each gradient's norm in 32 bits. torch's own has
+    the gradients' dtype, which for bfloat16 has 8 significant bits.
+    """
     norms = [torch.linalg.vector_norm(gradient.to(torch.float32)) for gradient in gradients]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

@@ -1,4 +1,4 @@
-"""How the kernels cut their work; apart from them, because a rehearsal has no Triton."""
+"""Block sizes of the kernels; a file of its own, because a rehearsal has no Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class LaunchSettings(NamedTuple):
-    """How the update is launched. Results are the same with all of them, but for `exact`."""
+    """Settings of the update's launch. Results are the same with all of them, except for `exact`."""
 
     block: int = 1024
     """Elements that a program updates at once, a power of two."""
@@ -21,27 +21,31 @@ class LaunchSettings(NamedTuple):
     """Programs that share all blocks, one block after the other; 0 has one for each block."""
 
     narrow: int = 8
-    """Bytes that a thread reads at once of what has 16 bits. With 8 it reads four elements there, as it does
-    of what has 32 bits, so that no element has to change its thread."""
+    """Bytes that a thread reads at once of 16-bit data. With 8 it reads four elements there, the same as of
+    32-bit data, so that no element changes its thread.
+    """
 
     evict: str = ""
-    """Which cache lines go first, as Triton names it: "evict_first" for what is not read again."""
+    """Eviction policy of cache lines, as Triton names it: "evict_first" for data that is not read again."""
 
     exact: bool = True
-    """Whether divisions and roots are rounded to the nearest, as torch's are; else they take fewer
-    instructions and are off by one or two units in the last place."""
+    """True if divisions and roots are rounded to the nearest, as torch's are. Otherwise they take fewer
+    instructions and are off by one or two units in the last place.
+    """
 
 
 SETTINGS = LaunchSettings()
-"""What is launched where moments have 32 bits (`tests/masters_in_triton.py cuda time` compares some)."""
+"""Settings for 32-bit moments (`tests/masters_in_triton.py cuda time` compares some)."""
 
 COMPACT_SETTINGS = LaunchSettings(block=512, warps=4, exact=False)
-"""Where they have 8: the fastest of eleven on an H100, where it takes 1.95 ms for BERT-large, and with blocks
-of 1,024 and 8 warps 2.17 (docs/log.md)."""
+"""Settings for 8-bit moments: the fastest of eleven on an H100. It takes 1.95 ms for BERT-large, and with
+blocks of 1,024 and 8 warps 2.17 (docs/log.md).
+"""
 
 NORM_PROGRAMS = 2048
-"""Programs that share the gradients when their norm is taken, each of which writes one sum (chosen): a fixed
-number, so that sums are added up in one order on all devices."""
+"""Programs that share the gradients in the norm's kernel, each of which writes one sum (chosen). A fixed
+number, so that sums are added up in one order on all devices.
+"""
 
 NORM_WARPS = 4
 """Warps of 32 threads of each of them."""
@@ -51,7 +55,7 @@ NUMBERS = 8
 
 
 class LaunchTable(NamedTuple):
-    """What a launch is told of the weights that it updates (`table.py`)."""
+    """A launch's view of its weights (`table.py`)."""
 
     places: torch.Tensor
     """Records on the device (N, length of a record), int64."""
@@ -63,16 +67,16 @@ class LaunchTable(NamedTuple):
     """The row of numbers for each weight (N,), int32."""
 
     blocks: int
-    """How many there are."""
+    """Number of blocks of all weights."""
 
     lower_bits: int
-    """Of weights in two halves the bits of the second: 16 or 8; 0 where weights and gradients are fp32."""
+    """Bits of the second half of weights in two halves: 16 or 8; 0 where weights and gradients are fp32."""
 
     is_aligned: bool
-    """Whether all addresses are multiples of 16."""
+    """True if all addresses are multiples of 16."""
 
     settings: LaunchSettings
-    """How it is launched; blocks have this size."""
+    """Settings of the launch, with the size of these blocks."""
 
     group: int
     """Elements of which moments share a scale, in 8 bits (`compact.py`); 0 where moments have 32 bits."""

@@ -1,15 +1,15 @@
 """Moments of AdamW in 8 bits each, in groups of elements that share a scale.
 
-A group keeps the largest of its moments in fp32, and of each element a whole number that says which share of
-it the element's moment is: for the first moment -127 to 127, whose squares stand for it, and for the second
-one 0 to 255, whose fourth powers do. So neighbours are a few hundredths apart near the largest and lie closer
-towards zero, where most moments of a group are; a second moment that is not zero never becomes zero, for an
-update divides by its root.
+A group keeps the largest of its moments in fp32, its scale. Each element has a code, a whole number for its
+share of the largest. For the first moment it is -127 to 127, and the share is the square of code / 127. For
+the second moment it is 0 to 255, and the share is the fourth power of code / 255. So codes are a few
+hundredths apart near the largest and closer towards zero, where most moments of a group are. A non-zero
+second moment never becomes zero, since an update divides by its root.
 
-The second moment moves by a thousandth of itself in a step: rounded to the nearest it would stand still. So
-both are rounded up or down by chance, with the odds of how near either neighbour is, and are right on
-average. What chance gives is a hash of the step's number and the element's, and not drawn: a step that is
-taken again from a checkpoint gives the same bits, on a CPU and on a GPU.
+The second moment moves by a thousandth of itself in a step. Rounded to the nearest it would never change. So
+both are rounded up or down by chance, with odds by the distance to either neighbour, and are right on
+average. The chance is a hash of the step's number and the element's, and not drawn. So a step that is
+repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ SECOND_TOP = 255
 """The largest codes of first and second moments."""
 
 STRIDE = 0x9E3779B9
-"""What a step's number is multiplied by, so that steps lie far apart among 32-bit numbers: 2^32 by the golden
-ratio."""
+"""Factor of a step's number, which spreads steps among 32-bit numbers: 2^32 by the golden ratio."""
 
 MIXES = (0x7FEB352D, 0x846CA68B)
 """Factors of the hash (Wellons, "Prospecting for Hash Functions", 2018)."""
 
 SMALLEST = 1.2e-38
-"""A scale below it, which has no reciprocal in 32 bits, stands for zeros."""
+"""Smallest scale with a reciprocal in 32 bits; a smaller one means zeros."""
 
 _ALL = 0xFFFFFFFF
 
 
 DRAW_BITS = 8
-"""Of the draws that masters of 24 bits are rounded by."""
+"""Bits of the draws that round masters of 24 bits."""
 
 
 class Chances(NamedTuple):
@@ -50,14 +49,16 @@ class Chances(NamedTuple):
 
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
-    """Those of `count` elements of a weight from this one, in a step of this number."""
+    """Return the chances of `count` elements of a weight from `begin`, in a step of this number."""
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
 
 def draws(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """Whole numbers from 0 to 255, int32, of the same elements in the same step: the highest bits of the hash
-    by the golden ratio, on which its upper and its lower half, the moments' chances, say nothing alone."""
+    """Return whole numbers from 0 to 255, int32, of the same elements in the same step. They are the highest
+    bits of the hash times the golden ratio. Neither half of the hash, the moments' chances, determines them
+    alone.
+    """
     bits = _hash(begin, count, step, device)
     return bits.mul_(STRIDE).bitwise_and_(_ALL).bitwise_right_shift_(32 - DRAW_BITS).to(torch.int32)
 
@@ -84,7 +85,7 @@ def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def scale_count(elements: int) -> int:
-    """How many groups so many elements have."""
+    """Return the number of groups of this many elements."""
     return -(-elements // GROUP)
 
 
@@ -105,7 +106,7 @@ def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def narrow_first(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Writes codes (N,) and scales of first moments in 32 bits (N,)."""
+    """Write codes (N,) and scales of first moments in 32 bits (N,)."""
     sizes = cut_in_groups(exact.abs())
     shares = _shares(sizes, scales) * FIRST_TOP**2
     below = shares.sqrt().floor_()
@@ -117,7 +118,7 @@ def narrow_first(
 def narrow_second(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Writes codes (N,) and scales of second moments in 32 bits (N,)."""
+    """Write codes (N,) and scales of second moments in 32 bits (N,)."""
     sizes = cut_in_groups(exact)
     shares = _shares(sizes, scales) * float(SECOND_TOP**4)
     below = shares.sqrt().sqrt_().floor_()
@@ -129,7 +130,7 @@ def narrow_second(
 
 
 def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Of the largest of each group, which is written as its scale."""
+    """Return the shares of each group's largest, which is written as the group's scale."""
     largest = sizes.amax(1)
     scales.copy_(largest)
     reciprocal = torch.where(largest > SMALLEST, 1.0 / largest, 0.0)

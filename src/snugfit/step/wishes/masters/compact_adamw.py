@@ -1,12 +1,12 @@
 """AdamW that keeps both moments in 8 bits, over weights in halves or in fp32.
 
-Of a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and writes
-12, and an eighth of a byte for scales each way. Masters, gradients and the arithmetic stay in 32 bits; how
-moments are kept stands in `compact.py`. A weight takes 4 bytes an element with its other half, and its states
-2.125.
+For a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and
+writes 12. Scales add an eighth of a byte each way. Masters, gradients and the arithmetic stay in 32 bits;
+`compact.py` describes the storage of moments. A weight takes 4 bytes an element with its other half, and its
+states 2.125.
 
-With masters of 24 bits the other half takes 1 byte in the place of 2, so an update reads 7 bytes and writes
-5; masters are rounded by chance then (`halves.py`), as moments are.
+With masters of 24 bits the other half takes 1 byte and not 2. So an update reads 7 bytes and writes 5.
+Masters are rounded by chance then (`halves.py`), as moments are.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class CompactAdamW(MasterAdamW):
         *,
         master_bits: Literal[32, 24] = 32,
     ) -> None:
-        """Its numbers are torch's defaults, named again because whoever builds an optimizer reads them off
-        its signature (`wishes/optimizer.py`); `master_bits` are those of masters that are kept in halves."""
+        """Take torch's default numbers, repeated because optimizers are built from the signature
+        (`wishes/optimizer.py`). `master_bits` is the size of masters in halves.
+        """
         self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Codes that lie as the weight does, and scales in the order of its memory; all zeros."""
+        """Return zero codes with the weight's memory layout, and scales in the order of its memory."""
         groups = compact.scale_count(weight.numel())
         codes = {
             name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
@@ -78,7 +79,7 @@ class CompactAdamW(MasterAdamW):
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
-        """One weight's step in plain torch, whose moments become codes again."""
+        """Update one weight in plain torch, and turn its moments into codes again."""
         state = self.state[weight]
         slopes, values = flat(laid_out_as(weight, gradient)), flat(weight)
         codes = [flat(state[name]) for name in MOMENTS]

@@ -1,11 +1,11 @@
-"""The update of a block whose moments have 8 bits (`compact.py`, which is its reference), in Triton.
+"""The update of a block with 8-bit moments (`compact.py`, which is its reference), in Triton.
 
-It moves half the bytes of the update with whole moments, so what it computes is what it takes: with roots and
-quotients that are rounded to the nearest it took as long as that one (docs/log.md). Those of the hardware are
-off by a unit or two in the last place. A code's root may then be the whole number above or below the one that
-it is next to, where chance decides between the same two codes.
+It moves half the bytes of the update with whole moments, so its arithmetic decides its time. With roots and
+quotients rounded to the nearest it took as long as that one (docs/log.md). Those of the hardware are off by a
+unit or two in the last place. A code's root may then be the whole number above or below the nearest one.
+There chance decides between the same two codes.
 
-`HALVES` are the bits of a weight's second half: 16, 8, or 0 of a weight in fp32.
+`HALVES` is the bits of a weight's second half: 16, 8, or 0 for a weight in fp32.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def hash_of(at, step):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def reciprocal(largest):  # type: ignore[no-untyped-def]
-    """Of a scale; 0 of one that stands for zeros."""
+    """Return the reciprocal of a scale; 0 for a scale that means zeros."""
     return tl.where(largest > LEAST_SCALE, tl.div_rn(1.0, tl.where(largest > LEAST_SCALE, largest, 1.0)), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of(number, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The square root, rounded to the nearest or as the hardware gives it."""
+    """Return the square root, rounded to the nearest or as the hardware computes it."""
     return tl.sqrt_rn(number) if EXACT else tl.sqrt(number)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_codes(first, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of first moments, in fp32 (`compact.narrow_first`)."""
+    """Return codes of first moments, in fp32 (`compact.narrow_first`)."""
     shares = tl.abs(first) * reciprocal(largest)[:, None] * FIRST_SQUARE
     below = tl.floor(root_of(shares, EXACT))
     above = chance * (2.0 * below + 1.0) < shares - below * below
@@ -71,7 +71,7 @@ def first_codes(first, largest, chance, EXACT: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator]
 def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of second moments, in fp32 (`compact.narrow_second`)."""
+    """Return codes of second moments, in fp32 (`compact.narrow_second`)."""
     shares = second * reciprocal(largest)[:, None] * SECOND_FOURTH
     below = tl.floor(root_of(root_of(shares, EXACT), EXACT))
     low, high = below * below, (below + 1.0) * (below + 1.0)
@@ -115,8 +115,9 @@ def update_compact(  # type: ignore[no-untyped-def]
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates the `BLOCK` elements from `begin` of what is at these addresses, a group in each row; with
-    `MASKED`, the `left` first."""
+    """Update `BLOCK` elements from `begin` at these addresses, one group per row; with `MASKED`, only the
+    first `left`.
+    """
     rows = tl.arange(0, BLOCK // GROUP)
     at = rows[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = at < left if MASKED else None

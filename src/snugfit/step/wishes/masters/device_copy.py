@@ -1,8 +1,8 @@
-"""A small tensor on a device whose contents the host writes in one step after the other, and waits for none.
+"""A small tensor on a device that the host writes in each step without waiting.
 
-The host writes into page-locked memory, from which the device copies when it gets there; until then the host
-must not write there again. So it has a few such buffers in turn, and waits only when it is that many writes
-ahead. The tensor on the device stays where it is, so a CUDA graph that reads it reads what was written last.
+The host writes into page-locked memory, from which the device copies later; until then the host must not
+write there again. So the host uses a few such buffers in turn, and waits only when it is that many writes
+ahead. The tensor on the device keeps its address, so a CUDA graph that reads it gets the last written values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeviceCopy:
         self._turn = 0
 
     def write(self, rows: Sequence[object]) -> None:
-        """Writes the first rows, on the current stream; the rest stays as some write before left it."""
+        """Write the first rows, on the current stream; the other rows keep their earlier values."""
         self._turn = turn = (self._turn + 1) % len(self._buffers)
         if self._copied is not None:
             self._copied[turn].synchronize()

@@ -1,4 +1,4 @@
-"""What kernels do with single elements: clip, join and cut halves, AdamW's arithmetic. In Triton."""
+"""Operations of kernels on single elements: clip, join and cut halves, AdamW's arithmetic. In Triton."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ import triton.language as tl
 
 @triton.jit
 def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
-    """What torch multiplies gradients of this norm by (`torch.nn.utils.clip_grads_with_norm_`)."""
+    """Return torch's clipping factor of gradients of this norm (`torch.nn.utils.clip_grads_with_norm_`)."""
     return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
 
 
 @triton.jit
 def is_finite(number):  # type: ignore[no-untyped-def]
-    """Whether it is neither infinite nor no number."""
+    """Return whether a number is neither infinite nor NaN."""
     return (number.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @triton.jit
 def join_halves(upper, lower):  # type: ignore[no-untyped-def]
-    """The number in 32 bits that has these halves, of 16 bits each."""
+    """Return the number in 32 bits that has these halves, of 16 bits each."""
     return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def upper_half(exact):  # type: ignore[no-untyped-def]
-    """The upper half of a number as 16 bits, and as how many the lower one must come to."""
+    """Return the upper half of a number as 16 bits, and the lower one as the difference to it."""
     bits = exact.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
     upper = (bits + 0x8000) >> 16
     return upper.to(tl.int16), (bits - (upper << 16)).to(tl.int16)
 
 
 @triton.jit
 def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
-    """The upper half of a number in 24 bits, to which it is rounded by draws from 0 to 255, and 8 bits of the
-    lower one (`halves.split_by_chance`)."""
+    """Return the upper half of a number in 24 bits, and 8 bits of the lower one (`halves.split_by_chance`).
+    The number is rounded by draws from 0 to 255.
+    """
     bits = exact.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
     bits = ((bits + draws) >> 8) << 8
     upper = (bits + 0x8000) >> 16
     return upper.to(tl.int16), ((bits - (upper << 16)) >> 8).to(tl.int8)
@@ -46,7 +47,7 @@ def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An address as a pointer to such elements."""
+    """Return an address as a pointer to these elements."""
     return tl.multiple_of(address.to(tl.pointer_type(element)), ALIGNED)
 
 

@@ -1,4 +1,4 @@
-"""The wish for masters: weights that train are cut in halves once the model stands on its device."""
+"""The wish for masters: trained weights are cut in halves once the model is on its device."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class MastersHandler(Handler):
     }
 
     def model_arguments(self, value: bool) -> dict[str, Any]:
-        """In 32 bits: rounded by whoever loads them, they would have no other half."""
+        """Load weights in 32 bits: a loader that rounds them would leave no other half."""
         return {"dtype": "float32"} if value else {}
 
     def wrap(self, value: bool, model: Any) -> None:
-        """What trains is cut in halves."""
+        """Cut trained weights in halves."""
         if value:
             from snugfit.step.wishes.masters.halves import split_weights
 

@@ -1,14 +1,13 @@
 """Kernels that update many weights at once and take the norm of their gradients, in Triton.
 
-A program finds the weight that its block belongs to (`owners`), and where that lies (a record of `places`),
-since a launch takes a few pointers and a model has hundreds of weights. The numbers of a step are on the
-device too, as is the norm that gradients are clipped by: a launch is always the same, and a CUDA graph can
-have it.
+A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). A launch
+takes few pointers, and a model has hundreds of weights. The numbers of a step are on the device too, as is
+the norm that gradients are clipped by. So all launches are equal, and a CUDA graph can contain one.
 
-A weight in halves takes 14 bytes an element to read and 12 to write, computed in fp32; a weight in fp32 takes
-16 and 12. Where moments have 8 bits it is 8.06 and 6.06, or 10.06 and 6.06, and where masters have 24 bits
-7.06 and 5.06 (`compact_kernel.py`). `HALVES` are the bits of a weight's second half: 16 or 8, 0 of one in
-fp32. Moments with 32 bits come with 16 alone.
+An update of a weight in halves, computed in fp32, reads 14 bytes an element and writes 12. A weight in fp32
+takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
+is 7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a
+weight in fp32. Moments with 32 bits come with 16 alone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from snugfit.step.wishes.masters.elements import (
 )
 
 WIDE = 16
-"""Bytes that a thread reads at once of what has 32 bits, at addresses that are multiples of it."""
+"""Bytes that a thread reads at once of 32-bit data, at addresses that are multiples of it."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -38,8 +37,7 @@ def update_part(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates the `BLOCK` elements from `begin` of what is at these addresses; with `MASKED`, the `left`
-    first of them."""
+    """Update `BLOCK` elements from `begin` at these addresses; with `MASKED`, only the first `left`."""
     at = tl.arange(0, BLOCK)
     mask = at < left if MASKED else None
     firsts = pointer(first_moment, tl.float32, ALIGNED) + begin + at
@@ -98,7 +96,7 @@ def update_block(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
     ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block of the weight that it belongs to, if that has a gradient."""
+    """Update one block of its weight, if that has a gradient."""
     column = tl.load(owners + block)
     record = places + column * RECORD
     gradient = tl.load(record + 6)
@@ -130,7 +128,7 @@ def update_weights(  # type: ignore[no-untyped-def]
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Updates the blocks of a program, unless the norm is no number or `stop` is not 0."""
+    """Update the blocks of a program, unless the norm is not finite or `stop` is not 0."""
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
@@ -158,7 +156,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     places, owners, sums, blocks, HALVES: tl.constexpr, BLOCK: tl.constexpr, RECORD: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of the gradients in the blocks of a program the sum of squares, in fp32."""
+    """Sum the squares of the gradients in a program's blocks, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -177,7 +175,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The square root of all these sums together, a scalar."""
+    """Write the square root of all these sums together, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
     tl.store(norm, tl.sqrt_rn(total))
@@ -190,8 +188,9 @@ def launch_update(
     most: float,
     stop: torch.Tensor | None,
 ) -> None:
-    """Updates the weights of this table by rows of numbers (N, 8), their gradients clipped to the norm `most`
-    where a norm is given, a scalar in fp32; nothing where a scalar `stop` is not 0."""
+    """Update the weights of this table by rows of numbers (N, 8). With a norm, a scalar in fp32, gradients
+    are clipped to the norm `most`. A non-zero scalar `stop` skips the update.
+    """
     settings, aligned = table.settings, table.is_aligned
     programs = min(settings.programs or table.blocks, table.blocks)
     update_weights[(programs,)](
@@ -206,7 +205,7 @@ def launch_update(
 
 
 def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
-    """Sums of squares of this table's gradients, in fp32: one for each program."""
+    """Write sums of squares of this table's gradients, in fp32: one for each program."""
     sum_squares[(sums.numel(),)](
         table.places, table.owners, sums, table.blocks, HALVES=table.lower_bits > 0,
         BLOCK=table.settings.block, RECORD=table.places.size(1), ALIGNED=WIDE if table.is_aligned else 1,
@@ -215,5 +214,5 @@ def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
 
 
 def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """The norm, a scalar, from sums of squares."""
+    """Write the norm, a scalar, from sums of squares."""
     root_of_sums[(1,)](sums, norm, sums.numel(), WIDTH=triton.next_power_of_2(sums.numel()), num_warps=8)

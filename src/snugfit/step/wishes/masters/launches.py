@@ -1,8 +1,8 @@
-"""What runs on a GPU of an update with masters: the kernels' launches, and their shapes for a rehearsal.
+"""The GPU work of an update with masters: the kernels' launches, and their shapes for a rehearsal.
 
-A rehearsal's step calls an operator for each launch, which allocates nothing and moves what the kernel does.
-A step on a GPU launches the kernels themselves, for an operator over lists of hundreds of tensors takes the
-host longer than the launch.
+A rehearsal's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
+as the kernel. A step on a GPU launches the kernels themselves. An operator over lists of hundreds of tensors
+takes the host longer than the launch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from snugfit.step.wishes.masters.table import WeightTable
 
 _KERNEL_ON_META = False
-"""Whether a rehearsal's step is one on a GPU."""
+"""True if a rehearsal's step is one on a GPU."""
 
 OPERATORS = torch.library.Library("triton", "FRAGMENT")
-"""As traces name kernels that Triton compiles when they are first launched."""
+"""Library of operators, named as traces name kernels that Triton compiles at their first launch."""
 
 for _name in ("adamw_of_weights", "adamw_with_8_bit_states"):
     OPERATORS.define(
@@ -43,13 +43,13 @@ for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradien
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether kernels read it: on a GPU, or in a rehearsal of one."""
+    """Return whether kernels read the tensor: on a GPU, or in a rehearsal of one."""
     return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
 
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Within it a step on `meta` is one on a GPU, or one on a CPU."""
+    """Make a step on `meta` one on a GPU, or one on a CPU, inside of this context."""
     global _KERNEL_ON_META
     before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
     try:
@@ -65,7 +65,7 @@ def update_weights(
     most: float,
     stop: torch.Tensor | None,
 ) -> None:
-    """AdamW's step of this table's weights (`kernel.launch_update`)."""
+    """Make AdamW's step of this table's weights (`kernel.launch_update`)."""
     if not numbers.is_meta:
         with triton_named():
             table.launch(numbers, norm, most, stop)
@@ -84,8 +84,9 @@ def update_weights(
 
 
 def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Writes the norm of these tables' gradients, a scalar, by way of sums of squares for each of them
-    (tables, `NORM_PROGRAMS`)."""
+    """Write the norm of these tables' gradients, a scalar, from sums of squares for each of them (tables,
+    `NORM_PROGRAMS`).
+    """
     if norm.is_meta:
         for table, row in zip(tables, sums.unbind(), strict=True):
             torch.ops.triton.squares_of_gradients(table.gradients(), table.places, row)
@@ -99,7 +100,7 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
 
 
 def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Writes the norm, a scalar, from sums of squares of any shape."""
+    """Write the norm, a scalar, from sums of squares of any shape."""
     if norm.is_meta:
         torch.ops.triton.norm_of_squares(sums, norm)
         return
@@ -115,7 +116,7 @@ def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def triton_named() -> Iterator[None]:
-    """Within it kernels are imported. Raises `RecipeError` where Triton is missing."""
+    """Import kernels inside of this context. Raises `RecipeError` where Triton is missing."""
     try:
         yield
     except ImportError as fault:

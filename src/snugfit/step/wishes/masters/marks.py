@@ -1,4 +1,4 @@
-"""How weights whose masters are in two halves are known, without torch."""
+"""Marks of weights with masters in two halves, without an import of torch."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ RESIDUAL = "residual"
 
 
 def has_residual(weight: object) -> bool:
-    """Whether the other half of its master is this weight's attribute: no optimizer has taken it."""
+    """Return whether the other half of its master is this weight's attribute: no optimizer has taken it."""
     return RESIDUAL in vars(weight)

@@ -1,9 +1,8 @@
 """Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that do not stay.
 
-The same states and the same numbers as a step over all weights has. On a GPU each update is a launch of its
-own, and so is what a gradient adds to the norm, and both read on the device what differs between steps;
-elsewhere it is plain torch. A rehearsal's step calls
-operators, as in `launches.py`.
+States and numbers are the same as in a step over all weights. On a GPU each update is a separate launch, and
+so is a gradient's share of the norm. Both read the step's numbers on the device. On other devices they are
+plain torch. A rehearsal's step calls operators, as in `launches.py`.
 """
 
 from __future__ import annotations
@@ -66,20 +65,20 @@ class MasterUpdates:
         self._by_kernel = bool(by_kernel)
 
     def has_moved(self) -> bool:
-        """Whether weights have other states than when this was asked before, as a checkpoint's."""
+        """Return whether weights have other states than at the last call, such as a checkpoint's."""
         before, self._known = self._known, list(self._optimizer.state.values())
         return len(before) != len(self._known) or not all(map(is_, before, self._known))
 
     # ---- the norm ----------------------------------------------------------------------------------------
 
     def begin_norm(self) -> None:
-        """No gradient was taken so far."""
+        """Begin a norm without any gradient."""
         self._norms.clear()
         if self._by_kernel:
             self._sums.zero_()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Counts this gradient in the norm."""
+        """Count this gradient in the norm."""
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):
             self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
@@ -91,7 +90,7 @@ class MasterUpdates:
             launch_squares_of_one(gradient, self._sums)
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients that were taken, in 32 bits: a scalar on the device."""
+        """Return the norm of all taken gradients, in 32 bits: a scalar on the device."""
         if self._by_kernel:
             take_root(self._sums, self._root)
             return self._root
@@ -103,7 +102,7 @@ class MasterUpdates:
     # ---- the updates -------------------------------------------------------------------------------------
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
         optimizer = self._optimizer
         optimizer._opt_called = True  # as a schedule wants it, which sees no call of `step`
         self._norm, self._most = norm, most
@@ -118,25 +117,25 @@ class MasterUpdates:
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Whether this weight's update makes no states first."""
+        """Return whether this weight has states, so that its update makes none."""
         return not weight.numel() or STEP in self._optimizer.state.get(weight, {})
 
     @torch.no_grad()
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Makes those of weights that have none."""
+        """Make the states of weights that have none."""
         for weight in weights:
             if not self.has_states(weight):
                 self._optimizer.make_states(weight)
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """These weights were updated. Where that was plain torch, it has counted itself."""
+        """Count an update of these weights. A plain torch update has counted itself."""
         for weight in weights:
             if weight.numel() and is_on_gpu(weight):
                 self._optimizer.state[weight][STEP] += 1
 
     @torch.no_grad()
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One weight's step, by its gradient."""
+        """Update one weight by its gradient."""
         optimizer = self._optimizer
         if not weight.numel():
             return

@@ -1,7 +1,7 @@
-"""Kernels for one weight at a time: its update, and what its gradient adds to a sum of squares. In Triton.
+"""Kernels for one weight at a time: its update, and its gradient's share of a sum of squares. In Triton.
 
-What lies where is in the launch itself, since a gradient's place is known only when it is there, and a table
-on the device would have to be written for each. Elements are updated as in `kernel.py`.
+The addresses are arguments of the launch. A gradient has an address only once it exists, so a table on the
+device would have to be written for each. Elements are updated as in `kernel.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def update_one(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates a program's block of the weight that has so many elements, unless the norm is no number."""
+    """Update a program's block of a weight with `count` elements, unless the norm is not finite."""
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
@@ -46,7 +46,7 @@ def update_one(  # type: ignore[no-untyped-def]
 def add_squares(  # type: ignore[no-untyped-def]
     gradient, sums, count, HALVES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Adds the squares of a program's blocks of a gradient to the program's sum, in fp32."""
+    """Add the squares of a program's blocks of a gradient to the program's sum, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -73,9 +73,12 @@ def launch_update_of_one(
     group: int,
     settings: LaunchSettings,
 ) -> None:
-    """Updates the weight whose addresses these are (itself, residual or 0, both moments, its gradient, and
-    both scales where there is a group) by its row of numbers (8,), its gradient clipped to the norm `most`
-    where a norm is given, a scalar in fp32; `halves` are the bits of a residual, 0 of none."""
+    """Update the weight at these addresses by its row of numbers (8,).
+
+    The addresses are those of the weight, its residual or 0, both moments, its gradient, and with a group
+    both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
+    bits of a residual, 0 without one.
+    """
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
@@ -87,7 +90,7 @@ def launch_update_of_one(
 
 
 def launch_squares_of_one(gradient: torch.Tensor, sums: torch.Tensor) -> None:
-    """Adds a gradient's squares to sums (programs,) in fp32, those of its blocks in turn to each."""
+    """Add a gradient's squares to sums (programs,) in fp32, those of its blocks in turn to each."""
     address, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
     add_squares[(min(sums.numel(), -(-count // block)),)](
         address, sums, count, HALVES=gradient.dtype is torch.bfloat16, BLOCK=block,

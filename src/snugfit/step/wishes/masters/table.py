@@ -1,8 +1,8 @@
-"""Where the weights of one kind lie, with all that their update reads and writes, as the kernels look it up.
+"""Tables of addresses: the kernels look up each weight and all tensors of its update.
 
-The table is written once, and again when an address has changed: gradients that an allocator gives the same
-places step by step, or that a CUDA graph keeps, need no new one. A weight without a gradient stays in it,
-with the address 0, so that the launch is the same whichever weights have one.
+The table is written once, and again when an address has changed. Gradients that keep their addresses from
+step to step, by the allocator or in a CUDA graph, need no new one. A weight without a gradient stays in it,
+with the address 0, so that all steps have the same launch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's states."""
 
 ALIGNMENT = 16
-"""Bytes of which addresses are multiples, as torch's allocator gives them; a tensor that begins within
-another may lie elsewhere, and is read more slowly."""
+"""Bytes of which addresses are multiples, as torch's allocator aligns them. A tensor that begins within
+another may have another address, and is read more slowly.
+"""
 
 
 class WeightTable:
     """Weights of one device and dtype, in halves or in 32 bits, in the order in which they are updated.
 
-    `places` has a record of int64 for each: the first of its blocks, how many elements it has, and the
-    addresses of weight, residual (0 without), states and, seventh, gradient (0 without). `owners` has the
+    `places` has a record of int64 for each weight: its first block, its number of elements, and addresses.
+    These are of weight, residual (0 without), states and, seventh, gradient (0 without). `owners` has the
     weight's number for each block, and `which` for each weight its row of the step's numbers.
     """
 
@@ -39,7 +40,7 @@ class WeightTable:
     group = 0
     """Elements of which moments share a scale; 0 where moments have 32 bits."""
     usual_settings: ClassVar[LaunchSettings] = SETTINGS
-    """How kernels are launched of a table that is made."""
+    """Default settings of the table's launches."""
 
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
         self.settings = self.usual_settings
@@ -54,7 +55,7 @@ class WeightTable:
         self.owners = numbers.repeat_interleave(blocks).to(device)
         self.blocks = int(blocks.sum())
         self.has_gradient: list[bool] = []
-        """Of each weight, when `find` was last called."""
+        """One flag per weight, from the last call of `find`."""
         self.is_aligned = True
         self._starts: list[int] = (blocks.cumsum(0) - blocks).tolist()
         self._counts: list[int] = counts.tolist()
@@ -67,11 +68,11 @@ class WeightTable:
 
     @property
     def places(self) -> torch.Tensor:
-        """Records on the device (N, `record`), int64."""
+        """Return the records on the device (N, `record`), int64."""
         return self._places.value
 
     def as_launched(self) -> LaunchTable:
-        """What kernels are told of it."""
+        """Return the arguments of a launch."""
         return LaunchTable(
             self.places, self.owners, self._which.value, self.blocks, self.lower_bits,
             self.is_aligned, self.settings, self.group,
@@ -79,12 +80,15 @@ class WeightTable:
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """What the update keeps of a weight, in the order of a record: its residual and both moments."""
+        """Return the update's tensors of a weight, in the order of a record: its residual and both
+        moments.
+        """
         return [state.get(RESIDUAL), *(state[name] for name in MOMENTS)]
 
     def find(self) -> None:
-        """Looks where weights and gradients are, and writes the records where that has changed. Raises
-        `RecipeError` for a gradient that is sparse or of another dtype than its weight."""
+        """Read the addresses of weights and gradients, and write the records where one has changed. Raises
+        `RecipeError` for a gradient that is sparse or of another dtype than its weight.
+        """
         given = [weight.grad for weight in self.weights]
         self.has_gradient = [gradient is not None for gradient in given]
         addresses = [weight.data_ptr() for weight in self.weights]
@@ -110,15 +114,15 @@ class WeightTable:
         self._places.write(records)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that there are. None is held here: they are dropped when a step ends."""
+        """Return the existing gradients. The table holds none: they are dropped when a step ends."""
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def forget_copies(self) -> None:
-        """Lets go of copies of gradients that were not laid out as their weights, which kernels have read."""
+        """Drop copies of gradients with another memory layout than their weights, which kernels have read."""
         self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:
-        """Which row of numbers each weight is updated with."""
+        """Set the row of numbers of each weight's update."""
         if rows != self._rows:
             self._rows = list(rows)
             self._which.write(rows)
@@ -126,14 +130,16 @@ class WeightTable:
     def launch(
         self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float, stop: torch.Tensor | None
     ) -> None:
-        """Launches the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
+        """Launch the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
         from snugfit.step.wishes.masters.kernel import launch_update
 
         launch_update(self.as_launched(), numbers, norm, most, stop)
 
 
 def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:
-    """Of these weights' second halves. Raises `RecipeError` where they differ: one kernel updates all."""
+    """Return the bits of these weights' second halves. Raises `RecipeError` where they differ: one kernel
+    updates all.
+    """
     widths = {lower_bits(state.get(RESIDUAL)) for state in states}
     if len(widths) > 1:
         raise RecipeError(

@@ -1,1 +1,1 @@
-"""What stands behind the wish for several processes, beside its handler: axes of their mesh."""
+"""Code for several processes besides the wish's handler: axes of their mesh."""

@@ -1,12 +1,13 @@
-"""Several processes as accelerate and the Trainer know them: DDP by accelerate, and FSDP2 by its plugin.
+"""Several processes in accelerate and the Trainer: DDP by accelerate, and FSDP2 by its plugin.
 
 Both differ from torch's own. accelerate's FSDP2 (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`) makes the
-embedding a group of its own, and the last norm with the head another one, which stays gathered after the
-forward pass; under mixed precision it widens what trains to fp32, and sums gradients in what it computes in
-(bf16), where torchtitan and our own loop sum in fp32. So nothing of it is copied: these are only its words.
+embedding a group of its own. The last norm with the head is another group, which stays gathered after the
+forward pass. Under mixed precision it widens trained weights to fp32, and sums gradients in the dtype of the
+computation (bf16). torchtitan and our own loop sum in fp32. So none of its code is copied: this file only
+sets its arguments.
 
-The mixed precision is one word of accelerate's, whether it autocasts (DDP) or casts weights as they are
-gathered (FSDP2): `told_to_accelerate`.
+The mixed precision is one argument of accelerate's, for autocast (DDP) and for casting gathered weights
+(FSDP2): `told_to_accelerate`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 LIBRARIES = {"accelerate": "accelerate", "trainer": "the Trainer"}
-"""Loops whose processes are accelerate's, by what one calls them."""
+"""Loops with accelerate's processes, each with its library's name."""
 
 TRY = "Leave --loop out, or try ddp or fsdp"
 
 
 def why_refused(wish: ParallelWish, front_end: str) -> str:
-    """What accelerate and the Trainer have no word for, with what to try; empty where they have."""
+    """Return the settings that accelerate and the Trainer do not have, with an alternative; empty if they
+    have all.
+    """
     if (library := LIBRARIES.get(front_end)) is None:
         return ""
     known = ParallelWish(
@@ -60,7 +63,7 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
 
 
 def told_to_accelerate(setup: Setup) -> Setup:
-    """The same Setup, with the dtype of gathered weights as the mixed precision that accelerate is told."""
+    """Return the same Setup, with the dtype of gathered weights as accelerate's mixed precision."""
     wish = setup.parallel
     if wish is None or wish.dtype is None:
         return setup
@@ -68,12 +71,12 @@ def told_to_accelerate(setup: Setup) -> Setup:
 
 
 def is_spread(setup: Setup) -> bool:
-    """Whether each of several processes holds a part of the weights."""
+    """Return whether each of several processes holds a part of the weights."""
     return setup.parallel is not None and setup.parallel.weights == "sharded"
 
 
 def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
-    """Arguments of `Accelerator`. One row of processes needs no `ParallelismConfig`."""
+    """Return arguments of `Accelerator`. One row of processes needs no `ParallelismConfig`."""
     if wish.weights == "copied":
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -107,10 +110,12 @@ def _mesh(wish: ParallelWish) -> dict[str, Any]:
 
 
 def name_layers(accelerator: Any, model: torch.nn.Module) -> None:
-    """Tells accelerate which classes are layers, each of which becomes a group, as users do by
-    `transformer_layer_cls_to_wrap`. Left to itself it takes what transformers says must not be split
-    (`_no_split_modules`). With BERT that is the whole embedding too, and a group of a part of it, which
-    accelerate makes next, fails in torch."""
+    """Pass the layers' classes to accelerate, each of which becomes a group, as users do by
+    `transformer_layer_cls_to_wrap`.
+
+    Its default is the classes that transformers marks as indivisible (`_no_split_modules`). With BERT these
+    include the whole embedding. accelerate then makes a group of a part of it, which fails in torch.
+    """
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(
         {type(layer).__name__ for stack in layer_stacks(model) for layer in stack}
@@ -118,7 +123,7 @@ def name_layers(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def widen(model: torch.nn.Module) -> None:
-    """Has what trains in fp32, as accelerate does under mixed precision before it spreads a model."""
+    """Cast trained weights to fp32, as accelerate does under mixed precision before it shards a model."""
     import torch
 
     for parameter in model.parameters():

@@ -1,14 +1,14 @@
 """The passes of a step in stages: torch's own pipelining (`torch.distributed.pipelining`).
 
-torch's schedule says in which order this stage runs forward and backward passes of the micro-batches, and
-sends and receives between them. It is given the shapes of what goes from stage to stage, so that it need not
-find them out by trying; its buffers, one for each micro-batch and direction, stay from step to step.
+torch's schedule orders this stage's forward and backward passes of the micro-batches, and sends and receives
+between them. It gets the shapes of the tensors between stages, so it need not find them by a trial run. Its
+buffers, one for each micro-batch and direction, stay from step to step.
 
-    first stage    token ids in, hidden states out
-    last stage     hidden states in, loss out: each micro-batch's, times its share of what counts
+- `first stage`: token ids in, hidden states out
+- `last stage`: hidden states in, loss out: each micro-batch's, times its share of the counted items
 
-Of a matrix that the first stage and the last both have, a head's that is tied to the embedding, the two add
-up the gradients after their passes; in the norm of all it counts once.
+The first and the last stage both have the matrix of a tied head. The two add up its gradients after their
+passes; in the norm of all gradients it counts once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import ParallelWish
 
 EACH = ("attention_mask", "position_ids")
-"""Inputs that every stage is given, beside the first's token ids and the last's labels."""
+"""Inputs of every stage, in addition to the first's token ids and the last's labels."""
 
 
 class StagePasses:
@@ -46,7 +46,7 @@ class StagePasses:
 
         self._wish, self._around = wish, around
         self.model = model
-        """What this process has of the model."""
+        """This process's part of the model."""
         position = position_of(wish, dist.get_rank())
         self._parts = {position: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
@@ -60,25 +60,28 @@ class StagePasses:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the stage that takes token ids."""
+        """Return whether this process has the stage that takes token ids."""
         return 0 in self._parts
 
     @property
     def is_last(self) -> bool:
-        """Whether this process has the stage that computes the loss."""
+        """Return whether this process has the stage that computes the loss."""
         return self._wish.all_stages - 1 in self._parts
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What this process's stages need of a batch."""
+        """Return the inputs of a batch that this process's stages need."""
         named = (*EACH, *(["input_ids"] if self.is_first else []), *(["labels"] if self.is_last else []))
         return {name: value for name, value in batch.items() if name in named}
 
     def run(
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
-        """Leaves a step's gradients in the parameters, and gives each micro-batch's part of the loss where
-        this process computes it. `inputs` are on the device, of a batch of this `shape` (B, S), which is cut
-        into as many micro-batches as there are `shares`."""
+        """Run a step's passes, which leave its gradients in the parameters, and return each micro-batch's
+        part of the loss.
+
+        The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
+        this `shape` (B, S). It is cut into one micro-batch for each of the `shares`.
+        """
         import torch
 
         if self._made_for != (*shape, len(shares)):
@@ -98,7 +101,7 @@ class StagePasses:
         return losses
 
     def _sum_shared_gradient(self, observer: Observer) -> None:
-        """Adds up the gradients of the matrix that the first stage and the last have."""
+        """Add up the gradients of the matrix that the first stage and the last have."""
         import torch.distributed as dist
 
         shared = shared_weight(self.model)
@@ -109,12 +112,12 @@ class StagePasses:
         dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=self._ends)
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
-        """Scales the gradients of all stages so that their norm together is at most this."""
+        """Scale the gradients of all stages so that their norm together is at most this."""
         trained = [weight for weight in weights if weight.grad is not None]
         scale(trained, largest, self.norm_of_all(trained))
 
     def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """The L2 norm of the gradients of all stages, of which this one has these weights'."""
+        """Return the L2 norm of the gradients of all stages, of which this one has these weights'."""
         import torch.distributed as dist
 
         elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
@@ -124,12 +127,13 @@ class StagePasses:
         return square.sqrt()
 
     def in_turn(self) -> StagesInTurn:
-        """The whole model for forward passes alone, one stage after the other."""
+        """Return the whole model for forward passes alone, one stage after the other."""
         return StagesInTurn(self)
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of a batch (B, S) on the device, where this process computes it; 0 in the others. All
-        call it."""
+        """Return the loss of a batch (B, S) on the device, where this process computes it; 0 in the others.
+        All call it.
+        """
         import torch
         import torch.distributed as dist
 
@@ -147,7 +151,7 @@ class StagePasses:
         return loss
 
     def _receive(self, ids: torch.Tensor, stage: int) -> torch.Tensor:
-        """What the stage before this one has computed of these token ids."""
+        """Receive the previous stage's hidden states of these token ids."""
         import torch
         import torch.distributed as dist
 
@@ -157,14 +161,14 @@ class StagePasses:
         return given
 
     def _rank_of(self, stage: int) -> int:
-        """The process of this copy of the model that has a stage."""
+        """Return the process of this copy of the model that has a stage."""
         import torch.distributed as dist
 
         return dist.get_process_group_ranks(self.group)[stage % self._wish.stages]
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of what goes from stage to stage."""
+        """Return the dtype of the tensors between stages."""
         import torch
 
         dtype: torch.dtype = (
@@ -173,7 +177,7 @@ class StagePasses:
         return dtype
 
     def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
-        """The losses of so many steps, which the last stage has, told to all stages."""
+        """Send the losses of this many steps from the last stage to all stages."""
         import torch
         import torch.distributed as dist
 
@@ -185,7 +189,7 @@ class StagePasses:
         return [float(value) for value in values]
 
     def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
-        """The schedule for batches of this shape (B, S)."""
+        """Make the schedule for batches of this shape (B, S)."""
         import torch
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
         from torch.utils._python_dispatch import _disable_current_modes
@@ -217,32 +221,33 @@ class StagePasses:
 
 
 class StagesInTurn:
-    """A model whose stages run one after the other, without a backward pass."""
+    """A model with stages that run one after the other, without a backward pass."""
 
     def __init__(self, passes: StagePasses) -> None:
         self._passes = passes
 
     @property
     def training(self) -> bool:
-        """Whether it is in the mode in which it trains."""
+        """Return whether the model is in training mode."""
         return bool(self._passes.model.training)
 
     def train(self, mode: bool = True) -> None:
-        """Puts it into this mode."""
+        """Put the model into this mode."""
         self._passes.model.train(mode)
 
     def eval(self) -> None:
-        """Puts it into the mode in which nothing is dropped."""
+        """Put the model into evaluation mode, without dropout."""
         self.train(False)
 
     def __call__(self, **batch: Any) -> torch.Tensor:
-        """The loss of a batch on the device, where the last stage is; 0 in the others."""
+        """Return the loss of a batch on the device, where the last stage is; 0 in the others."""
         return self._passes.forward(batch)
 
 
 def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
-    """The processes that have the first and the last stage of the same copy of the model: of two stages all.
-    All processes make the groups of all copies, in one order."""
+    """Return the processes that have the first and the last stage of the same copy of the model: with two
+    stages all. All processes make the groups of all copies, in one order.
+    """
     import torch.distributed as dist
 
     if wish.stages == 2:
@@ -254,7 +259,7 @@ def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
 
 
 def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """A micro-batch's part of the loss of the whole batch."""
+    """Return a micro-batch's part of the loss of the whole batch."""
     return loss * share.item()
 
 
@@ -262,19 +267,21 @@ def _stage_class() -> type[PipelineStage]:
     from torch.distributed.pipelining import PipelineStage
 
     class ObservedStage(PipelineStage):
-        """torch's stage, which says what it is at and computes in what the Setup wishes."""
+        """torch's stage, which also notifies an observer of its phases and computes in the Setup's
+        context.
+        """
 
         observer: Any
         around: Any
         hidden: Any
 
         def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """A forward pass of one micro-batch."""
+            """Run a forward pass of one micro-batch."""
             self.observer.phase("forward")
             try:
                 with self.around():
                     out = super().forward_one_chunk(*given, **more)
-            except RuntimeError as error:  # torch wraps what a model raises
+            except RuntimeError as error:  # torch wraps a model's errors
                 if isinstance(error.__cause__, RecipeError):
                     raise error.__cause__ from None
                 raise
@@ -287,13 +294,12 @@ def _stage_class() -> type[PipelineStage]:
             return out
 
         def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """A backward pass of one micro-batch, or the part of it that gives the gradient of what the stage
-            was given."""
+            """Run a backward pass of one micro-batch, or its part for the gradient of the stage's inputs."""
             self.observer.phase("backward")
             return super().backward_one_chunk(*given, **more)
 
         def backward_weight_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """The part that gives the gradients of weights."""
+            """Run the part of a backward pass for the gradients of weights."""
             self.observer.phase("backward")
             return super().backward_weight_one_chunk(*given, **more)
 

@@ -1,18 +1,18 @@
 """Sequences that are cut over ranks, and attention around them: torch's own `context_parallel`.
 
-Of each micro-batch a rank gets the whole, as the others of its group do. What the model is given is cut on
-the device by torch's own order, which balances the work of a causal mask: of 2 n pieces, the rank r has
-number r from the front and number r from the back. With its tokens it gets their places, which a model
-counts by itself otherwise, and the labels of the tokens that follow, which the piece alone does not have.
+Each rank of a group gets the whole micro-batch. The model's inputs are cut on the device in torch's own
+order, which balances the work of a causal mask. There are 2 n pieces. The rank r has number r from the front
+and number r from the back. A rank also gets its tokens' positions, which a model otherwise counts itself. It
+also gets the labels of the following tokens, which the piece alone does not have.
 
-    loss      of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of
-              a group it is the mean over the whole, however the labels are spread over the pieces
-    kernels   flash attention, and efficient attention for 32 bits. With cuDNN's, torch's ring attention meets
-              an assertion in the backward pass (pytorch/pytorch issue 176915)
-    mask      none is made: transformers makes masks for the attention that it knows by name, and not for this
-              one. Whatever would need one is refused, when the technique is checked or when a mask comes
-    CPU       torch goes around for the three fused kernels of a GPU. What it runs on a CPU is given to the
-              same function of torch's here
+- `loss`: of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of
+  a group it is the mean over the whole, for any distribution of the labels
+- `kernels`: flash attention, and efficient attention for 32 bits. With cuDNN's, torch's ring attention meets
+  an assertion in the backward pass (pytorch/pytorch issue 176915)
+- `mask`: none is made: transformers makes masks for the attention that it has by name, and not for this
+  one. A job that needs one is refused, when the technique is checked or when a mask comes
+- `CPU`: torch's ring supports the three fused kernels of a GPU. On a CPU its other kernel is passed
+  to the same function of torch's here
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 HALVES = ("torch.float16", "torch.bfloat16")
 
 NOT_IN_A_RING = ("sliding_window", "position_bias", "softcap", "s_aux")
-"""What models tell transformers' attention besides, where theirs is another."""
+"""Further arguments that models pass to transformers' attention if theirs differs."""
 
 SEQUENCE = 2
 """The dimension of a query, (B, H, S, D), along which it is cut."""
 
 
 def register() -> None:
-    """transformers knows this attention by its name. It has no mask among transformers' masks, so models make
-    none; and torch goes around on CPUs too."""
+    """Register this attention by its name in transformers. It has no mask among transformers' masks, so
+    models make none. torch's ring is extended to CPUs too.
+    """
     import torch
     from torch.distributed.tensor.experimental._context_parallel import _attention as around
     from transformers import AttentionInterface
@@ -56,8 +57,9 @@ def register() -> None:
 
 @contextlib.contextmanager
 def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[None]:
-    """Within it, this rank's part of a batch on the device stands in its place, and attention goes around the
-    ranks of the mesh. Afterwards the batch stays what it is."""
+    """Replace a batch on the device by this rank's part, and run attention around the ranks of the mesh.
+    Afterwards the batch is unchanged.
+    """
     import torch
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -79,7 +81,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """What the model is given instead, before it is cut: new tensors, since torch cuts them in place."""
+    """Return the model's inputs before they are cut: new tensors, since torch cuts them in place."""
     import torch
 
     ids = batch["input_ids"].clone()
@@ -93,7 +95,7 @@ def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _refuse(ranks: int, batch: dict[str, Any]) -> None:
-    """Raises `RecipeError` for a batch that cannot be cut."""
+    """Raise `RecipeError` for a batch that cannot be cut."""
     if (mask := batch.get("attention_mask")) is not None and not bool(mask.all()):
         raise RecipeError(
             f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does not "
@@ -111,17 +113,17 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
 
 
 class _Passes:
-    """How often attention was asked for within one batch's passes."""
+    """Counter of attention calls within one batch's passes."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def check(self, model: Any) -> None:
-        """Raises `RecipeError` where the model's layers have an attention beside this one."""
+        """Raise `RecipeError` if the model's layers have another attention in addition."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
         if self.calls < layers:
             raise RecipeError(
-                f"Of {layers} layers only {self.calls} asked for ring attention; the others would see a "
+                f"Only {self.calls} of {layers} layers use ring attention; the others would get a "
                 "piece of each sequence. Leave the technique that cuts sequences out."
             )
 
@@ -171,7 +173,7 @@ def attend(
 
 
 def _dtype_of(query: torch.Tensor) -> str:
-    """In which attention computes: autocast casts what rotary embeddings have made 32 bits of."""
+    """Return the dtype of attention: autocast casts the 32-bit results of rotary embeddings."""
     import torch
 
     device = query.device.type
@@ -203,7 +205,9 @@ def _backward_on_cpu(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _local(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """The mesh, how tensors lie on it, and an operator's arguments by name, of tensors this rank's part."""
+    """Return the mesh, the placement of tensors on it, and an operator's arguments by name, with this rank's
+    part of tensors.
+    """
     from torch.distributed.tensor import DTensor
 
     names = [argument.name for argument in operator._schema.arguments]

@@ -1,7 +1,7 @@
-"""Several processes in an exported script: what its template writes for a `ParallelWish`, or why it cannot.
+"""Several processes in an exported script: its template's fields for a `ParallelWish`, or why there are none.
 
-A script of torch's does what `parallel.py` does, line by line. accelerate and the Trainer spread a model by
-code of their own, which their files ask for: what is said of it there stands in `ACCELERATE_S_FSDP`.
+A script of torch's repeats `parallel.py`, line by line. accelerate and the Trainer shard a model by code of
+their own, which their files configure. The comments there come from `ACCELERATE_S_FSDP`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACCELERATE_S_FSDP = (
 
 
 def _imports(wish: ParallelWish) -> tuple[str, ...]:
-    """What spreads a model in a script of torch's."""
+    """Return the imports that shard a model in a script of torch's."""
     if wish.weights == "copied":
         return ("from torch.nn.parallel import DistributedDataParallel",)
     names = (*(("CPUOffloadPolicy",) if wish.on_host else ()), "MixedPrecisionPolicy", "fully_shard")
@@ -36,7 +36,9 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
 
 
 def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
-    """The values of a template. Raises `RecipeError` for what its script cannot do."""
+    """Return the values of a template. Raises `RecipeError` for a setting that its script does not
+    support.
+    """
     cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
     if cuts_more:
         raise context.refusal(cuts_more[0], "scripts for several GPUs share the batch among them alone")
@@ -60,7 +62,7 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
 
 
 def _why_not(wish: ParallelWish, target: str) -> str:
-    """Why no script of this target is written; empty where one is."""
+    """Return why no script of this target is written; empty if one is."""
     if target == "torch":
         return ""
     if target == "deepspeed":

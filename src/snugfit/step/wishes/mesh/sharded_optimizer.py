@@ -1,8 +1,8 @@
-"""An optimizer whose states are spread over the processes: torch's `ZeroRedundancyOptimizer`.
+"""An optimizer whose states are sharded over the processes: torch's `ZeroRedundancyOptimizer`.
 
-Each process has another optimizer within it (torch calls it the local one), which holds the states of some
-weights, whole tensors of them, and updates these; then each weight is sent to the others by the process that
-has updated it. The groups outside are of all weights, and the same in all processes.
+Each process has another optimizer within it (torch calls it the local one). The local one holds the states of
+some weights, whole tensors of them, and updates these. Then each weight is sent to the others by the process
+that has updated it. The outer groups are of all weights, and the same in all processes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Where its class is. To import it costs time, and who has one has imported it."""
+"""Module of its class. Importing it costs time, and a process with such an optimizer has imported it."""
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """The optimizer, whose states are spread over the processes; numbers that the recipe has chosen win over
-    these."""
+    """Return the optimizer with states sharded over the processes; the recipe's numbers override these."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind: Any = wish.factory.resolve()
@@ -28,18 +27,18 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
 
 
 def spreads_states(optimizer: Any) -> bool:
-    """Whether other processes have the states of some of its weights."""
+    """Return whether other processes have the states of some of its weights."""
     return any(kind.__module__ == _MODULE for kind in type(optimizer).__mro__)
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that has this process's states: the one within where states are spread, else itself."""
+    """Return the optimizer with this process's states: the inner one if states are sharded, else itself."""
     local: Any = optimizer
     return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]
 
 
 def updated_elsewhere(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The weights that other processes update, and have the states of."""
+    """Return the weights that other processes update, and have the states of."""
     inside = local_optimizer(optimizer).param_groups
     own = {id(weight) for group in inside for weight in group["params"]}
     return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]

@@ -1,9 +1,9 @@
 """Weights and gradients that are parts of others (`DTensor`), some over other ranks than the rest, or whole.
 
-Under tensor parallelism matrices are spread over some ranks, and norms are whole in each; beside FSDP2 the
-ones are spread along two axes of the mesh and the others along one. torch's operators on lists of tensors
-take those of one mesh alone, so an optimizer has a group for each, as transformers' Trainer has it, and the
-norm of all gradients is that of the norms of each. Where all are alike, torch's functions are called as ever.
+Under tensor parallelism matrices are sharded over some ranks, and norms are whole in each. With FSDP2
+matrices are sharded along two axes of the mesh and norms along one. torch's operators on lists of tensors
+take those of one mesh alone. So an optimizer has a group for each mesh, as in transformers' Trainer. The norm
+of all gradients is that of the norms of each. If all are alike, torch's functions are called as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Groups = list[list["torch.Tensor"]]
 
 
 def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> Groups:
-    """The tensors that have a key in common, in the order of the first of each."""
+    """Group the tensors by a key, in the order of the first of each."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(key(tensor), []).append(tensor)
@@ -28,7 +28,7 @@ def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> Groups:
 
 
 def mesh(tensor: Any) -> Any:
-    """Over which ranks a tensor is spread; None for a whole one."""
+    """Return the mesh of ranks that a tensor is sharded over; None for a whole one."""
     return getattr(tensor, "device_mesh", None)
 
 
@@ -38,7 +38,7 @@ def spread(tensor: Any) -> Any:
 
 
 def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
-    """Parameters, or groups of them, cut into groups each of which is spread over the same ranks."""
+    """Split parameters, or groups of them, into groups that are each sharded over the same ranks."""
     if not groups or not isinstance(groups[0], dict):
         parts = split(groups, mesh)
         return [{"params": part} for part in parts] if len(parts) > 1 else list(groups)
@@ -46,13 +46,15 @@ def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; of one that several processes hold parts of all of it, in each of them."""
+    """Return the whole tensor, in each of several processes that hold parts of it."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
 def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all of them as of one vector, a scalar; spread as they are, where all are spread alike."""
+    """Return the norm of all of them as one vector, a scalar; sharded as they are, if all are sharded
+    alike.
+    """
     import torch
 
     tensors = list(tensors)
@@ -64,8 +66,9 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 
 
 def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The norm of these weights' gradients as of one vector, a scalar on their device. An optimizer that
-    clips within its update (`clips_inside`) takes that of all it updates itself, in 32 bits."""
+    """Return the norm of these weights' gradients as one vector, a scalar on their device. An optimizer that
+    clips within its update (`clips_inside`) takes that of all its weights, in 32 bits.
+    """
     if getattr(optimizer, "clips_inside", False):
         norm: torch.Tensor = optimizer.gradient_norm()
         return norm
@@ -73,8 +76,9 @@ def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tens
 
 
 def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) -> None:
-    """Has all gradients scaled down, where their norm is more than this (`torch.nn.utils.clip_grad_norm_`):
-    now, or by an optimizer's update (`scale`)."""
+    """Scale all gradients down if their norm exceeds `most` (`torch.nn.utils.clip_grad_norm_`): now, or in an
+    optimizer's update (`scale`).
+    """
     import torch
 
     weights = [weight for weight in weights if weight.grad is not None]
@@ -85,8 +89,9 @@ def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) ->
 
 
 def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, optimizer: Any = None) -> None:
-    """The same, where the norm is known. An optimizer that clips within its update is told so, and gradients
-    stay as they are; it must be the one whose next step follows."""
+    """Clip gradients of a known norm. An optimizer that clips within its update gets the norm, and gradients
+    are not changed; its step must be the next one.
+    """
     import torch
 
     if getattr(optimizer, "clips_inside", False):
@@ -97,5 +102,7 @@ def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, opti
 
 
 def clip_coefficient(norm: torch.Tensor, most: float) -> torch.Tensor:
-    """What gradients of this norm are multiplied by, a scalar (`torch.nn.utils.clip_grads_with_norm_`)."""
+    """Return the clipping factor of gradients of this norm, a scalar
+    (`torch.nn.utils.clip_grads_with_norm_`).
+    """
     return (most / (norm + 1e-6)).clamp(max=1.0)

@@ -1,21 +1,21 @@
-"""A decoder cut into stages: of the whole model each process keeps its layers, and what only they need.
+"""A decoder cut into stages: each process keeps its layers of the model, and the modules that only they need.
 
-The model stays transformers' own, with its own forward pass. A layer that another stage has is replaced by
-one that hands on what it is given, so that layers keep their numbers (some models look up by them which mask
-a layer takes) and weights their names, by which checkpoints know them. The first stage keeps the embedding;
-the others begin with what the stage before them has computed, which transformers calls `inputs_embeds`. The
-last one keeps the final norm and the head, and gives the loss.
+The model stays transformers' own, with its own forward pass. A layer of another stage is replaced by a module
+that returns its input. So layers keep their numbers, by which some models look up a layer's mask, and weights
+their names, which checkpoints use. The first stage keeps the embedding. The others begin with the previous
+stage's results, which transformers calls `inputs_embeds`. The last one keeps the final norm and the head, and
+returns the loss.
 
-Where the head is tied to the embedding, the first stage and the last one each have the matrix, as Megatron's
-do (Shoeybi et al., arXiv 1909.08053): in the first under the head's name too, in the last under the
-embedding's, so that it has the names that it has in the whole model. Both add up its gradients
-(`pipeline.py`), and so their copies stay the same.
+If the head is tied to the embedding, the first and the last stage have the matrix, as in Megatron (Shoeybi et
+al., arXiv 1909.08053). The first has it under the head's name too, the last under the embedding's. So it has
+all its names of the whole model. Both add up its gradients (`pipeline.py`), and so their copies stay the
+same.
 
-A process may have several stages, between which others have theirs. Each is then a shallow copy of the model,
-with the very layers that the model keeps, of which it runs its own.
+A process may have several stages, between which others have theirs. Each is then a shallow copy of the model
+with the same layer objects, of which it runs its own.
 
-Every process builds the whole model on the host, from the same seed, so that all stages together have the
-weights that one process would have; the device sees its own part alone.
+Every process builds the whole model on the host, from the same seed. So all stages together have the weights
+that one process would have; the device holds only its own part.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 PARTS = (EMBEDDING, "layers", "norm")
-"""What a decoder of transformers calls the parts that are cut apart; Llama's names, which most have."""
+"""Names of a decoder's parts in transformers that are cut apart; Llama's names, which most have."""
 
 _ELSEWHERE, _TIED = "of_another_stage", "shares_its_embedding"
 
 
 @functools.cache
 def _elsewhere() -> Any:
-    """The class of what stands in the place of a part that another stage has."""
+    """Return the class that replaces a part of another stage."""
     from torch import nn
 
     class Elsewhere(nn.Module):
-        """Hands on what it is given. A `weight` is one that the part would share with another, which this
-        stage has."""
+        """Module that returns its input. A `weight` is one that the part would share with another, which this
+        stage has.
+        """
 
         def __init__(self, weight: Any = None) -> None:
             super().__init__()
@@ -60,49 +61,49 @@ def _elsewhere() -> Any:
                 self.weight = weight
 
         def forward(self, hidden_states: Any, *arguments: Any, **keywords: Any) -> Any:
-            """What the stages before have computed."""
+            """Return the previous stages' results."""
             return hidden_states
 
     return Elsewhere
 
 
 def is_elsewhere(module: Any) -> bool:
-    """Whether another stage has the layer that should stand here."""
+    """Return whether this module replaces a layer of another stage."""
     return bool(getattr(module, _ELSEWHERE, False))
 
 
 def is_stage(model: Any) -> bool:
-    """Whether other processes have other layers of this model."""
+    """Return whether other processes have other layers of this model."""
     return any(map(is_elsewhere, model.modules()))
 
 
 def position_of(wish: ParallelWish, rank: int) -> int:
-    """Where the process that has this number stands among those of the same copy of the model, from 0: stages
-    are the first axis of the mesh."""
+    """Return the position, from 0, of a rank among those of the same copy of the model: stages are the mesh's
+    first axis.
+    """
     return rank // (wish.ranks // wish.stages)
 
 
 def stages_at(position: int, wish: ParallelWish) -> range:
-    """The stages of the process at this position."""
+    """Return the stages of the process at this position."""
     return range(position, wish.all_stages, wish.stages)
 
 
 def layers_at(position: int, wish: ParallelWish, layers: int) -> list[int]:
-    """The layers of the process at this position, of so many."""
+    """Return the layers of the process at this position, of `layers` in all."""
     return [one for stage in stages_at(position, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """The layers of a stage, of so many that are cut as evenly as may be; the longer stages come first."""
+    """Return the layers of a stage, of `layers` cut as evenly as possible; the longer stages come first."""
     short, longer = divmod(layers, stages)
     starts = [index * short + min(index, longer) for index in range(stages + 1)]
     return range(*list(pairwise(starts))[stage])
 
 
 def keep_stage(wish: ParallelWish, model: Any) -> Any:
-    """The whole model, of which only this process's stages are left.
-
-    Raises `RecipeError` for a model that is not built so that it can be cut.
+    """Return the whole model with only this process's stages left. Raises `RecipeError` for a model whose
+    structure cannot be cut.
     """
     import torch.distributed as dist
 
@@ -129,8 +130,9 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
 
 
 def parts_of(wish: ParallelWish, model: Any) -> dict[int, Any]:
-    """By its number, each of several stages that this process has of a model; one may be wrapped, and then
-    stands here as that."""
+    """Return each of several stages that this process has of a model, by number. A wrapped stage is returned
+    as its wrapper.
+    """
     import torch.distributed as dist
 
     if model not in _PARTS_OF:
@@ -143,7 +145,7 @@ _PARTS_OF: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
 def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
-    """One of several stages of a model: the same modules in another one of its class."""
+    """Return one of several stages of a model: the same modules in another one of its class."""
     from torch import nn
 
     whole = _decoder_of(model)
@@ -154,7 +156,7 @@ def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
     decoder.layers = nn.ModuleList(
         layer if number in own else _elsewhere()() for number, layer in enumerate(whole.layers)
     )
-    if not is_first and not (is_last and is_tied(model)):  # whose embedding stands for the head's name
+    if not is_first and not (is_last and is_tied(model)):  # its embedding has the head's name
         decoder.embed_tokens = _elsewhere()()
     if not is_last:
         decoder.norm = _elsewhere()()
@@ -165,7 +167,7 @@ def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
 
 
 def _shallow_copy(module: Any) -> Any:
-    """A module that has the same parts, of which each may be replaced."""
+    """Return a module with the same parts, each of which may be replaced."""
     same = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict):  # of its parts, and of hooks
@@ -174,12 +176,14 @@ def _shallow_copy(module: Any) -> Any:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the first stage and the last one of this model have one matrix, the embedding and the head."""
+    """Return whether embedding and head of this model are one matrix, in the first stage and the last one."""
     return bool(getattr(model, _TIED))
 
 
 def shared_weight(model: Any) -> torch.nn.Parameter | None:
-    """The matrix of this stage that another one has too; None where there is none, as in a whole model."""
+    """Return the matrix of this stage that another one has too; None where there is none, as in a whole
+    model.
+    """
     copies = (getattr(module, "weight", None) for module in model.modules() if is_elsewhere(module))
     return next((weight for weight in copies if weight is not None), None)
 
@@ -196,7 +200,7 @@ class _Stage:
             decoder.layers[0].register_forward_pre_hook(self._check_given, with_kwargs=True)
 
     def __call__(self, given: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Of token ids or of what the stage before has computed: what the next one is given, or the loss."""
+        """Compute the next stage's input, or the loss, from token ids or the previous stage's results."""
         inputs["input_ids" if self._is_first else "inputs_embeds"] = self._given = given
         if self._is_last:
             return loss_of(self._whole(**inputs))
@@ -205,8 +209,9 @@ class _Stage:
         return hidden
 
     def _check_given(self, layer: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Raises `RecipeError` for a model that does more to an embedding than to look it up: every stage
-        would do it again."""
+        """Raise `RecipeError` for a model that changes embedded tokens before its first layer: every stage
+        would do it again.
+        """
         given, self._given = self._given, None
         if (positional[0] if positional else named.get("hidden_states")) is not given:
             raise RecipeError(
@@ -241,7 +246,7 @@ def _decoder_of(model: Any) -> Any:
 
 
 def _one_tensor(layer: Any, given: Any, out: Any) -> None:
-    """Raises `RecipeError` for a layer that hands on more than one tensor."""
+    """Raise `RecipeError` for a layer that returns more than one tensor."""
     import torch
 
     if not isinstance(out, torch.Tensor):

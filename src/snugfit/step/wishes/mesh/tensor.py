@@ -1,21 +1,21 @@
 """Matrices cut over several ranks, which compute each layer together: torch's `parallelize_module`.
 
-Which matrix is cut how says the model's own plan: transformers has one for most language models
-(`base_model_tp_plan` of its config, and `_tp_plan` of its head), in words that are read here as torch's
-styles of the same meaning. transformers has styles of its own behind these words too. They changed with
-almost every release from 5.17 to 5.23, and one of them sums a gradient again for each micro-batch; torch's
-stayed.
+The model's own plan lists the cut of each matrix. transformers has one for most language models
+(`base_model_tp_plan` of its config, and `_tp_plan` of its head). Here its words are mapped to torch's styles
+of the same meaning. transformers has styles of its own behind these words too. They changed with almost every
+release from 5.17 to 5.23, while torch's did not. One of them sums a gradient again for each micro-batch.
 
-Each rank builds the model whole, with the same numbers, and keeps its part of each matrix (a `DTensor`); what
-the plan does not name all of them hold, compute and update alike. A matrix whose output is cut ("colwise") is
-followed by one whose input is ("rowwise"), after which the parts are summed: an exchange in the forward pass,
-and one in the backward pass for each matrix whose input was whole. Between the two activations are a part.
+Each rank builds the model whole, with the same numbers, and keeps its part of each matrix (a `DTensor`). All
+ranks hold, compute and update the modules outside of the plan alike. A matrix with a cut output ("colwise")
+is followed by one with a cut input ("rowwise"), after which the parts are summed. That is an exchange in the
+forward pass, and one in the backward pass for each matrix with a whole input. Between the two, activations
+are a part.
 
-Beyond the plan, rows of the embedding are spread too, as transformers 5.23 and torchtitan do: most models tie
-it to their head, which the plan cuts.
+Beyond the plan, rows of the embedding are cut too, as in transformers 5.23 and torchtitan. Most models tie it
+to their head, which the plan cuts.
 
-Ranks of such a group draw the same random numbers. So what all hold is dropped out alike; of attention each
-drops the same weights of other heads.
+Ranks of such a group draw the same random numbers. So dropout of shared activations is alike on all ranks. In
+attention each drops the same weights of other heads.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding_rowwise"
 
 HEADS = 2
-"""The axis of heads where what is normed per head is (B, S, heads, head size)."""
+"""Axis of heads of tensors that are normed per head: (B, S, heads, head size)."""
 
 
 def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:
-    """Leaves this rank's part of each matrix in the model, and of `experts` some, whole. `mesh` has the ranks
-    that share one copy of it."""
+    """Keep this rank's part of each matrix in the model, and with `experts` some of them, whole. `mesh` has
+    the ranks that share one copy of it.
+    """
     from torch.distributed.tensor.parallel import parallelize_module
 
     tied = _tied(model)
@@ -54,7 +55,7 @@ def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) 
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:
-    """By a module's name, how it is cut, in transformers' words; but for experts."""
+    """Return the cut of each module by name, in transformers' words, without experts."""
     rules: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     of_experts: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     names = {name: module for name, module in model.named_modules() if name and not is_elsewhere(module)}
@@ -65,8 +66,9 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
 
 
 def spread_experts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves this rank's experts in the model: transformers' own code, in which all ranks of the mesh hold
-    the same tokens and sum what their experts made of them."""
+    """Keep only this rank's experts in the model, by transformers' own code. All ranks of the mesh hold the
+    same tokens and sum their experts' results.
+    """
     names = dict([*model.named_parameters(), *model.named_modules()])
     rules: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     plan = _expand(rules, names)
@@ -80,7 +82,9 @@ def spread_experts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """The same with the styles of transformers 5.17, which has them among those of tensor parallelism."""
+    """Keep this rank's experts with the styles of transformers 5.17, which has them among those of tensor
+    parallelism.
+    """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     weights, modules = dict(model.named_parameters()), dict(model.named_modules())
@@ -94,7 +98,7 @@ def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[st
 
 
 def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """A plan by the names that its rules stand for."""
+    """Replace each rule of a plan by the names that match it."""
     return {
         name: word
         for rule, word in rules.items()
@@ -125,7 +129,9 @@ def _style(word: str) -> ParallelStyle | None:
 
 
 def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Modules whose weight is another one's, with that one, which stands here."""
+    """Return modules that share another module's weight, each with that module, also if it is in another
+    stage.
+    """
     first: dict[int, Any] = {}
     tied = []
     for module in sorted(model.modules(), key=is_elsewhere):
@@ -136,7 +142,7 @@ def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def sum_parts_of_gradients(model: torch.nn.Module) -> None:
-    """Sums gradients of which each rank has computed a part, though all hold the weight: norms of heads."""
+    """Sum gradients of which each rank has computed a part, though all hold the weight: norms of heads."""
     from torch.distributed.tensor import DTensor
 
     for weight in model.parameters():

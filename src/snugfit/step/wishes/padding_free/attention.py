@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """transformers knows this attention by its name. It has no mask among transformers' masks, so models make
-    none."""
+    """Register this attention by its name in transformers. It has no mask among transformers' masks, so
+    models make none.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(PADDING_FREE, attend)
@@ -30,7 +31,7 @@ WIDEST = 256
 """Numbers of the widest head that the kernels take."""
 
 WIDTH_IN = 8
-"""What the width of a head is a multiple of."""
+"""Multiple that the width of a head must be."""
 
 
 def attend(
@@ -47,10 +48,12 @@ def attend(
     max_length_q: int | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within each sequence of one row, as transformers' attention functions are called.
+    """Compute attention within each sequence of one row, with the signature of transformers' attention
+    functions.
 
-    `query` is (1, H, N, D), `key` and `value` (1, G, N, D), where H is a multiple of G; the result is
-    (1, N, H, D). Raises `RecipeError` where a model says no ends, or asks for what the kernels do not know.
+    `query` is (1, H, N, D), `key` and `value` (1, G, N, D); H is a multiple of G. The result is (1, N, H, D).
+    Raises `RecipeError` for a model without ends of sequences, or with arguments that the kernels do not
+    support.
     """
     import torch
 
@@ -82,7 +85,7 @@ def attend(
 
 
 def _dtype(value: torch.Tensor) -> torch.dtype:
-    """What attention computes in: autocast's, as torch's own attention, or that of the values."""
+    """Return the dtype of attention: autocast's, as in torch's own attention, or that of the values."""
     import torch
 
     kind = value.device.type
@@ -119,7 +122,7 @@ def _one_by_one(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """The same on a CPU, which has no such kernel: (1, H, N, D), a sequence at a time."""
+    """Compute the same on a CPU, which has no such kernel: (1, H, N, D), a sequence at a time."""
     import torch
 
     bounds = ends.tolist()
@@ -155,7 +158,7 @@ _ON_CPU: list[bool] = []
 
 @contextlib.contextmanager
 def rehearsed_on_the_cpu() -> Iterator[None]:
-    """Within it, shapes go the way of a CPU."""
+    """Compute shapes as on a CPU inside of this context."""
     _ON_CPU.append(True)
     try:
         yield

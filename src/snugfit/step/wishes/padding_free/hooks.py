@@ -1,14 +1,13 @@
-"""A model that drops the padding of what it is given, whoever calls it.
+"""A model that drops the padding of its inputs, in any loop.
 
-Everything that looks at one token alone does the same for fewer of them. Attention looks at others, and stops
-at the ends of sequences (`attention.py`). The head of an encoder that classifies sequences reads their first
-tokens, which its layers hand on alone.
+Modules that process each token alone do the same for fewer tokens. Attention reads other tokens, and stops at
+the ends of sequences (`attention.py`). The head of an encoder that classifies sequences reads their first
+tokens, so its layers return these alone.
 
-A batch that is on the device already is made a row there, and the host waits to learn how many tokens there
-are.
+A batch that is on the device already becomes a row there, and the host waits to read the number of tokens.
 
-What a loop reads of the model's output beside the loss has the rows that it gave: logits are spread over
-(B, S) again in evaluation, and wherever the loss is computed outside of the model.
+A loop that reads outputs besides the loss gets them in its own shape. Logits are scattered to (B, S) in
+evaluation, and in loops that compute the loss outside of the model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def drop_padding(model: torch.nn.Module) -> None:
-    """From here on this model's forward pass drops the padding of what it is given."""
+    """Make this model's forward pass drop the padding of its inputs."""
     if model not in _HOOKS:
         rules = RowRules.of(model)
         hooks = _PaddingHooks(rules)
@@ -40,7 +39,7 @@ def drop_padding(model: torch.nn.Module) -> None:
 
 
 def keep_padding(model: torch.nn.Module) -> None:
-    """From here on this model is given its padding again."""
+    """Stop dropping the padding of this model's inputs."""
     for hook in _HOOKS.pop(model, ()):
         hook.remove()
 
@@ -56,7 +55,7 @@ class _PaddingHooks:
         self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of the forward pass: one row without padding."""
+        """Return the arguments of the forward pass: one row without padding."""
         import torch
 
         self._spread = None
@@ -74,7 +73,7 @@ class _PaddingHooks:
         return args, packed
 
     def unpack(self, model: Any, args: Any, given: Any, out: Any) -> Any:
-        """The output, its logits as the batch lay."""
+        """Return the output, with its logits in the batch's shape."""
         spread, self._spread = self._spread, None
         if spread is not None and getattr(out, "logits", None) is not None:
             (batch, length), places = spread
@@ -86,7 +85,7 @@ class _PaddingHooks:
 
 
 def _layers_of(model: Any) -> torch.nn.Module:
-    """The layers of an encoder, all in one, by the names that transformers has for them."""
+    """Return the layers of an encoder, all in one module, by transformers' names for them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     body = getattr(base, base.base_model_prefix)
     layers: torch.nn.Module | None = getattr(body, "encoder", None) or getattr(body, "transformer", None)
@@ -98,8 +97,9 @@ def _layers_of(model: Any) -> torch.nn.Module:
 
 
 def keep_first_tokens(layers: Any, args: Any, given: dict[str, Any], out: Any) -> Any:
-    """A forward hook of an encoder's layers: of a row (1, N, H), the first token of each of the batch's
-    sequences, (B, 1, H), which is what the head reads."""
+    """Replace an encoder's output, a row (1, N, H), by the first token of each sequence, (B, 1, H), for the
+    head. It is a forward hook of the layers.
+    """
     ends = given.get("cu_seq_lens_q")
     tokens = out.last_hidden_state
     if ends is not None and tokens.size(0) == 1:

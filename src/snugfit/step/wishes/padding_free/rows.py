@@ -1,15 +1,15 @@
 """A batch without its padding: its sequences one after the other in one row.
 
-Where a model of transformers is given (B, S) tokens with a mask, its forward pass gets (1, N): the N tokens
-that are not padding, with the positions that they had, and where each sequence ends (`cu_seq_lens_q`, as
-transformers' own `DataCollatorWithFlattening` says it).
+A model of transformers with (B, S) tokens and a mask gets (1, N) instead. These are the N tokens without
+padding, with their positions, and the ends of the sequences (`cu_seq_lens_q`, as in transformers' own
+`DataCollatorWithFlattening`).
 
-A decoder's first token of a sequence would be predicted from the last one of the sequence before, so it
-carries no label. In a padded batch nothing predicts it either, unless padding stands on the left.
+A decoder would predict a sequence's first token from the previous sequence's last one, so the first token has
+no label. In a padded batch it is not predicted either, unless padding is on the left.
 
-snugfit's own loop makes rows on the host, where the mask is, so nothing waits for the device. A step that is
-recorded needs few lengths: its rows are filled up with sequences of which nothing counts, by as much for
-every batch as makes `LENGTHS` lengths of them all, and what is no tensor is the same for all of them.
+snugfit's own loop makes rows on the host, where the mask is, so no copy waits for the device. A recorded step
+needs few lengths. So its rows are filled up with uncounted sequences to one of `LENGTHS` lengths. Values that
+are no tensors are the same for all batches.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ if TYPE_CHECKING:
     import torch
 
 OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
-"""Ends of the names of models whose logits are compared with the label of the same token."""
+"""Name endings of models that compare logits with the label of the same token."""
 
 OF_THE_FIRST_TOKEN = "ForSequenceClassification"
-"""The end of the name of an encoder whose head reads the first token of a sequence alone."""
+"""Name ending of an encoder with a head that reads the first token of a sequence alone."""
 
 COUNT = "sequence_count"
-"""The argument that says how many sequences of a row are the batch's."""
+"""Name of the argument for the number of a row's sequences that are the batch's."""
 
 LENGTHS = 16
-"""How many lengths of rows are recorded at most (chosen): more take longer to record, fewer are filled up by
-more tokens, of which a half for the average batch is 3 % of the longest."""
+"""Largest number of recorded lengths of rows (chosen). More take longer to record. Fewer are filled up by
+more tokens; half of a step, the average, is 3 % of the longest.
+"""
 
 
 @dataclass(frozen=True)
 class RowRules:
-    """What of a model decides how its batches become rows."""
+    """Rules of a model for turning batches into rows."""
 
     shifts: bool = False
-    """Whether logits are compared with the label of the next token."""
+    """True if logits are compared with the label of the next token."""
     pools_first: bool = False
-    """Whether the head reads the first token of each sequence alone, and labels are one a sequence."""
+    """True if the head reads only the first token of each sequence, and labels are one a sequence."""
     padding_token: int | None = None
-    """Of models whose positions are counted from the padding token's number on, that number."""
+    """Number of the padding token, for models whose positions count from it."""
 
     @classmethod
     def of(cls, model: Any) -> RowRules:
-        """Those of a model of transformers, which adapters may stand around."""
+        """Return the rules of a model of transformers, also inside of adapters."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         name, config = type(base).__name__, getattr(base, "config", None)
         offset = getattr(config, "model_type", None) in OFFSET_BY_PADDING
@@ -68,15 +69,15 @@ class RowRules:
 
 @dataclass(frozen=True)
 class Filling:
-    """To what rows are filled up."""
+    """Sizes to which rows are filled up."""
 
     multiple: int
     """Tokens of which a row's length is a multiple at the least."""
     longest: int
-    """Tokens of the longest sequence that there may be; a batch may have longer ones where nobody knows."""
+    """Tokens of the longest possible sequence; if it is unknown, a batch may have longer ones."""
 
     def step(self, samples: int) -> int:
-        """Tokens from one length of so many samples to the next."""
+        """Return the tokens from one length of `samples` samples to the next."""
         return -(-samples * self.longest // (LENGTHS * self.multiple)) * self.multiple
 
 
@@ -86,8 +87,9 @@ class Filling:
 def as_rows(
     pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: Filling | None = None
 ) -> list[dict[str, Any]]:
-    """Host micro-batches (B, S) as rows (1, N), all of one length where they are filled up. What is a row
-    already, or has no tokens, stays as it is."""
+    """Turn host micro-batches (B, S) into rows (1, N), with `filling` all of one length. Batches that are
+    rows already, or have no tokens, stay unchanged.
+    """
     if not all("input_ids" in piece and "cu_seq_lens_q" not in piece for piece in pieces):
         return [dict(piece) for piece in pieces]
     if filling is None:
@@ -110,9 +112,10 @@ def _token_count(piece: Mapping[str, Any]) -> int:
 def _filled_up(
     piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
 ) -> dict[str, Any]:
-    """A micro-batch as a row that has room for `most` tokens. What fills it up is sequences too, as many for
-    each row of its length, and some of them empty: a row that `is_alone` has less room than a step to the
-    next length."""
+    """Turn a micro-batch into a row with room for `most` tokens. The filling consists of sequences too, as
+    many for each row of its length, and some of them empty. For a row that `is_alone` the filling is below
+    one step between lengths.
+    """
     import torch
 
     row, _ = without_padding(piece, rules)
@@ -146,9 +149,10 @@ def _lengthen(value: torch.Tensor, *, length: int, fill: int) -> torch.Tensor:
 
 
 def without_padding(batch: Mapping[str, Any], rules: RowRules) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """A padded batch (B, S) as one row (1, N), with what attention must know of it; and which of the B * S
-    places its tokens had, None where there is no padding. Raises `RecipeError` for a mask that is not (B, S),
-    and where a sequence does not begin at its first place, whose token the head would read."""
+    """Return a padded batch (B, S) as one row (1, N), with attention's arguments. The second result is the
+    positions of its tokens among B * S, None without padding. Raises `RecipeError` for a mask that is not (B,
+    S). It is also raised for a sequence without a token at its first position, which the head would read.
+    """
     import torch
 
     shape = batch["input_ids"].shape
@@ -188,7 +192,7 @@ def _refuse_mask(mask: torch.Tensor | None, shape: torch.Size, rules: RowRules) 
 
 
 def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """This tensor changed; one that stands for another on the host still does."""
+    """Change this tensor, and the real values behind it on the host, if it represents others."""
     result = change(value)
     if (real := getattr(value, REAL_VALUES, None)) is not None:
         setattr(result, REAL_VALUES, lambda: change(real()))
@@ -203,7 +207,7 @@ def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
 
 
 def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Labels (B, S) but for the first token of each sequence, which nothing may predict."""
+    """Remove the label of the first token of each sequence from labels (B, S): no token may predict it."""
     import torch
 
     if mask is None:
@@ -215,7 +219,9 @@ def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 
 
 def _ends(shape: torch.Size, mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Where each sequence begins and the last ends (B + 1,) int32, and the tokens of the longest."""
+    """Return the beginning of each sequence and the end of the last (B + 1,), int32, and the longest's number
+    of tokens.
+    """
     import torch
 
     batch, length = shape

@@ -1,1 +1,1 @@
-"""When weights are updated, and where: one by one within the backward pass, or on the host."""
+"""The time and place of weight updates: one by one within the backward pass, or on the host."""

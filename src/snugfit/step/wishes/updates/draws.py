@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @final
 class Draws:
-    """Where all generators are now, those of the host and of a GPU."""
+    """Current states of all generators, those of the host and of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         import numpy
@@ -22,7 +22,7 @@ class Draws:
         self._gpu: Any = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def set_back(self) -> None:
-        """The next draws are those that followed before."""
+        """Reset the generators, so that the next draws repeat the earlier ones."""
         import numpy
         import torch
 

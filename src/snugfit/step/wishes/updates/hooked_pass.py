@@ -1,7 +1,7 @@
-"""A pass whose gradients are taken as they come, by hooks of the weights.
+"""A pass whose gradients are taken as they are computed, by hooks of the weights.
 
-Who runs passes and who takes gradients know of each other by this alone: a pass that is played back
-(`capture/step.py`) runs no hooks, so the weights that they heard of are kept with the recording.
+This class is the only link between the code that runs passes and the code that takes gradients. A replayed
+pass (`capture/step.py`) runs no hooks, so the recording keeps the weights of its hooks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HookedPass:
-    """One kind of pass, and what became of its last one."""
+    """One kind of pass, and the state of its last run."""
 
     name: str
-    """Tells it from other kinds."""
+    """Name that distinguishes it from other kinds."""
     take: Callable[[torch.Tensor, torch.Tensor], None]
-    """Is told of a weight, and of its gradient."""
+    """Callback for a weight and its gradient."""
     again: bool = False
-    """Whether it repeats a pass, whose loss was heard of then."""
+    """True if it repeats a pass, whose loss was reported already."""
     weights: dict[torch.Tensor, None] = field(default_factory=dict)
-    """Whose gradients came, in order."""
+    """Weights whose gradients came, in order."""
     is_recorded: bool = False
-    """Whether what is asked of the device is recorded now, and not done."""
+    """True while device work is recorded and not run."""

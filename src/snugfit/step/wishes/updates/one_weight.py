@@ -1,7 +1,8 @@
 """Updates of one weight at a time: by torch's optimizers here, by ours in `masters/one_weight.py`.
 
-The optimizer is the one that a step over all weights has, with all its states, and its own `step` updates the
-weight: for that its groups are one group with one weight. Its states, and so its checkpoints, are as ever.
+The optimizer is the one of a step over all weights, with all its states, and its own `step` updates the
+weight. For that its groups are temporarily one group with one weight. Its states, and so its checkpoints, are
+the usual ones.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ class WeightUpdates(Protocol):
     """Norm and updates of the weights of one optimizer, one by one."""
 
     can_be_recorded: ClassVar[bool]
-    """Whether `take` and `update` compute nothing on the host, so that a CUDA graph can have them."""
+    """True if `take` and `update` compute nothing on the host, so that a CUDA graph can contain them."""
 
     def has_moved(self) -> bool:
-        """Whether states lie elsewhere than when this was asked before, so that what is recorded is void."""
+        """Return whether states have moved since the last call, which makes recordings invalid."""
 
     def begin_norm(self) -> None:
-        """No gradient was taken so far."""
+        """Begin a norm without any gradient."""
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Counts this gradient in the norm."""
+        """Count this gradient in the norm."""
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients that were taken: a scalar on their device."""
+        """Return the norm of all taken gradients: a scalar on their device."""
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Whether this weight's update makes no states first."""
+        """Return whether this weight has states, so that its update makes none."""
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Makes what these weights' updates would make first, where that can be."""
+        """Make the states that these weights' updates would make first, where that is possible."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One weight's step, by its gradient."""
+        """Update one weight by its gradient."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """These weights were updated."""
+        """Count an update of these weights."""
 
 
 class TorchUpdates:
-    """By an optimizer of torch's whose update of a weight depends on no other."""
+    """Updates by an optimizer of torch's whose update of a weight depends on no other."""
 
     can_be_recorded: ClassVar = False
-    """The host knows its learning rates."""
+    """False: its learning rates are on the host."""
 
     def __init__(self, optimizer: Any, model: Any) -> None:
         self._optimizer = optimizer
@@ -66,22 +67,22 @@ class TorchUpdates:
         self._coefficient: torch.Tensor | None = None
 
     def has_moved(self) -> bool:
-        """Nothing of it is recorded."""
+        """Return False: no part of it is recorded."""
         return False
 
     def begin_norm(self) -> None:
-        """No gradient was taken so far."""
+        """Begin a norm without any gradient."""
         self._norms.clear()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Counts this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
+        """Count this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
         import torch
 
         wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
         (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients that were taken: a scalar on their device. They are added in the model's order."""
+        """Return the norm of all taken gradients, added in the model's order: a scalar on their device."""
         import torch
 
         norms = [norm for _, norm in sorted(self._norms.items())]
@@ -90,23 +91,23 @@ class TorchUpdates:
         return norm
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
         from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
 
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Whether it has any."""
+        """Return whether this weight has states."""
         return bool(self._optimizer.state.get(weight))
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Its own step makes them."""
+        """Make nothing: the optimizer's own step makes the states."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Its own step counts."""
+        """Count nothing: the optimizer's own step counts."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One weight's step, by its gradient, which is scaled in place where it is clipped."""
+        """Update one weight by its gradient, which is scaled in place if it is clipped."""
         if self._coefficient is not None:
             gradient.mul_(self._coefficient)
         weight.grad = gradient
@@ -118,7 +119,7 @@ class TorchUpdates:
 
     @contextlib.contextmanager
     def _only(self, weight: torch.Tensor) -> Iterator[None]:
-        """Within it the optimizer has one group, and that one weight."""
+        """Give the optimizer one group with this weight alone, inside of this context."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
         try:
@@ -128,7 +129,7 @@ class TorchUpdates:
 
 
 def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
-    """What updates the weights of this optimizer, which are those of the model that train, one by one."""
+    """Return the object that updates this optimizer's weights, the model's trained ones, one by one."""
     from snugfit.step.wishes.masters.adamw import MasterAdamW
 
     if isinstance(optimizer, MasterAdamW):

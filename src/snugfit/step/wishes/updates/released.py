@@ -1,12 +1,12 @@
-"""The passes of a step whose gradients do not stay: each updates its weight as soon as it is there.
+"""The passes of a step whose gradients do not stay: each updates its weight as soon as it exists.
 
-torch calls a hook of each weight when its gradient is whole, which for one that a model uses twice, as tied
-embeddings, is after both. What is clipped by the norm of all gradients needs that norm first. Then the passes
-run twice: `run_passes` takes the norm, `update` runs them again and updates. Where no norm is needed
-`run_passes` updates. Between the two random generators are set back, so that dropout draws the same masks.
+torch calls a hook of each weight when its gradient is complete. For a weight that a model uses twice, such as
+tied embeddings, that is after both. Clipping by the norm of all gradients needs that norm first. Then the
+passes run twice: `run_passes` takes the norm, `update` runs them again and updates. Between the two the
+random generators are reset, so that dropout draws the same masks. If no norm is needed `run_passes` updates.
 
-Each pass may be played back (`capture/step.py`): what hooks ask of the device is a part of its backward
-graph, and reads the step's numbers on the device.
+Each pass may be replayed (`capture/step.py`). The hooks' device work is a part of its backward graph, and
+reads the step's numbers on the device.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ReleasedLoop(Protocol):
     captured: CapturedStep | None
 
     def is_captured(self) -> bool:
-        """Whether the next step's passes may be played back."""
+        """Return whether the next step's passes may be replayed."""
 
     def needs_norm(self) -> bool:
-        """Whether the norm of the gradients must be known before the first update of the next step."""
+        """Return whether the next step needs the gradients' norm before its first update."""
 
     def run_passes(
         self,
@@ -50,7 +50,7 @@ class ReleasedLoop(Protocol):
         *,
         again: bool = False,
     ) -> torch.Tensor | None:
-        """The passes as they are written, for the first time or `again`."""
+        """Run the passes without graphs, for the first time or `again`."""
 
 
 @final
@@ -64,15 +64,16 @@ class ReleasedPasses:
         self._pass: HookedPass | None = None
         self._repeat: Callable[[], None] | None = None
         self.norm: torch.Tensor | None = None
-        """Of the last step's gradients, a scalar on the device; None where it was not needed."""
+        """Norm of the last step's gradients, a scalar on the device; None where it was not needed."""
         self.has_begun = False
-        """Whether the last step that was begun has updated a weight."""
+        """True if the last begun step has updated a weight."""
 
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
-        """The passes of these host micro-batches, of which there is one, and what their loss comes to where
-        losses are kept. Afterwards `norm` is known, or everything is updated."""
+        """Run the passes of these host micro-batches, of which there is one, and return their loss where
+        losses are kept. Afterwards `norm` is set, or all weights are updated.
+        """
         if len(pieces) > 1:
             raise UsageError("Gradients of micro-batches are sums, which 'released' does not keep.")
         updates = self._updates or self._attach(built)
@@ -91,13 +92,13 @@ class ReleasedPasses:
         return total
 
     def update(self) -> None:
-        """Updates what `run_passes` has left, by its passes once more."""
+        """Make the updates that `run_passes` has left, by its passes once more."""
         repeat, self._repeat = self._repeat, None
         if repeat is not None:
             repeat()
 
     def detach(self) -> None:
-        """No step follows: the model's weights have no hooks any more."""
+        """Remove the hooks of the model's weights after the last step."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._updates, self._repeat = [], None, None
@@ -143,7 +144,7 @@ class ReleasedPasses:
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
 
     def _hear(self, weight: torch.Tensor) -> None:
-        """A weight's gradient is there. Raises `UsageError` for a second one in the same pass."""
+        """Take a weight's gradient. Raises `UsageError` for a second one in the same pass."""
         import torch
 
         gradient, hooked = weight.grad, self._pass
@@ -170,12 +171,12 @@ class ReleasedPasses:
 
 
 def _versions(model: Any) -> dict[str, tuple[int, int]]:
-    """Of each buffer by name which tensor it is, and how often it was written."""
+    """Return the identity of each buffer's tensor, and its number of writes, by name."""
     return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
 def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """Raises `UsageError` where a buffer was written: a second pass would write it again."""
+    """Raise `UsageError` where a buffer was written: a second pass would write it again."""
     for name, (identity, version) in after.items():
         if before.get(name, (identity, version)) != (identity, version) and before[name][0] == identity:
             raise UsageError(
