@@ -1,8 +1,9 @@
 """Documents between processes and on disk: JSON files that are complete or absent.
 
-Written to a temporary file in the same folder, flushed to the disk, then renamed: a reader sees the old
-document or the new one, never half of one. Reading trusts nothing: at most a few MiB, a plain file, strict
-JSON (no NaN, no Infinity, no number beyond a double), an object at the top. Nothing is ever unpickled.
+A document is written to a temporary file in the same folder, flushed to the disk, then renamed. A reader sees
+the old document or the new one, never half of one. Reading accepts only a plain file of at most a few MiB.
+Its content must be strict JSON (no NaN, no Infinity, no number beyond a double) with an object at the top.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class BadDocument(Exception):
-    """The file is not a document of snugfit's; the message says what is wrong with it."""
+    """The file is not a document of snugfit. The message names the fault."""
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
@@ -84,9 +85,9 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
-    """Strict JSON: raises `ValueError` for a key that stands twice, NaN, Infinity, and what is no double.
+    """Parse strict JSON. Raises `ValueError` for a repeated key, NaN, Infinity or a number beyond a double.
 
-    With `constants`, NaN and infinite numbers are read, as Python writes them.
+    With `constants`, NaN and infinite numbers are accepted, in the notation of Python's `json`.
     """
     if constants:
         return json.loads(text, object_pairs_hook=_without_repeats)
@@ -115,7 +116,7 @@ def _finite(digits: str) -> float:
 
 
 def encode_fields(value: Any, **derived: Any) -> dict[str, Any]:
-    """A dataclass as a JSON object of its fields, with what is derived of them beside or in their place."""
+    """Return a dataclass as a JSON object of its fields. The values of `derived` are added or replace fields."""
     names = (entry.name for entry in dataclasses.fields(value))
     return {name: encode(getattr(value, name)) for name in names if name not in derived} | derived
 
@@ -132,8 +133,11 @@ def encode(value: Any) -> Any:
 
 
 def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """The dataclass whose fields `encode_fields` wrote; keys that are no fields of it are passed over. Raises
-    `KeyError` where a field without a default is missing, `TypeError` for what is no object."""
+    """Return the dataclass from the fields that `encode_fields` wrote.
+
+    Keys that are no fields of it are ignored. Raises `KeyError` where a field without a default is missing,
+    and `TypeError` for a value that is no object.
+    """
     hints, given = get_type_hints(kind), dict(document)
     entries = dataclasses.fields(kind)  # type: ignore[arg-type]
     for entry in entries:

@@ -1,13 +1,14 @@
 """Imports of packages that would fetch compiled kernels from the hub while they are imported.
 
-bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed (for 4-bit
-products of inference), and logs a warning when it is not; peft imports bitsandbytes, and
+bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed. The kernels are
+for 4-bit products of inference. Without `kernels` it logs a warning. peft imports bitsandbytes, and
 accelerate and the HF Trainer import peft.
+
 Predicting runs no code from the hub and opens no socket, so during such an import `kernels` cannot be found.
 
-peft and transformers' code of models also import torchao where it is installed, which logs what kernels for
-other GPUs it lacks and has torch log what torch will change. Nobody can act on these lines, so they are left
-out: while such an import runs, and in the workers of a search, which are processes of our own.
+peft and transformers' code of models also import torchao where it is installed. torchao logs the missing
+kernels of other GPUs, and causes torch to log its deprecations. Users can do nothing about these lines. They
+are suppressed during such an import, and in the worker processes of a search.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def no_hub_kernels() -> Iterator[None]:
 
 
 _IMPORTED: set[Hashable] = set()
-"""What was imported within `only_errors`."""
+"""Keys of the imports that ran within `only_errors`."""
 
 
 @contextlib.contextmanager
@@ -54,9 +55,11 @@ def quiet(*names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_errors(once: Hashable = None) -> Iterator[None]:
-    """Within it, bitsandbytes, torchao and what torchao has torch log are heard with errors alone. What is
-    imported `once` is not imported again, so that nothing is done then: a rehearsal asks for a model's class
-    often, and a logger's level is kept by thousands of others."""
+    """Suppress all logs but errors of bitsandbytes, torchao and the torch module that logs for torchao.
+
+    A key `once` that was imported before changes nothing, since a rehearsal requests the class of a model
+    often. Each change of a logger's level clears the cached levels of thousands of other loggers.
+    """
     if once in _IMPORTED:
         yield
         return

@@ -1,8 +1,8 @@
-"""Bytes and seconds in print, and bytes out of what people type.
+"""Bytes and seconds in print, and bytes parsed from the user's text.
 
-Inside, bytes are `int` and seconds are `float`. In print bytes are MiB or GiB (powers of two), because
-that is what GPUs, the allocator and nvidia-smi count in. `16GB` typed by a person means 16 * 10**9: the
-unit that is written counts, and a number without a unit is refused rather than guessed.
+In the code bytes are `int` and seconds are `float`. Printed bytes are MiB or GiB (powers of two), the units
+of GPUs, the allocator and nvidia-smi. A user's `16GB` means 16 * 10**9, since the written unit counts. A
+number without a unit is refused rather than guessed.
 """
 
 from __future__ import annotations

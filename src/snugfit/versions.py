@@ -1,4 +1,4 @@
-"""Versions of what takes part in a measurement, read from the packages' metadata: no package is imported."""
+"""Versions of the packages behind a measurement, read from their metadata: no package is imported."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __version__ = "0.1.0"
 """The version of snugfit itself."""
 
 CORE = ("torch", "transformers", "accelerate", "safetensors", "numpy", "psutil", "nvidia-ml-py")
-"""What snugfit cannot do without, in the order in which it is shown."""
+"""Packages that snugfit requires, in the order of display."""
 
 OPTIONAL = ("bitsandbytes", "peft", "triton", "liger-kernel", "deepspeed", "datasets")
-"""What takes part when it is there."""
+"""Optional packages, recorded where they are installed."""
 
 
 def version_of(package: str) -> str | None:

@@ -1,9 +1,9 @@
-"""Which architectures the installed transformers knows, and with which heads, without importing it.
+"""Architectures of the installed transformers and their heads, without importing it.
 
 A job is refused early, before anything heavy is imported, when its architecture has no such head. The truth
 is transformers' own tables of names, but importing them imports torch, which takes two seconds. They are
 literals, so they are read as such: the source files are parsed, nothing in them runs. `tests/test_model.py`
-holds the tables read here against the imported ones.
+compares the parsed tables with the imported ones.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def tasks_of(model_type: str) -> tuple[str, ...]:
 
 
 def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
-    """The task whose head the classes in `architectures` are, or the only one that the architecture has; None
-    where both leave a choice.
+    """Return the task whose head is named in `architectures`, or the only task that the architecture has.
 
-    Of two tasks that share a class (BART's), the one that is no pretraining objective.
+    The result is None where both leave a choice. If two tasks share a class (BART's), the pretraining
+    objective is excluded.
     """
     possible = tasks_of(model_type)
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]

@@ -1,6 +1,6 @@
 """Synthetic batches, as the Hugging Face guide makes them: random token ids in [100, 30000), random labels.
 
-What is in a batch is decided by the task, how large it is by the job and the architecture. Memory and time
+The task decides the tensors of a batch. The job and the architecture decide their sizes. Memory and time
 depend on shapes and dtypes only, so random content is as good as text. Everything is made on the CPU, as a
 data loader would.
 
@@ -16,9 +16,9 @@ Shapes: B samples, S sequence length, T target length.
 
 Other inputs are those of features (`inputs.py`).
 
-With padding, the last part of every sequence is padding: `attention_mask` is 0 there (it is passed only
-then), ids are the pad token, and labels of tokens are -100, which losses leave out. Encoder-decoder
-classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
+With padding, the last part of every sequence is padding. There `attention_mask` is 0 and ids are the pad
+token. Labels of tokens are -100, which losses leave out. The mask is passed only with padding.
+Encoder-decoder classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
 
 FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-"""What a shorter micro-batch is filled up with, by input; other inputs must be as long as each other."""
+"""Fill values of a shorter micro-batch, by input. All tensors of another input must have equal lengths."""
 
 REAL_VALUES = "_snugfit_real_values"
-"""Attribute of a tensor of a rehearsed batch: a function that makes what a real one would hold."""
+"""Attribute of a tensor of a rehearsed batch: a function that returns the values of a real one."""
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
@@ -57,11 +57,11 @@ def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
 
 
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
-    """How many items the model's loss is a mean over in this batch on the CPU.
+    """Return the number of items over which the model's loss of this CPU batch is a mean.
 
-    Samples for classification of sequences and images; labels that are not -100 for tasks with a label per
-    token, after the shift by one for decoders (the first token is never predicted). A module from Python is
-    taken to average over samples.
+    Items are samples for classification of sequences and images. For tasks with a label per token they are
+    labels other than -100. Decoders count after the shift by one, since the first token is never predicted. A
+    module from Python is taken to average over samples.
     """
     if job.task is Task.CUSTOM:
         return job.model.layout(job.batch_size).count(batch)
@@ -73,7 +73,7 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """How many tokens of a batch are not padding; 0 for pictures and sound. Waits for the device."""
+    """Return the number of tokens that are not padding; 0 for pictures and sound. Waits for the device."""
     return int(token_count(batch))
 
 
@@ -86,11 +86,11 @@ def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
 
 
 class SyntheticDataset:
-    """A map-style dataset of random samples for torch's `DataLoader`, with its default collator; for a module
-    from Python, of its example's samples one after the other, which `BatchLayout.join` collates.
+    """A map-style dataset of random samples for torch's `DataLoader`, with its default collator.
 
-    Each sample is made when it is asked for, from its own seed, so that pictures and sound of a whole
-    dataset never lie in memory, and so that workers agree on them.
+    For a module from Python, the samples are those of its example in turn, collated by `BatchLayout.join`.
+    Each sample is made on access from its own seed. Pictures and sound of a whole dataset therefore never
+    occupy memory, and all workers produce the same samples.
     """
 
     def __init__(self, job: Job, samples: int = 512, *, seed: int = 0) -> None:
@@ -122,7 +122,7 @@ class SyntheticDataset:
 
     @cached_property
     def _layout(self) -> BatchLayout | None:
-        """Of a user's example, whose samples stay in batches of one; None for other jobs."""
+        """The layout of a user's example, whose samples stay in batches of one; None for other jobs."""
         return self.job.model.layout(self.job.batch_size) if self.job.task is Task.CUSTOM else None
 
 

@@ -1,8 +1,8 @@
 """From a job to its real model: transformers' own class, built from the facts of the config.
 
-The model is built under the ambient `torch.device`: on `meta` it has shapes and no data, on a GPU random
-weights or those of a folder. A failure inside transformers is reported as what it nearly always is, a config
-that the installed version cannot use, with the key that it stumbled over.
+The model is built under the ambient `torch.device`. On `meta` it has shapes and no data, on a GPU random
+weights or those of a folder. A failure inside transformers is reported as its usual cause: a config that the
+installed version cannot use. The message names the offending key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 OnLoaded = Callable[[LoadedWeights], None]
-"""Hears how a folder of weights differs from the model."""
+"""Callback that receives the differences between a folder of weights and the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ def instantiate(
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> nn.Module:
-    """The real model of a job on the ambient `torch.device`, in train or eval mode, its weights in `dtype`,
-    or as the job has them loaded. `construct(dtype=, autocast=)` gives the way to make it.
+    """Return the real model of a job on the ambient `torch.device`, in train or eval mode.
 
-    Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a config
-    that transformers cannot use or weights that the folder lacks, `RecipeError` for an attention that the
-    architecture does not have.
+    Its weights are in `dtype`, or as the job has them loaded. `construct(dtype=, autocast=)` gives the way to
+    make it. Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a
+    config that transformers cannot use or weights that the folder does not have. Raises `RecipeError` for an
+    attention that the architecture does not have.
     """
     import torch
     from safetensors import SafetensorError
@@ -179,11 +179,12 @@ def _from_facts(
 
 
 def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:
-    """The model that transformers makes of a config alone, its head and its dtypes as those of a checkpoint.
+    """Return the model that transformers builds from a config alone, with the head and dtypes of a
+    checkpoint.
 
-    FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs say `tie_word_embeddings:
-    false`. transformers 5 ties the head all the same (`configuration_t5.py`), until it loads weights and
-    finds two different ones (`tie_weights`), which is the model that people fine-tune.
+    FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs have `tie_word_embeddings:
+    false`. transformers 5 ties the head all the same (`configuration_t5.py`). It unties the head when it
+    loads weights and finds two different ones (`tie_weights`), and that is the model that people fine-tune.
     """
     import torch
 
@@ -209,9 +210,11 @@ def _copy_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts what `from_pretrained` leaves in fp32 when weights of 16 bits are asked for, and `from_config`
-    does not (`_get_dtype_plan` and `core_model_loading.py` of transformers): what overflows in fp16, such as
-    `wo` of T5, and what an architecture keeps strictly, such as the bias of DeepSeek-V3's router."""
+    """Cast to fp32 the weights that `from_pretrained` leaves in fp32 when weights of 16 bits are requested.
+
+    `from_config` does not do so (`_get_dtype_plan` and `core_model_loading.py` of transformers). Some weights
+    overflow in fp16, such as `wo` of T5. Others are strictly fp32, such as the bias of DeepSeek-V3's router.
+    """
     import torch
 
     suffixes = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(dtype, ())
@@ -250,7 +253,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
 
 
 def _is_from(package: str, error: Exception) -> bool:
-    """Whether this package's own code raised it, rather than a library that it calls."""
+    """Return True if this package's own code raised the error, rather than a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")
 

@@ -1,9 +1,9 @@
 """Adapters that train a prompt before a sequence, which some techniques would drop or misplace.
 
-A prefix stands before the keys and values of every layer. peft hands the model such a prefix as its cache
-(`past_key_values`). A layer that is computed again would write to that cache twice, so transformers gives
-checkpointed layers none (`GradientCheckpointingLayer`), and ours get none either (`step/checkpointing.py`):
-the step runs, and trains another model, or a prefix that has no gradient.
+A prefix precedes the keys and values of every layer. peft passes it to the model as its cache
+(`past_key_values`). A layer that is computed again would write to that cache twice. So transformers gives
+checkpointed layers no cache (`GradientCheckpointingLayer`), and neither does `step/checkpointing.py`. The
+step runs, and trains another model, or a prefix that has no gradient.
 """
 
 from __future__ import annotations
