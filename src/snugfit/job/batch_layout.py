@@ -3,8 +3,7 @@ loop.
 
 A prediction repeats the samples of an example until there is a batch of the job's size. A recipe and a
 recovery cut a batch into micro-batches. Only tensors that contain samples may be cut or repeated. The first
-dimension of some tensors is not that of samples: the edges of a graph, a table, or a row of patches of all
-pictures.
+dimension of some tensors is not that of samples: a graph's edges, a table, the patches of all pictures.
 
 The rule applies to the tensors (and lists) of a batch, and to those in nested mappings by their dotted names:
 

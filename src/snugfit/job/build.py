@@ -108,8 +108,8 @@ def instantiate(
         if attention != "sdpa":
             message = f"{job.model.name} cannot use the attention {attention!r}: {one_line(error, 1000)}"
             raise RecipeError(message) from None
-    # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
-    # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
+    # transformers chooses the same by default: some architectures (Gemma 2) have no
+    # scaled_dot_product_attention. `model.config._attn_implementation` names the model's choice.
     return build("eager")
 
 
@@ -162,7 +162,7 @@ def _from_facts(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # and says which; `check_loaded` refuses them by name
+            ignore_mismatched_sizes=True,  # `check_loaded` refuses them by name
             **asked,
             **construction.loading_arguments(built),
         )

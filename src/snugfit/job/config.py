@@ -8,9 +8,9 @@ A config.json is untrusted input, and transformers trusts it. A key may name cod
    in Python's JSON and `{"__float__": "Infinity"}` in transformers'. It is stored in the second form, so that
    the facts stay strict JSON.
 3. The facts: every size is a whole number in its range (1200.0 is one: transformers writes it). The
-   architecture is known, and no key chooses code, weights or kernels. The facts leave out settings of a recipe
-   (attention and expert kernels) and names that change no byte (labels, versions, paths). The checkpoint's
-   dtype is in them once, under "dtype".
+   architecture is known, and no key chooses code, weights or kernels. The facts leave out settings of a
+   recipe (attention and expert kernels) and names that change no byte (labels, versions, paths). The
+   checkpoint's dtype is in them once, under "dtype".
 
 `auto_map` (code of the model's own) is ignored when a model is built, as transformers does without
 trust_remote_code. So is `quantization_config` of an architecture that transformers has. The facts keep both

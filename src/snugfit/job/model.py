@@ -6,8 +6,8 @@ Python, with an example batch. Such a model exists in one process only.
 
 `Model.find` looks in this order, and the first that applies decides:
 
-1. Text written as a path: that file, or the config.json in that folder. A path begins with `.`, `/` or `~`, or
-   ends in `.json`.
+1. Text written as a path: that file, or the config.json in that folder. A path begins with `.`, `/` or `~`,
+   or ends in `.json`.
 2. The name of a bundled preset, with or without its owner, in any case of letters. The name is ambiguous, and
    refused, when the working directory also has a folder of that name with a config.json. The message gives
    the notation for each.
@@ -220,7 +220,7 @@ class Model:
             raise ModelError(
                 f"{self.name}: transformers cannot use this config: {one_line(error, 1000)}"
             ) from error
-        # Where an architecture has two heads for one task (DeiT), from_config looks here for the choice.
+        # If an architecture has two heads for one task (DeiT), from_config reads the choice here.
         config.architectures = config.architectures or []
         if task == "sequence-classification":
             _name_a_pad_token(config.get_text_config())

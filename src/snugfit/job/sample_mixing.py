@@ -4,7 +4,7 @@ Gradients of micro-batches add up to those of the batch if the loss is a mean ov
 none:
 
 - layers of a batch norm normalise by the mean and variance of the batch that they are given;
-- a loss over the batch compares each sample with the others (CLIP, SimCLR, in-batch negatives), or takes
+- a loss over the batch compares each sample with the others (CLIP, SimCLR, in-batch negatives). Or it takes
   statistics of all (Barlow Twins, the balance of experts).
 
 A model of transformers with one of our tasks has a loss of samples or tokens, so its layers decide. A module
@@ -152,7 +152,7 @@ def _of_module(module: nn.Module, model: Model) -> Mixing:
         with torch.device("meta"):
             copy = clone_to_device(module).train()
             runs = [_shapes(copy, layout.join([first] * samples)) for samples in SAMPLES]
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # any error of a user's module
         return Mixing(unknown=f"it could not be run without data ({type(error).__name__})")
     return Mixing(reason=_mixing_operator(*runs))
 
@@ -176,7 +176,7 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
         def __torch_dispatch__(
             self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
-            if function is torch.ops.aten._local_scalar_dense.default:  # what `if` and `.item()` ask
+            if function is torch.ops.aten._local_scalar_dense.default:  # for `if` and `.item()`
                 return arguments[0].dtype is torch.bool
             output = function(*arguments, **(keywords or {}))
             inputs = [value.numel() for value in tree_leaves(arguments) if torch.is_tensor(value)]

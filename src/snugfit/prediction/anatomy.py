@@ -1,4 +1,4 @@
-"""The anatomy of a trace: where the bytes are at the peak, how they come and go, and what the step does."""
+"""The anatomy of a trace: the bytes at the peak, the curve of bytes over time, and the operators of the step."""
 
 from __future__ import annotations
 

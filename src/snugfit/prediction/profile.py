@@ -1,8 +1,8 @@
 """The software that a prediction is for: the installed packages, or those of an earlier time, given as data.
 
-A profile says how the software of that time differed from today's: the bytes of a context, whether gradients
-were kept between steps, what softmax saved, which techniques existed. It never depends on a GPU's name; the
-same profile serves any GPU of the time.
+A profile gives the differences between the software of that time and today's. These are the bytes of a
+context, gradients kept between steps, the tensors that softmax saved, and the techniques that existed. It
+never depends on a GPU's name. The same profile serves any GPU of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REHEARSED_ON = (
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How the software of an earlier time differs from the installed packages."""
+    """Differences between the software of an earlier time and the installed packages."""
 
     name: str = INSTALLED
     """The name that `--software` takes."""
