@@ -116,7 +116,7 @@ def _finite(digits: str) -> float:
 
 
 def encode_fields(value: Any, **derived: Any) -> dict[str, Any]:
-    """Return a dataclass as a JSON object of its fields. The values of `derived` are added or replace fields."""
+    """Return a dataclass as a JSON object of its fields. `derived` values add or replace fields."""
     names = (entry.name for entry in dataclasses.fields(value))
     return {name: encode(getattr(value, name)) for name in names if name not in derived} | derived
 

@@ -1,8 +1,8 @@
-"""`snugfit accuracy`: recipes of your jobs, predicted and measured, and what is done with such results later.
+"""`snugfit accuracy`: recipes of your jobs, predicted and measured, and later work on such results.
 
-It takes several recipes of each job (drawn ones, or the best of the job's plan), goes on with a result that
-was only predicted or was interrupted, predicts one again with today's code, or shows what there is. Options
-that exclude each other are refused before anything begins.
+It takes several recipes of each job (drawn ones, or the best of the job's plan). It also continues a result
+that was only predicted or was interrupted, predicts one again with today's code, or shows results. Options
+that exclude each other are refused before the work begins.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) 
 
 
 def _print(results: list[Accuracy], form: str, plot: Path | None) -> None:
-    """Prints the results, and draws the plot when one was asked for."""
+    """Print the results, and draw the requested plot."""
     from snugfit.report.evaluation.accuracy import render
     from snugfit.report.text.page import print_as
 

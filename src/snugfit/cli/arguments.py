@@ -1,7 +1,7 @@
 """The arguments that several commands share, each with its help, written once.
 
-`about_a_job` gives a command all those that ask about a job, in front of its own. typer reads a command's
-arguments from its signature, so that is what is put together: nothing is listed twice.
+`about_a_job` gives a command all arguments that describe a job, in front of its own. typer reads a command's
+arguments from its signature, so the signature is assembled: no argument is listed twice.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _job_arguments(
     loop: Loop = None,
     gpu: GpuName = None,
 ) -> None:
-    """What every question about a job may say, in the order of its help."""
+    """Parameters of every command about a job, in the order of its help."""
 
 
 class Command(TyperCommand):
@@ -258,7 +258,7 @@ def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = No
 
 
 def write_pictures(html: Path | None, plot: Path | None, result: object) -> None:
-    """Draws the answer into the page and the plot that were asked for, if they were."""
+    """Draw the answer into the requested page and plot, if any."""
     if html is None and plot is None:
         return
     from snugfit.report.pictures import draw_plot, write_page
@@ -270,7 +270,7 @@ def write_pictures(html: Path | None, plot: Path | None, result: object) -> None
 
 
 def say_written(path: Path) -> None:
-    """Where an answer lies, on stderr: stdout is for the answer itself."""
+    """Print the path of a written answer on stderr: stdout is for the answer itself."""
     typer.echo(f"Written: {path}", err=True)
 
 

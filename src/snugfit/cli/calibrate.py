@@ -1,4 +1,4 @@
-"""`snugfit calibrate`: what this GPU and its host achieve, remembered for predictions."""
+"""`snugfit calibrate`: the achieved rates of this GPU and its host, stored for predictions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _write(file: Path, document: dict[str, Any]) -> None:
 
 
 def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
-    """What to say where other processes used the host; empty where none did."""
+    """Return a sentence about other processes that used the host; empty if none did."""
     from snugfit.results.measurement import HIGH_DISTURBANCE
 
     shares = [reading.disturbed or 0.0 for reading in readings if reading.probe.is_of_host]

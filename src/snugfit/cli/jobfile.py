@@ -6,12 +6,11 @@
     recipe: bf16 + micro_batches(8)
     gpu: rtx 4090
 
-A job file is flat and holds words and numbers only, so most of YAML is refused rather than understood
-(`user_files.py`). Numbers follow YAML 1.2, as people write them today: `1e-5` is a
-number (YAML 1.1 reads a word) and `010` is nobody's number (YAML 1.1 reads eight).
+A job file is flat and has words and numbers only, so most of YAML is refused rather than parsed
+(`user_files.py`). Numbers follow YAML 1.2, as people write them today. `1e-5` is a number (YAML 1.1 reads a
+word), and `010` is refused (YAML 1.1 reads eight).
 
-Keys that other trainers use are told apart from typing mistakes: `techniques/roster.py` says what to write
-instead.
+Keys of other trainers are distinguished from typing mistakes: `techniques/roster.py` gives the replacement.
 """
 
 from __future__ import annotations
@@ -67,8 +66,11 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 @cache
 def kinds() -> dict[str, type]:
-    """Every legal key with the type of its value: the job's fields, what stands beside a job, and what only
-    training asks (one file serves predict, plan and train)."""
+    """Return every legal key with the type of its value.
+
+    The keys are the job's fields, further options of a command, and those of training alone. One file serves
+    predict, plan and train.
+    """
     return _kinds_of(Job) | _OUTSIDE_THE_JOB | training_keys()
 
 
@@ -143,7 +145,7 @@ def _whose(document: dict[Any, Any]) -> list[str]:
 
 
 def _about_value(key: str, value: Any) -> str:
-    """For another trainer's optimizer: what our recipes say to that word."""
+    """Return our recipe's answer to the name of another trainer's optimizer."""
     if key not in ("optim", "optimizer") or not isinstance(value, str):
         return ""
     from snugfit.techniques.roster import find

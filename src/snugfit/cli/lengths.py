@@ -1,6 +1,6 @@
-"""`snugfit lengths`: what a dataset's lengths mean for memory and speed, and how to pad.
+"""`snugfit lengths`: memory and speed by a dataset's lengths, and the best padding.
 
-Exit code 3 when the longest batch does not fit, so that a script can ask.
+Exit code 3 when the longest batch does not fit, for use in scripts.
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ def plan_of(
 
 
 def show_planned(request: Request, plan: Plan, form: str, *, fresh: bool) -> None:
-    """Prints below a plan for the longest batch what its best recipe makes of all lengths; as JSON both are
-    one document."""
+    """Print the best recipe's result on all lengths below a plan for the longest batch.
+
+    As JSON both are one document.
+    """
     from snugfit.report.plan.lengths import render
     from snugfit.report.text.page import print_as
 

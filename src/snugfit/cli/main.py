@@ -1,16 +1,16 @@
 """The `snugfit` command: it finds the subcommand, and turns every ending into a message and an exit code.
 
-Commands return by themselves (exit 0) or raise. What they raise becomes one message on stderr and the exit
-code that `errors.py` documents; a typing mistake is 2, Ctrl-C is 130, and a reader that goes away (`| head`)
-ends the command without a word (`streams.py`). A traceback is shown only for unexpected errors, because
-there it is what a report needs.
+Commands return (exit 0) or raise. An exception becomes one message on stderr and the exit code that
+`errors.py` documents. A typing mistake is 2, Ctrl-C is 130. A reader that goes away (`| head`) ends the
+command without a message (`streams.py`). A traceback is shown only for unexpected errors, because a bug
+report needs it.
 
-Two things are done here for speed, both about torch's and transformers' many Python objects:
+Two measures are for speed. Both are about torch's and transformers' many Python objects:
 
-- the cyclic garbage collector would walk through a heap that grows by imports again and again and free
-  nothing, so it is asked to come less often;
-- when the work is done, the interpreter would take the whole heap down object by object. The command has
-  flushed its output and closed its files by then, so it ends the process at once.
+- the cyclic garbage collector would walk again and again through a heap that grows by imports, and free no
+  object. So it runs less often;
+- at the end, the interpreter would free the whole heap object by object. The command has flushed its output
+  and closed its files by then, so it ends the process at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHORT_FORMS = {"--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-l
 """Options that people guess, whose letters are too far from ours to be found by likeness."""
 
 SHORTEST_WORD = 4
-"""Letters of a word that says something about an option: `--gpu` is as like `--cpu` as to any other."""
+"""Least length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
 
 app = typer.Typer(
     name="snugfit",
@@ -133,7 +133,9 @@ def main() -> None:
 
 
 def _tell(message: str, code: int) -> int:
-    """One message; further lines stand under the first, so that a recipe's marker stays under its word."""
+    """Print one message. Further lines are indented below the first, so that a recipe's marker stays under
+    its word.
+    """
     name = "snugfit: "
     print(name + escape_controls(message).replace("\n", "\n" + " " * len(name)), file=sys.stderr)
     return code
@@ -148,7 +150,7 @@ NO_COMMANDS = {
     "help": "It is written --help: `snugfit --help`, `snugfit plan --help`.",
     "version": "It is written --version: `snugfit --version`.",
 }
-"""What people write that is no command, with what they want."""
+"""Words that people write as a command, with advice for each."""
 
 _DRAWN = (
     "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."

@@ -65,7 +65,7 @@ def measure(
     elif device != "cpu" and (spills := spill_to_host()):
         typer.echo(f"Note: {spills}.", err=True)
     request = request.with_least(lambda: gpu_here(device))
-    # Whatever is wrong with the prediction is said before minutes are spent on the run.
+    # An error of the prediction is raised before minutes are spent on the run.
     count = request.gpus if gpus is None else gpus
     predicted = _predict(request, device, count) if predict else None
     measured = run(
@@ -118,5 +118,5 @@ def _print(
     show(measurement.render(measured))
     if measured.ok and comparison and comparison.lines:
         show(beside(comparison))
-    elif predicted:  # a run on the CPU, or one that died, has no figures of a GPU to lay beside
+    elif predicted:  # a run on the CPU, or one that died, has no figures of a GPU to compare
         show(prediction.render(predicted))

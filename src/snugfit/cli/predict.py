@@ -1,6 +1,6 @@
 """`snugfit predict`: bytes before anything runs.
 
-Exit code 3 when it does not fit, so that a script can ask.
+Exit code 3 when it does not fit, for use in scripts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`snugfit train`: a recipe over a dataset, here and now, with checkpoints that cannot be lost.
 
-Started again with the same words it goes on where it stopped. Exit code 75 when a signal stopped it (130 for
-Ctrl-C) and it can be resumed, 4 when no recipe is left that needs less memory.
+A second start with the same arguments continues where the first stopped. Exit code 75 means that a signal
+stopped the run (130 for Ctrl-C) and that it can be resumed. Exit code 4 means that no recipe is left that
+needs less memory.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def train(
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
         return _launch(request, processes)
-    if is_started_again():  # what follows was done when this run was started first
+    if is_started_again():  # the first start of this run did the rest
         restart, resume_from_checkpoint = False, None
     with Watching(logged) as shown:
         trained = run(
@@ -186,8 +187,7 @@ def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | No
 
 
 def _show_run(request: Request, run: Run, start: Path | None) -> int:
-    """Says what would be run from which checkpoint, and what is predicted of it on the GPU that is named, or
-    else the one here."""
+    """Print the run, its first checkpoint and its prediction on the named GPU, or else the local one."""
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     gpu = request.gpu or gpu_here(str(run.device))
@@ -207,7 +207,7 @@ def _show_run(request: Request, run: Run, start: Path | None) -> int:
 
 
 def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: int) -> bool | None:
-    """Says what is predicted of a run on this GPU, and gives whether it fits."""
+    """Print the prediction of a run on this GPU, and return whether it fits."""
     from snugfit.prediction.predict import predict
     from snugfit.units import show_bytes, show_seconds
 
@@ -236,8 +236,10 @@ def _refuse(request: Request) -> None:
 
 
 def _processes(request: Request, gpus: int | None) -> int:
-    """How many processes train: as many as were started together, else as many as GPUs were named. Raises
-    `UsageError` where both are said and differ."""
+    """Return the number of processes that train: those started together, else one for each named GPU.
+
+    Raises `UsageError` if both are given and differ.
+    """
     process, named = world(), request.gpus if gpus is None else gpus
     if process is None or (gpus is None and named == 1):
         processes = process.size if process else named
@@ -264,8 +266,10 @@ def _require(asked: Mapping[str, Any], key: str) -> str:
 
 
 def _weights(request: Request) -> str | None:
-    """The folder of weights that was asked for, or the word for random ones; None leaves it to the model. A
-    tuned model that is taken by the sizes of another has weights of its own, which are not the other's."""
+    """Return the folder of the requested weights, or the word for random ones; None leaves it to the model.
+
+    A tuned model that is taken by the sizes of another has weights of its own, which are not the other's.
+    """
     from snugfit.frontends.own import RANDOM
 
     asked = request.training

@@ -1,6 +1,6 @@
 """`snugfit plan --verify K`: the plan's best recipes measured on the GPU here.
 
-What cannot be verified is refused before anything is searched: a search takes a minute.
+A request that cannot be verified is refused before any search: a search takes a minute.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def with_gpu_here(request: Request) -> Request:
 
 
 def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
-    """Measures the plan's listed recipes here, and with `peers` what a user of the plain Trainer would run,
-    and prints them below the plan; as JSON both are one document.
-    Raises `OutsideBand` when a run's bytes differ from the prediction by more than `snugfit accuracy`
-    allows."""
+    """Measure the plan's listed recipes here, and print them below the plan; as JSON both are one document.
+
+    With `peers`, the recipes of a user of the plain Trainer are measured too. Raises `OutsideBand` when a
+    run's bytes differ from the prediction by more than `snugfit accuracy` allows.
+    """
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.verify import verify
     from snugfit.report.plan.verify import document, render

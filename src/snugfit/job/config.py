@@ -303,7 +303,7 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Facts:
-    """Return the config without settings of a recipe, without dtypes, and without names that change no size."""
+    """Return the config without settings of a recipe, dtypes, and names that change no size."""
     return {
         key: _sizes_of(value) if isinstance(value, dict) else value
         for key, value in config.items()

@@ -138,7 +138,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """The number of layers in the deepest stack, according to the config; 0 where it does not give one."""
+        """The number of layers in the deepest stack, by the config; 0 where it does not give one."""
         stated = {} if self.module is not None else self.config
         return max((stated[key] for key in LAYERS if isinstance(stated.get(key), int)), default=0)
 

@@ -8,8 +8,8 @@ with the recorded addresses, the allocator of `allocator.py` gives every block i
 rules below, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them it
 makes the same choice at every block.
 
-1. The driver divides address space into chunks of whole 32 MiB. A segment goes to the lowest hole that it fits
-   in, at the hole's lower end.
+1. The driver divides address space into chunks of whole 32 MiB. A segment goes to the lowest hole that
+   it fits in, at the hole's lower end.
 2. If none fits, a new chunk is made right below all others, and its upper rest is a hole.
 3. From the start there is one chunk of 416 MiB above all later ones. The context occupies its lower 414 MiB.
    Another chunk of 32 MiB is 64 MiB higher. The context occupies its lower 8 MiB.

@@ -1,1 +1,1 @@
-"""What exchanges between GPUs take: bytes, seconds, and what of it runs beside the computation."""
+"""Exchanges between GPUs: their bytes, their seconds, and the share that runs in parallel to the computation."""

@@ -1,12 +1,14 @@
-"""When the allocator has a block back that is freed while another stream still works on it.
+"""The time at which the allocator reuses a block that is freed while another stream still uses it.
 
-Whoever has a stream work on a tensor of another says so (`record_stream`): DeepSpeed does for weights that
-one stream gathers and another computes with, and for gradients that it averages beside the backward pass.
-When such a tensor is dropped, the allocator marks how far those streams have come, and the block is free at
-the first allocation for which it finds the marks passed (`insert_events`, `process_events` of
-`CUDACachingAllocator.cpp`). How far the host is ahead of the device then decides what else is reserved, so
-the moments are those of the simulated queue. Torch counts the block as allocated no longer, and as requested
-until then.
+Code that uses a tensor of one stream in another marks it (`record_stream`). DeepSpeed does so for weights
+that one stream gathers and another computes with. It also does so for gradients that it averages during the
+backward pass. When such a tensor is dropped, the allocator records an event in those streams. The block is
+free at the first allocation that finds these events completed (`insert_events`, `process_events` of
+`CUDACachingAllocator.cpp`).
+
+So the host's lead over the device decides which further bytes are reserved, and the times are those of the
+simulated queue. From the drop on, torch no longer counts the block as allocated. It counts as requested until
+it is free.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ class TakesBack(Protocol):
 
 
 class Frees:
-    """The frees of one allocator, some of which are `late`: by the event that frees, the event before which
-    the block is back."""
+    """The frees of one allocator, some of which are `late`.
+
+    `late` maps the event that frees to the event before which the block is free again.
+    """
 
     def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
         self._allocator, self._late = allocator, late
@@ -57,7 +61,7 @@ class Frees:
         heapq.heappush(self._dropped, (self._late[event], event, block))
 
     def pass_by(self, event: int) -> None:
-        """This event is about to happen: what is due by then is back."""
+        """Return all blocks that are due before this event, which is about to happen."""
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 

@@ -97,7 +97,7 @@ def differing(
     setup: Setup,
     pipelined: PipelinedSteps | None,
 ) -> tuple[RankPredicted, ...]:
-    """What ranks take that differ."""
+    """Return the predictions of ranks that differ."""
     wish = setup.parallel
     if wish is None or len(ranks) == 1:
         return ()
@@ -143,8 +143,10 @@ def among_stages(
 
 
 def weights_on_host(job: Job, setup: Setup, ranks: Sequence[RankForeseen]) -> int:
-    """Bytes of the weights that a process builds on the host, where it does: of all stages, and a matrix that
-    two of them have once."""
+    """Return the bytes of the weights that a process builds on the host, if it builds any there.
+
+    They cover all stages. A matrix that two stages share counts once.
+    """
     weights = [[block for block in one.trace.blocks if block.kind == Kind.WEIGHTS] for one in ranks]
     own = [sum(block.nbytes for block in blocks) for blocks in weights]
     wish = setup.parallel

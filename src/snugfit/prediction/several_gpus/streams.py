@@ -1,9 +1,9 @@
-"""The queue of a step whose kernels run in several streams: computation, and exchanges beside it.
+"""The queue of a step whose kernels run in several streams: computation, and exchanges in parallel.
 
-As `seconds.py`, with more than one stream: the host launches one kernel after the other; each stream runs its
-own in order, each of them when it has been launched and those of other streams are done that it waits for.
-While an exchange and another kernel run at once both take longer, since they share the GPU's
-multiprocessors and its memory.
+This is the queue of `seconds.py` with more than one stream. The host launches one kernel after the other.
+Each stream runs its own in order. A kernel starts after its launch and after the kernels of other streams
+that it waits for. While an exchange and another kernel run at once both take longer, since they share the
+GPU's multiprocessors and its memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StreamsRun(NamedTuple):
     seconds: float
     """Between the ends of two steady steps."""
     moments: Moments
-    """Of the last one's kernels, since the host began it."""
+    """Moments of the last step's kernels, since the host began it."""
 
 
 def simulate_streams(
@@ -40,9 +40,11 @@ def simulate_streams(
     syncs: Sequence[int],
     host: HostLaunchCosts,
 ) -> StreamsRun:
-    """The steady step. `device` and `launches` are seconds of each kernel on the device while nothing else
-    runs, and of the host; before the kernels whose numbers are in `syncs` the host waits for the stream that
-    computes."""
+    """Return the steady step.
+
+    `device` are the seconds of each kernel on the device while no other kernel runs, and `launches` those of
+    the host. Before the kernels whose numbers are in `syncs`, the host waits for the stream that computes.
+    """
     simulation = _Simulation(kernels, device, launches, syncs, host)
     seconds, began = simulation.run()
     moments = zip(simulation.begins, simulation.starts, simulation.ends, strict=True)
@@ -77,7 +79,7 @@ class _Simulation:
         self._syncs, self._host = sorted(syncs), host
         self._exchanges = [kernel.operator in COLLECTIVES for kernel in kernels]
         self.now = self.host_at = 0.0
-        """The moment that is simulated, and the moment at which the host begins what comes next."""
+        """The simulated moment, and the moment of the host's next action."""
 
     def run(self) -> tuple[float, float]:
         """Runs some steps: seconds between the ends of the last two, and the moment at which the host began

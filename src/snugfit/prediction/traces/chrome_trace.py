@@ -1,9 +1,10 @@
 """The steady step as a trace of Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Two tracks each for the host and the device, its phases and its kernels, one for copies of activations beside
-the computation and one for exchanges with other GPUs, and a counter of live bytes by kind.
-When a kernel is launched and runs follows from the queue (`timeline.py`). Which allocations come between two
-kernels a trace does not say, so the events of a phase are spread evenly over the host's time in it.
+The host and the device have two tracks each: phases and kernels. Copies of activations have one, and so have
+exchanges with other GPUs. A counter shows live bytes by kind.
+
+The moments of a kernel's launch and run follow from the queue (`timeline.py`). A trace does not record
+allocations between two given kernels. So the events of a phase are spread evenly over the host's time in it.
 """
 
 from __future__ import annotations

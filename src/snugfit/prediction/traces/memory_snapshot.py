@@ -1,9 +1,8 @@
 """A trace as a snapshot of CUDA memory, as `torch.cuda.memory._dump_snapshot` pickles one.
 
 PyTorch's memory viewer (pytorch.org/memory_viz) and `torch.cuda._memory_viz` read it. Addresses are those
-that the replayed allocator gives out. What a snapshot calls a frame is here the operator, the module it ran
-in, and the phase and step; moments (`time_us`) count events, since a trace knows their order and not their
-time.
+that the replayed allocator hands out. A frame of the snapshot is here the operator, its module, and the phase
+and step. Moments (`time_us`) count events, since a trace records their order and not their time.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
         stream = trace.streams.get(event - 1, 0)
         live[event] = handed_out = allocator.allocate(block.nbytes, trace.memory_of(event - 1), stream)
         if mapped := allocator.reserved - before:
-            # a new segment begins with the block; an expandable one ends with it, or with what remains of it
+            # a new segment begins with the block; an expandable one ends with it, or with its rest
             rest = handed_out.after
             end = rest.address + rest.size if rest else handed_out.address + handed_out.size
             start = end - mapped if expandable else handed_out.address
