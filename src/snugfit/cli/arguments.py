@@ -95,7 +95,7 @@ Settings = Annotated[
     option(JOB, "Change one key of the job file. Can be repeated.", "--set", metavar="KEY=VALUE"),
 ]
 Online = Annotated[bool, typer.Option("--online", hidden=True)]
-Offline = Annotated[bool, option(JOB, "Do not ask the hub for a model's config.json.", "--offline")]
+Offline = Annotated[bool, option(JOB, "Do not download a model's config.json from the hub.", "--offline")]
 RecipeText = Annotated[
     str | None,
     option(
@@ -117,25 +117,25 @@ GpuName = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int | None, option(WHERE, "How many such GPUs train together; the global batch stays. \\[1]", "--gpus")
+    int | None, option(WHERE, "Number of such GPUs in the run; the global batch stays. \\[1]", "--gpus")
 ]
 Mesh = Annotated[
     str | None,
     option(
         WHERE,
-        "How GPUs share the work, in the place of --gpus and of its techniques: 'fsdp=4, tensor=2'.",
+        "Mesh of GPUs, in the place of --gpus and of its techniques: 'fsdp=4, tensor=2'.",
         "--mesh",
         metavar="AXIS=GPUS,...",
     ),
 ]
 Memory = Annotated[
-    str | None, option(WHERE, "How much GPU memory may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")
+    str | None, option(WHERE, "GPU memory that may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")
 ]
 Dtype = Annotated[
     str | None,
     option(
         JOB,
-        "In which dtype weights are loaded: float32, bfloat16, float16, or auto: as in the checkpoint. "
+        "Dtype in which weights are loaded: float32, bfloat16, float16, or auto: as in the checkpoint. "
         "\\[auto]",
     ),
 ]
@@ -143,7 +143,7 @@ Headroom = Annotated[
     str | None,
     option(
         WHERE,
-        "How much memory to leave free: 1GiB, 2% or 0. \\[2%, more where the prediction is less certain; 0 "
+        "Memory to leave free: 1GiB, 2% or 0. \\[2%, more where the prediction is less certain; 0 "
         "with --memory]",
     ),
 ]

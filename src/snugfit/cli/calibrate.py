@@ -84,7 +84,7 @@ def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
         return ""
     return (
         f"Other processes disturbed the CPU core in {100 * share:.0f} % of the checks while the host was "
-        "measured, so the seconds of steps that the host bounds will be off. Calibrate again when it is "
+        "measured. So the seconds of steps that the host bounds will be off. Calibrate again when it is "
         "quiet."
     )
 

@@ -48,7 +48,7 @@ Objective = Annotated[
     Literal["speed", "memory", "cost"],
     given.option(
         given.HOW,
-        "What is best: the fastest that fits, the smallest, or the cheapest. Also the order of the table.",
+        "The aim: the fastest that fits, the smallest, or the cheapest. Also the order of the table.",
     ),
 ]
 PriceFile = Annotated[
@@ -65,7 +65,7 @@ Cards = Annotated[
     str | None,
     given.option(
         given.WHERE,
-        "How many of a kind may train together: 1..64 looks at powers of two, 2,4,6 at these. \\[1]",
+        "Numbers of GPUs of a kind that train together: 1..64 for powers of two, or 2,4,6. \\[1]",
         "--gpus",
         metavar="N",
     ),

@@ -31,7 +31,7 @@ Planned = Annotated[
     Path | None,
     given.option(
         given.JOB,
-        "File with the number of tokens of each sample. Plans for the longest, and says how to pad.",
+        "File with the number of tokens of each sample. Plans for the longest, and recommends a padding.",
         "--lengths",
     ),
 ]

@@ -98,9 +98,7 @@ def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
     if gpu is None:
         name = gpu_here(device)
         if name is None:
-            raise UsageError(
-                "--predict: the measurement runs on the CPU. Add --gpu NAME to say which GPU to predict for."
-            )
+            raise UsageError("--predict: the measurement runs on the CPU. Add --gpu NAME for the prediction.")
         gpu = find_gpu(name)
     return predict(request.job, request.recipe, gpu=gpu, gpus=gpus, loop=request.loop)
 

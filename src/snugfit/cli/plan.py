@@ -26,7 +26,7 @@ Fidelity = Annotated[
     Literal["same", "rounds", "learns"],
     given.option(
         given.HOW,
-        "How far the training may differ: same (same sums), rounds (other rounding), learns (another "
+        "Allowed differences in training: same (same sums), rounds (other rounding), learns (another "
         "algorithm).",
     ),
 ]
@@ -34,7 +34,7 @@ Objective = Annotated[
     Literal["speed", "memory", "cost"],
     given.option(
         given.HOW,
-        "What is best: the fastest that fits (speed), the smallest (memory), or the cheapest (cost; on "
+        "The aim: the fastest that fits (speed), the smallest (memory), or the cheapest (cost; on "
         "one GPU the fastest).",
     ),
 ]
@@ -81,7 +81,7 @@ Gpus = Annotated[
     str | None,
     given.option(
         given.WHERE,
-        "How many GPUs train together: 8; 2,4,8 to compare; or 1..64, powers of two. \\[1]",
+        "Number of GPUs that train together: 8; 2,4,8 to compare; or 1..64, powers of two. \\[1]",
         "--gpus",
         metavar="N",
     ),
@@ -91,7 +91,7 @@ Price = Annotated[
     given.option(given.WHERE, "With --gpus: USD of one GPU for an hour.", "--price", min=0.0),
 ]
 NoPeers = Annotated[
-    bool, typer.Option("--no-peers", help="With --verify: do not measure what the plain Trainer takes.")
+    bool, typer.Option("--no-peers", help="With --verify: do not measure recipes of the plain Trainer.")
 ]
 
 

@@ -25,7 +25,7 @@ Software = Annotated[
     str | None,
     given.option(
         given.HOW,
-        "Which software to predict for: installed, or the name of a profile. \\[installed]",
+        "Software of the prediction: installed, or the name of a profile. \\[installed]",
     ),
 ]
 Largest = Annotated[
@@ -77,7 +77,7 @@ def predict(
     if operators and compare:
         raise UsageError("--operators shows one recipe. Leave --compare out.")
     if largest and request.has_auto:
-        raise UsageError("--largest asks about one recipe, so it takes none with 'auto'. Try 'every_layer'.")
+        raise UsageError("--largest is for one recipe, so it takes none with 'auto'. Try 'every_layer'.")
     request = request.with_least(fresh=fresh)
     if trace:
         _check_trace(trace, request, compare)

@@ -1,4 +1,4 @@
-"""Progress of the current work on stderr: on a terminal a line that replaces itself, elsewhere a few lines."""
+"""Progress on stderr: on a terminal a line that replaces itself, elsewhere a few lines."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def _may_ask_hub(flags: Mapping[str, Any]) -> bool:
     if flags.get("online") and flags.get("offline"):
         raise UsageError(
             "--online and --offline contradict each other. Give one of them, or neither: then the hub "
-            "is asked if needed."
+            "is used if needed."
         )
     return not flags.get("offline")
 

@@ -44,9 +44,7 @@ Tokenizer = Annotated[str | None, given.option(DATA, "Folder of the tokenizer. \
 Processor = Annotated[
     str | None, given.option(DATA, "Folder of the processor for images and audio. \\[the model's]")
 ]
-Columns = Annotated[
-    str | None, given.option(DATA, 'Which column has which role: "text=review, label=stars".')
-]
+Columns = Annotated[str | None, given.option(DATA, 'Role of each column: "text=review, label=stars".')]
 Pack = Annotated[
     bool | None, given.option(DATA, "Packing: join texts until each sequence is full.", "--pack")
 ]

@@ -216,7 +216,7 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
     """
     if config.get("trust_remote_code"):
         yield (
-            '"trust_remote_code" asks for custom code, and snugfit does not run code from a config. '
+            '"trust_remote_code" enables custom code, and snugfit does not run code from a config. '
             "Remove the key to use the architecture that transformers has for this model_type."
         )
     if config.get("use_pretrained_backbone"):

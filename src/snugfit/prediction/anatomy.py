@@ -1,4 +1,4 @@
-"""The anatomy of a trace: the bytes at the peak, the curve of bytes over time, and the operators of the step."""
+"""The anatomy of a trace: bytes at the peak, bytes over time, and the operators of the step."""
 
 from __future__ import annotations
 

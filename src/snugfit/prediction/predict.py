@@ -74,19 +74,19 @@ PREFETCHED_BATCHES = 2
 
 
 RETRIED = (
-    "While the model is built the allocator runs out of memory and gives back what it keeps for later. On a "
-    "larger GPU it reserves more."
+    "While the model is built the allocator runs out of memory and releases its cached memory. On a larger "
+    "GPU it reserves more."
 )
 
 COMPILED_SECONDS = (
-    "Seconds of compiled layers rest on eleven runs on one H200: steps that the GPU bounds took 2 to 12 % "
+    "Seconds of compiled layers rest on eleven runs on one H200. Steps that the GPU bounds took 2 to 12 % "
     "longer than predicted, others up to 30 %. First steps without a cache took 6 to 15 s."
 )
 
 
 WHOLE_SECONDS = (
-    "Seconds of a model that is compiled whole rest on four runs on H200s: two that the GPU decided took 11 "
-    "and 12 % longer than predicted, and to two that the host decided its launches are fitted. First steps "
+    "Seconds of a model that is compiled whole rest on four runs on H200s. Two that the GPU bounds took 11 "
+    "and 12 % longer than predicted. The launches are fitted to two that the host bounds. First steps "
     "took 16 to 66 s."
 )
 
@@ -299,7 +299,7 @@ def _seconds(
         rates = rates or rates_for(gpu, ranks_of(setup))
     except GpuError as unknown:
         return None, (), (str(unknown),)
-    doubts = () if rates.measured else (f"Of this GPU no rates were measured: seconds are {rates.source}.",)
+    doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
     if setup.compile is not None and setup.compile.backend == CompileWish.backend:
         doubts = (*doubts, WHOLE_SECONDS if setup.compile.what == "model" else COMPILED_SECONDS)
     workers = setup.loader.workers

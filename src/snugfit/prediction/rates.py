@@ -85,7 +85,7 @@ class MatmulRate:
     """
 
     def share(self, alignment: int) -> float:
-        """Return the remaining share of the rate for rows aligned to so many bytes, a power of two up to 16."""
+        """Return the remaining share of the rate for rows aligned to a power of two of bytes, at most 16."""
         return 1.0 if alignment >= ALIGNMENT else self.unaligned[alignment.bit_length() - 2]
 
 
@@ -401,7 +401,7 @@ def _in_32_bits(attention: str) -> bool:
 
 
 def _attention_flops(name: str, gpu: Gpu) -> float | None:
-    """Return this kernel's FLOPs per second from a publication; None means the reference's share of the peak."""
+    """Return this kernel's published FLOPs per second; None means the reference's share of the peak."""
     share, capability = FLASH_SHARES.get(name), gpu.compute_capability
     return share * _peak(gpu, "fp16") if share and capability and capability[0] in FLASH_MAJORS else None
 

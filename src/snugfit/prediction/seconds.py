@@ -223,7 +223,7 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """Return each kernel's role in the queue: `COMPUTES`, `TRAVELS`, or the copy for which the device waits."""
+    """Return each kernel's role in the queue: `COMPUTES`, `TRAVELS`, or the awaited copy."""
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
         kernels,

@@ -326,7 +326,7 @@ def _answer(target: Any, question: Question) -> Answer:
 
 
 def _serve(questions: Connection, make: Callable[[], Any]) -> None:
-    """Answer questions until the pipe is closed. Ctrl-C and the end of the parent stop it without a message."""
+    """Answer questions until the pipe is closed. Ctrl-C and the parent's end stop it without a message."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     gc.freeze()
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)

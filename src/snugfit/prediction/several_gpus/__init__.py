@@ -1,1 +1,1 @@
-"""Exchanges between GPUs: their bytes, their seconds, and the share that runs in parallel to the computation."""
+"""Exchanges between GPUs: bytes, seconds, and the share in parallel to the computation."""

@@ -55,7 +55,7 @@ class Pass(NamedTuple):
     """A GPU's unit of work for one micro-batch."""
 
     kind: str
-    """One of `KINDS`."""
+    """Kind of the pass, one of `KINDS`."""
 
     stage: int
     """Number of the stage among all stages."""
