@@ -34,12 +34,12 @@ class BadDocument(Exception):
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Writes the whole document or nothing. Raises `OSError` when the disk refuses."""
+    """Write the whole document or nothing. Raises `OSError` when the disk refuses."""
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes the whole content or nothing, through a temporary file beside it."""
+    """Write the whole content or nothing, through a temporary file in the same folder."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(draft, "xb") as file:
@@ -52,7 +52,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any]:
-    """The object in the file. Raises `FileNotFoundError`, or `BadDocument` for anything but an object."""
+    """Return the object in the file.
+
+    Raises `FileNotFoundError`, or `BadDocument` for any other content.
+    """
     try:
         document = parse_json(read_limited(path, limit))
     except FileNotFoundError:
@@ -67,7 +70,7 @@ def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes; never waits on a pipe or a device.
+    """Return the content of a regular file of at most `limit` bytes; never wait on a pipe or a device.
 
     Raises `OSError`, or `BadDocument` for another kind of file or a larger one.
     """
@@ -122,7 +125,7 @@ def encode_fields(value: Any, **derived: Any) -> dict[str, Any]:
 
 
 def encode(value: Any) -> Any:
-    """A value for JSON: by its own `to_json` where it has one, a dataclass by its fields."""
+    """Convert a value for JSON: by its own `to_json` where it has one, a dataclass by its fields."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value):
@@ -148,7 +151,10 @@ def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
 
 
 def _decode(kind: Any, value: Any) -> Any:
-    """A value of this type: of `X | None`, tuples, mappings, dataclasses, and types with `from_json`."""
+    """Convert JSON to a value of this type.
+
+    Types are `X | None`, tuples, mappings, dataclasses, and types with `from_json`.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if value is None:
         return None
@@ -166,10 +172,10 @@ def _decode(kind: Any, value: Any) -> Any:
 
 
 def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
-    """Numbers for JSON: those that are not finite become null."""
+    """Return numbers for JSON: those that are not finite become null."""
     return [number if math.isfinite(number) else None for number in numbers]
 
 
 def null_to_nan(numbers: Sequence[float | None]) -> tuple[float, ...]:
-    """The numbers that `finite_or_null` wrote, with NaN for every null."""
+    """Return the numbers that `finite_or_null` wrote, with NaN for every null."""
     return tuple(math.nan if number is None else float(number) for number in numbers)

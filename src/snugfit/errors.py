@@ -31,7 +31,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def escape_controls(text: str) -> str:
-    """The text with `\\x1b` for such a character."""
+    """Return the text with such characters as escapes, like `\x1b`."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -100,7 +100,7 @@ NEAR_MISS = 0.75
 
 
 def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = NEAR_MISS) -> list[str]:
-    """The legal words most like `word`, best first; empty when none is as like as `cutoff` (1 is equal)."""
+    """Return the legal words most like `word`, best first; empty if none reaches `cutoff` (1 is equal)."""
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=cutoff)
@@ -108,7 +108,7 @@ def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = 
 
 
 def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) -> str:
-    """` Did you mean a or b?`, or nothing when no legal word is near."""
+    """Return ` Did you mean a or b?`, or an empty string when no legal word is near."""
     matches = nearest(word, legal, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
@@ -132,7 +132,7 @@ def lacks_package(name: str, error: BaseException) -> str | None:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """`a, b, c and 2 more`: the first few of these names, and how many there are besides."""
+    """Return `a, b, c and 2 more`: the first few of these names, and the number of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 

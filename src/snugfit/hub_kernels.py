@@ -23,7 +23,7 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def no_hub_kernels() -> Iterator[None]:
-    """Within it, `import kernels` fails; warnings that it did are not logged."""
+    """Let `import kernels` fail in the block, and suppress the warnings about it."""
     absent = object()
     before: object = sys.modules.get("kernels", absent)
     sys.modules["kernels"] = None  # type: ignore[assignment]
@@ -42,7 +42,7 @@ _IMPORTED: set[Hashable] = set()
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Within it, these loggers log errors alone."""
+    """Let these loggers log errors only in the block."""
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
         logger.setLevel(logging.ERROR)
@@ -70,7 +70,7 @@ def only_errors(once: Hashable = None) -> Iterator[None]:
 
 
 def log_only_errors() -> None:
-    """From here on they log nothing less in this process."""
+    """Let these loggers log errors only, from here on in this process."""
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -79,19 +79,19 @@ _TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def import_torchao() -> None:
-    """Imports torchao's 8-bit floats, where torchao is installed."""
+    """Import torchao's 8-bit floats, where torchao is installed."""
     if find_spec("torchao") is not None:
         with only_errors():
             importlib.import_module("torchao.float8")
 
 
 def import_peft() -> None:
-    """Imports peft, where it is installed, before accelerate or the HF Trainer does so within a step."""
+    """Import peft, where it is installed, before accelerate or the HF Trainer does so within a step."""
     _import_without_hub("peft")
 
 
 def import_bitsandbytes() -> None:
-    """Imports bitsandbytes, where it is installed."""
+    """Import bitsandbytes, where it is installed."""
     _import_without_hub("bitsandbytes")
 
 

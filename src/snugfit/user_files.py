@@ -21,7 +21,7 @@ LARGEST_FILE = 1 << 20
 
 
 def read_text(path: Path, *, what: str = "file") -> str:
-    """The text of a regular file; raises `UsageError` that calls it a `what`."""
+    """Return the text of a regular file. Raises `UsageError` with `what` as the file's noun."""
     try:
         refuse_no_file(path, what)
         return path.read_bytes().decode("utf-8-sig")
@@ -87,7 +87,7 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
-    """The one document in `text`; raises `UsageError` that begins with `where` and names the line."""
+    """Return the one document in `text`. Raises `UsageError` that begins with `where` and names the line."""
     try:
         return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -100,8 +100,10 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
 
 
 def load_json(text: str, where: str, *, constants: bool = False) -> Any:
-    """The JSON in `text`; raises `UsageError` that begins with `where`. With `constants`, NaN and Infinity
-    are numbers, as Python writes them."""
+    """Parse the JSON in `text`. Raises `UsageError` that begins with `where`.
+
+    With `constants`, NaN and Infinity are numbers, in the notation of Python's `json`.
+    """
     try:
         return parse_json(text, constants=constants)
     except RecursionError:

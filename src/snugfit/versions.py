@@ -19,7 +19,7 @@ OPTIONAL = ("bitsandbytes", "peft", "triton", "liger-kernel", "deepspeed", "data
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     from importlib import metadata
 
     try:
@@ -30,14 +30,18 @@ def version_of(package: str) -> str | None:
 
 @functools.cache
 def _installed_version(package: str) -> str:
-    """Cached, because the metadata are parsed in full. A missing package is not, for it may be installed."""
+    """Return the version of an installed package.
+
+    It is cached, because the metadata are parsed in full. A missing package is not, for it may be installed
+    later.
+    """
     from importlib import metadata
 
     return metadata.version(package)
 
 
 def versions() -> dict[str, str]:
-    """`python`, `snugfit` and every package of `CORE` and `OPTIONAL` that is installed."""
+    """Return the versions of `python`, `snugfit` and every installed package of `CORE` and `OPTIONAL`."""
     installed = {"python": platform.python_version(), "snugfit": __version__}
     for package in (*CORE, *OPTIONAL):
         version = version_of(package)
@@ -47,9 +51,9 @@ def versions() -> dict[str, str]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built with, or None for a build without CUDA.
+    """Return the CUDA version of the installed torch, or None for a build without CUDA.
 
-    Read from torch/version.py, because importing torch takes seconds.
+    It is read from torch/version.py, because importing torch takes seconds.
     """
     spec = util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:

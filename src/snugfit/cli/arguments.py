@@ -27,7 +27,7 @@ JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
 def option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    """typer's option in one panel of the help."""
+    """Return typer's option in one panel of the help."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
@@ -52,7 +52,7 @@ def _complete_gpu(incomplete: str) -> list[str]:
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    """Techniques for the last word of a recipe."""
+    """Return the techniques for the last word of a recipe."""
     from snugfit.techniques.roster import techniques
 
     before, plus, word = incomplete.rpartition("+")
@@ -227,8 +227,10 @@ def _with_dashes(word: str, declared: Collection[str]) -> str:
 
 
 def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
-    """The command with the arguments of a job in front of its own. It is called with its own, and with the
-    `Request` that all of them make as its first."""
+    """Return the command with the arguments of a job in front of its own.
+
+    It is called with its own arguments, and with their `Request` as the first.
+    """
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_job(**given: Any) -> int:
@@ -249,7 +251,7 @@ def job_parameters(command: str, *, without: Collection[str] = ()) -> list[inspe
 
 
 def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = None) -> None:
-    """Raises `UsageError`, before long work begins, for a page, plot or trace that could not be written."""
+    """Raise `UsageError`, before long work begins, for a page, plot or trace that could not be written."""
     from snugfit.report.text.files import check_output
 
     check_output("--html", html, (".html", ".htm"), "a page is a .html file")
@@ -287,6 +289,6 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
 
 
 def hand_over(request: Request, job: Job, recipe: str | None, gpus: int = 1) -> None:
-    """Give features the recipe that was found; None where nothing fits."""
+    """Pass the found recipe to features; None where no recipe fits."""
     for take in hooks("take_answer"):
         take(request.flags, job, recipe, gpus)

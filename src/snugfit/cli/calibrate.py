@@ -90,7 +90,7 @@ def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
 
 
 def _table(rates: Rates, readings: Sequence[ProbeReading]) -> PlainTable:
-    """One row a probe: predicted, measured, and the factor that corrects it."""
+    """Return a table with one row a probe: predicted, measured, and the factor that corrects it."""
     from snugfit.report.text.table import table
     from snugfit.units import show_seconds
 

@@ -226,7 +226,7 @@ def _print(plans: GpuPlans, prices: Prices, form: str) -> None:
 
 
 def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
-    """Prints the answers for these kinds of GPU, remembered or searched for."""
+    """Print the answers for these kinds of GPU, from the cache or from a search."""
     from snugfit.cli.plan import read_counts
     from snugfit.cli.plan_cache import answer
     from snugfit.cli.request import steps_of

@@ -43,7 +43,9 @@ _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """The settings in a job file, each of its key's type; raises `UsageError` that names file and line."""
+    """Return the settings in a job file, each of its key's type. Raises `UsageError` that names file and
+    line.
+    """
     document = load_yaml(read_text(path, what="job file"), str(path), _Loader)
     if document is None:
         raise UsageError(f"{path}: the file is empty. Write lines such as `model: bert-large-uncased`.")
@@ -53,7 +55,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
 
 
 def read_setting(text: str) -> tuple[str, Any]:
-    """The key and the value of `--set key=value`."""
+    """Return the key and the value of `--set key=value`."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -76,8 +78,9 @@ def kinds() -> dict[str, type]:
 
 @cache
 def training_keys() -> dict[str, type]:
-    """The keys that only `snugfit train` reads. Arguments of a schedule are no plain value; they are given
-    from Python."""
+    """Return the keys that only `snugfit train` reads. Arguments of a schedule are no plain value; they are
+    given from Python.
+    """
     key_types = _kinds_of(TrainOptions)
     del key_types["lr_scheduler_kwargs"]
     return key_types | _DATA
@@ -92,7 +95,7 @@ def _kinds_of(owner: type) -> dict[str, type]:
 
 
 def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
-    """Keys and values checked; one error names everything that is wrong with the keys."""
+    """Return the checked keys and values. One error names all faults of the keys."""
     names = foreign_names()
     document = {names.same.get(key, key): value for key, value in document.items()}
     wrong = [_unknown(key, value, names.keys) for key, value in document.items() if key not in kinds()]
@@ -127,7 +130,7 @@ def _may_be_none(key: str) -> bool:
 
 
 def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
-    """One line about a key that is not ours: another trainer's, a typing mistake, or neither."""
+    """Return one line about an unknown key: another trainer's, a typing mistake, or neither."""
     if not isinstance(key, str):
         return f"the key {key!r} is not text."
     if key in advice:

@@ -60,7 +60,7 @@ def lengths(
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
-    """From a dataset's lengths: the longest batch, the mean speed, and how to pad."""
+    """Show a dataset's longest batch, its mean speed, and the best padding."""
     from snugfit.report.plan.lengths import render
     from snugfit.report.text.page import print_as
 
@@ -78,7 +78,7 @@ def lengths(
 def plan_of(
     request: Request, recipe: str, *, loop: str = "plain", cut: int | None = None, fresh: bool = False
 ) -> LengthPlan:
-    """The answer to a request with lengths and a GPU under this recipe, remembered like a plan."""
+    """Return the answer to a request with lengths and a GPU under this recipe, cached like a plan."""
     from snugfit.cli.plan_cache import answer
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths

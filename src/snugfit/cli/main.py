@@ -93,7 +93,7 @@ def options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and gives its exit code; every expected error becomes a message on stderr."""
+    """Run one command line and return its exit code; every expected error becomes a message on stderr."""
     keep_libraries_off_stdout()
     code: object = 0
     COMMAND_LINE.set(tuple(arguments))
@@ -118,7 +118,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console entry: `run`, then out of the process without taking the heap apart."""
+    """Run the command, then exit without freeing the heap. This is the console entry point."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for a config of a few kB
     if "--offline" in sys.argv:  # read by huggingface_hub when it is imported
@@ -165,7 +165,7 @@ REMOVED_OPTIONS = {
 
 
 def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
-    """A mistake in the command line, with the help that would have prevented it."""
+    """Print a mistake in the command line, with the help that would have prevented it."""
     context: Any = getattr(mistake, "ctx", None)
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()
@@ -193,8 +193,10 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
 
 
 def _similar_options(given: str, context: Any) -> list[str]:
-    """Options that are written almost so, else those with such a word (`--length`: `--sequence-length`), else
-    options of features."""
+    """Return options with a similar spelling, or else those with such a word, or else options of features.
+
+    For example, `--length` gives `--sequence-length`.
+    """
     if given in SHORT_FORMS:
         return [SHORT_FORMS[given]]
     name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
@@ -210,7 +212,7 @@ def _similar_options(given: str, context: Any) -> list[str]:
 
 
 def _number_mistake(mistake: Any) -> str:
-    """`--steps is 0; allowed are whole numbers from 1 up`, where a number is wrong; else nothing."""
+    """Return `--steps is 0; allowed are whole numbers from 1 up` for a wrong number, else an empty string."""
     reasons: list[Any] = getattr(mistake.__cause__, "errors", list)()
     declared = getattr(getattr(mistake, "param", None), "type_descriptor", None)
     if not reasons or not declared or declared.annotation not in (int, float):

@@ -90,7 +90,7 @@ def measure(
 
 
 def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
-    """The prediction for the GPU that was named, or for the one that will be measured on, and as many."""
+    """Return the prediction for the named GPU, or for the one that will be measured on, and as many."""
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.predict import predict
 

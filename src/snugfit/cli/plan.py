@@ -177,7 +177,7 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
 
 
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
-    """The plan, remembered or searched for."""
+    """Return the plan, from the cache or from a search."""
     from snugfit.cli.plan_cache import plan as remembered
 
     return remembered(

@@ -41,7 +41,7 @@ class Storable(Protocol):
     """An answer that becomes a JSON document."""
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as a JSON object."""
+        """Return the answer as a JSON object."""
 
 
 _Answer = TypeVar("_Answer", bound=Storable)
@@ -55,15 +55,17 @@ LARGEST_FOLDER = 64 << 20
 
 
 def folder() -> Path:
-    """The folder of all answers."""
+    """Return the folder of all answers."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return root / "snugfit" / "answers"
 
 
 def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
-    """A digest of all that an answer for these GPUs depends on; None for a model that lives in this process
-    only."""
+    """Return a digest of all inputs of an answer for these GPUs.
+
+    It is None for a model that exists in this process only.
+    """
     if job.model.module is not None:
         return None
     question = {
@@ -79,8 +81,7 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
 
 
 def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | None:
-    """The answer stored under this key, as `read` makes it of its document; None when there is none that can
-    be read."""
+    """Return the answer stored under this key, read from its document by `read`; None if none can be read."""
     file = folder() / f"{key}.json"
     try:
         answer = read(read_document(file, limit=LARGEST_FILE))
@@ -183,7 +184,7 @@ def _rates(gpu: Gpu, gpus: int) -> Any:
 
 
 def _source() -> str:
-    """A digest of snugfit's own files: an answer of another version of them is another answer."""
+    """Return a digest of snugfit's own files. Another version of them has its own answers."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json"))
     stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

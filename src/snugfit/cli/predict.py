@@ -101,7 +101,7 @@ def predict(
 
 
 def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
-    """Raises `UsageError` for a trace that could not be made, before long work begins."""
+    """Raise `UsageError` for a trace that could not be made, before long work begins."""
     if compared:
         raise UsageError("--trace writes one recipe. Leave --compare out.")
     if path.suffix == ".json" and request.gpu is None:
@@ -118,7 +118,7 @@ def _predict_all(request: Request, compared: list[str], *, fresh: bool) -> list[
 
 
 def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Prediction:
-    """The prediction under this recipe, stored or computed."""
+    """Return the prediction under this recipe, stored or computed."""
     from snugfit.cli.plan_cache import answer
     from snugfit.results.prediction import Prediction
 

@@ -44,7 +44,7 @@ class Request:
     """Number of such GPUs that train together."""
 
     memory_bytes: int | None
-    """The memory that was named; it goes before the GPU's own."""
+    """The named memory in bytes, which overrides the GPU's own."""
 
     headroom: str | None
     """Memory to leave free, as the user's text; None for the usual amount."""
@@ -176,8 +176,9 @@ class Request:
         self.refuse_loop()
 
     def refuse_loop(self) -> None:
-        """Raises `UsageError` for a loop that a plan was given, unless it came from the user's own
-        configuration."""
+        """Raise `UsageError` for a loop that a plan was given, unless it came from the user's own
+        configuration.
+        """
         if self.loop != "plain" and not self.configuration:
             raise UsageError(
                 f"--loop {self.loop}: a plan is for the plain loop. Leave --loop out, then use snugfit "
@@ -193,7 +194,7 @@ def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | N
 
 
 def _on_mesh(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe and the number of GPUs that a mesh means; nothing where none was given."""
+    """Return the recipe and the number of GPUs of a mesh; empty without one."""
     if "mesh" not in settings:
         return {}
     from snugfit.techniques.mesh import on_mesh
@@ -228,7 +229,7 @@ def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Config
 
 
 def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
-    """A dataset's lengths; raises `UsageError` for a flag that contradicts them."""
+    """Return a dataset's lengths. Raises `UsageError` for a flag that contradicts them."""
     if flags.get("lengths") is None:
         return None
     from snugfit.data.lengths import Lengths
@@ -241,7 +242,7 @@ def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
 
 
 def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mapping[str, Any]:
-    """The settings of the longest batch."""
+    """Return the settings of the longest batch."""
     if lengths is None:
         return settings
     longest = min(lengths.longest, settings.get("truncate") or lengths.longest)
@@ -298,7 +299,7 @@ def _task(model: Model) -> str:
 
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
-    """Raises `UsageError` for settings that the task has no use for: pictures have no sequence length."""
+    """Raise `UsageError` for settings that the task does not use: pictures have no sequence length."""
     from snugfit.job.inputs import has_classes, has_sequence, has_target
 
     unused = {

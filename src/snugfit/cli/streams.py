@@ -26,7 +26,7 @@ class StandardOutput(io.TextIOWrapper):
     """stdout. Raises `BrokenPipeError` when its reader is gone, `SnugfitError` when it takes nothing."""
 
     def write(self, text: str) -> int:
-        """Writes all of `text`; gives its length."""
+        """Write all of `text` and return its length."""
         try:
             return super().write(text)
         except OSError as refusal:
@@ -55,7 +55,7 @@ class StandardError(StandardOutput):
 
 
 def forget(stream: TextIO) -> None:
-    """Points the stream at /dev/null, so that no later flush fails."""
+    """Point the stream at /dev/null, so that no later flush fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)
@@ -78,7 +78,7 @@ _TO_STDERR = _ToStderr()
 
 
 def keep_libraries_off_stdout() -> None:
-    """From here on, what DeepSpeed logs goes to stderr."""
+    """Redirect DeepSpeed's logs to stderr from here on."""
     logging.getLogger("DeepSpeed").addFilter(_TO_STDERR)
 
 

@@ -139,14 +139,14 @@ def train(
 
 
 def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the run that were given, by name."""
+    """Return the given options of the run, by name."""
     from snugfit.training.options import TrainOptions
 
     return {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
 
 
 def _run_arguments(request: Request) -> dict[str, Any]:
-    """The other arguments of `snugfit.train`, but the data."""
+    """Return the arguments of `snugfit.train` other than the data."""
     asked = request.training
     return {
         "output_dir": _require(asked, "output_dir"),
@@ -161,8 +161,10 @@ def _run_arguments(request: Request) -> dict[str, Any]:
 
 
 def _launch(request: Request, processes: int) -> int:
-    """The same command in so many processes; gives their exit code. Raises `UsageError` for what all of them
-    would refuse."""
+    """Run the same command in so many processes, and return their exit code.
+
+    Raises `UsageError` for mistakes that all of them would refuse.
+    """
     from snugfit.frontends.own import refuse_more_than_here
 
     setup = on_gpus(request.recipe.setup(), processes)
@@ -173,8 +175,10 @@ def _launch(request: Request, processes: int) -> int:
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
-    """The checkpoint that a run in this folder would start from. Raises `UsageError` for one that is not
-    there."""
+    """Return the checkpoint that a run in this folder would start from.
+
+    Raises `UsageError` for one that does not exist.
+    """
     from snugfit.training.checkpoint.manager import named_step
 
     if resume_from is not None:
@@ -225,8 +229,10 @@ def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: i
 
 
 def _refuse(request: Request) -> None:
-    """Raises `UsageError` for what training does not take. A GPU may be named: one file serves predictions
-    too."""
+    """Raise `UsageError` for settings that training does not take.
+
+    A GPU may be named: one file serves predictions too.
+    """
     if request.loop != "plain" and not request.configuration:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
     if request.software != "installed":
@@ -282,7 +288,7 @@ def _weights(request: Request) -> str | None:
 
 
 def _own_folder(request: Request) -> str | None:
-    """The model's folder, when it came from one that holds a tokenizer."""
+    """Return the model's folder, if it has a tokenizer."""
     from snugfit.job.weights import own_folder
 
     folder = own_folder(request.job.model.name, request.job.model.origin)
@@ -290,7 +296,7 @@ def _own_folder(request: Request) -> str | None:
 
 
 def _columns(text: str | None) -> dict[str, str] | None:
-    """The columns by role in `text=review, label=stars`."""
+    """Return the columns by role in `text=review, label=stars`."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]

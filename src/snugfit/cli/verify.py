@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def with_gpu_here(request: Request) -> Request:
-    """The request for the GPU of this machine. Raises `GpuError` when there is none, or another was named."""
+    """Return the request for the GPU of this machine. Raises `GpuError` when there is none, or another was
+    named.
+    """
     from snugfit.job.gpu import find_gpu
 
     name = gpu_here()
@@ -67,7 +69,7 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
 
 
 def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
-    """The peers of the plan's first choice."""
+    """Return the peers of the plan's first choice."""
     from snugfit.evaluation.peers import measure_peers
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
@@ -81,7 +83,7 @@ def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
 
 
 def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
-    """A plan's choice as the prediction of a run."""
+    """Return a plan's choice as the prediction of a run."""
     from snugfit.evaluation.predict_runs import PlannedRecipe
     from snugfit.results.footprint import Footprint
     from snugfit.techniques.recipe import Recipe
@@ -102,5 +104,8 @@ def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRe
 
 
 def usual_workers() -> int:
-    """Processes that predict while the GPU is measured: more would crowd the host while steps are timed."""
+    """Return the number of processes that predict while the GPU is measured.
+
+    More would crowd the host while steps are timed.
+    """
     return min(4, os.cpu_count() or 1)

@@ -52,7 +52,7 @@ REAL_VALUES = "_snugfit_real_values"
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
-    """A batch of B = `samples` random samples on the CPU; the same seed gives the same batch."""
+    """Return a batch of B = `samples` random samples on the CPU; the same seed gives the same batch."""
     return BatchShapes.of(job).batch(samples, seed)
 
 
@@ -78,7 +78,7 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
 
 
 def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """The same as a scalar tensor on the batch's device, so that nothing waits until it is read."""
+    """Return the number as a scalar tensor on the batch's device, which waits only when it is read."""
     if "attention_mask" in batch:
         counted: torch.Tensor = batch["attention_mask"].sum()
         return counted
@@ -152,7 +152,7 @@ class BatchShapes:
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
-        """The shapes for this job."""
+        """Return the shapes for this job."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
         config = job.config_to_read()
@@ -170,7 +170,7 @@ class BatchShapes:
         )
 
     def batch(self, samples: int, seed: int) -> Batch:
-        """Random tensors of B = `samples` rows on the CPU."""
+        """Return random tensors of B = `samples` rows on the CPU."""
         if self.job.task is Task.CUSTOM:
             dataset = SyntheticDataset(self.job, samples)
             return self.job.model.layout(self.job.batch_size).join([dataset[row] for row in range(samples)])
@@ -182,7 +182,7 @@ class BatchShapes:
         return {**inputs, "labels": labels}
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
-        """Token ids (B, S) with their mask where there is padding, or a feature's inputs."""
+        """Return token ids (B, S) with their mask where there is padding, or a feature's inputs."""
         import torch
 
         if self.other is not None:
@@ -200,7 +200,7 @@ class BatchShapes:
         return {"input_ids": ids, "attention_mask": mask}
 
     def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
-        """Labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
+        """Return labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
         import torch
 
         job = self.job
@@ -224,7 +224,7 @@ class BatchShapes:
         return labels
 
     def ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Random token ids of shape (B, `length`), int64."""
+        """Return random token ids of shape (B, `length`), int64."""
         import torch
 
         high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none
@@ -232,7 +232,9 @@ class BatchShapes:
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
 
     def padding_of(self, ids: torch.Tensor) -> slice:
-        """Columns of `ids` (B, length) that are padding: the job's fraction, at the end, but never all."""
+        """Return the columns of `ids` (B, length) that are padding: the job's fraction, at the end, but never
+        all.
+        """
         length = ids.shape[1]
         padded = min(round(self.job.padding * length), length - 1)
         return slice(length - padded, length)

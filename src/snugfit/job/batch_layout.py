@@ -42,7 +42,7 @@ class SampleRows(NamedTuple):
 
 
 def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a batch that is no mapping, with its dotted name."""
+    """Yield every value of a batch that is no mapping, with its dotted name."""
     for name, value in batch.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -53,7 +53,7 @@ def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def map_leaves(
     batch: Mapping[str, Any], change: Callable[[str, Any], Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """The batch with `change(dotted name, value)` in the place of each value that is no mapping."""
+    """Return the batch with `change(dotted name, value)` in the place of each value that is no mapping."""
     return {
         name: map_leaves(value, change, f"{prefix}{name}.")
         if isinstance(value, Mapping)
@@ -73,14 +73,16 @@ class BatchLayout:
     """Rows of each tensor that contains samples, by its name."""
 
     unclear: Mapping[str, int]
-    """Length of what may or may not hold samples, by name."""
+    """Length of each tensor that may or may not contain samples, by name."""
 
     @classmethod
     def of(
         cls, example: Mapping[str, Any], named: BatchDims | None = None, *, samples: int | None = None
     ) -> Self:
-        """The layout of batches like this one, of which a job takes `samples` samples where that is known.
-        Raises `JobError` for a name or a dimension that the example has not."""
+        """Return the layout of batches like this one, for jobs of `samples` samples if that is known.
+
+        Raises `JobError` for a name or a dimension that the example does not have.
+        """
         named, tensors = named or {}, {name: value for name, value in leaves(example) if _has_rows(value)}
         dimensions = {name: _dimension(tensors, name, at) for name, at in named.items() if at is not None}
         sizes = {name: _length(value, 0) for name, value in tensors.items() if name not in named}
@@ -167,7 +169,7 @@ def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | No
 
 
 def _dimension(tensors: Mapping[str, Any], name: str, dimension: int) -> int:
-    """The named dimension of a tensor, counted from the front."""
+    """Return the named dimension of a tensor, counted from the front."""
     if name not in tensors:
         raise JobError(
             f"batch_dims names {name!r}, which is not a tensor with dimensions in the example batch. It "

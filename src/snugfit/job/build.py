@@ -51,7 +51,7 @@ class Construction:
         return self.dtype
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model that `make` gives, with random weights, on the ambient device."""
+        """Return the model from `make`, with random weights, on the ambient device."""
         return make()
 
     def loading_arguments(self, model: Any) -> dict[str, Any]:
@@ -115,7 +115,10 @@ def instantiate(
 
 @contextlib.contextmanager
 def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]:
-    """On shapes no kernel runs, so that of a package need not be there, and none is fetched from the hub."""
+    """Let a model on `meta` name an attention of a missing package, and fetch no kernel from the hub.
+
+    On `meta` no kernel runs, so the package is not needed.
+    """
     if not attention.startswith("flash_attention") or device.type != "meta":
         yield
         return
@@ -200,7 +203,7 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    """A weight's copy; of one that DeepSpeed keeps elsewhere (`zero.Init`), with its numbers fetched."""
+    """Return a copy of a weight. The values of one outside of the device (`zero.Init`) are fetched."""
     if not hasattr(weight, "ds_id"):
         return weight.detach().clone()
     import deepspeed
@@ -227,7 +230,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _blame_config(model: Model, error: Exception) -> NoReturn:
-    """Raises `ModelError` that names the config: a constructor of transformers that fails could not use it.
+    """Raise `ModelError` that names the config: a constructor of transformers that fails could not use it.
 
     Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
     our own mistakes, because a rehearsal runs our code while a model is built.
@@ -259,7 +262,7 @@ def _is_from(package: str, error: Exception) -> bool:
 
 
 def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
-    """The key, or the dotted path to it, whose value is this text; None when there is none."""
+    """Return the key, or the dotted path to it, whose value is this text; None when there is none."""
     for key, content in config.items():
         if isinstance(content, dict) and (inner := _key_of(value, content)):
             return f"{key}.{inner}"

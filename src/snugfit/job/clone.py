@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def clone_to_device(module: nn.Module) -> nn.Module:
-    """A copy of `module` on the ambient `torch.device`; the original is left as it is."""
+    """Return a copy of `module` on the ambient `torch.device`; the original is left as it is."""
     import torch
 
     device = torch.get_default_device()
@@ -37,7 +37,7 @@ def clone_to_device(module: nn.Module) -> nn.Module:
 
 
 def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
-    """The clone, whose functions call its modules where the original's call the original's."""
+    """Rebind functions of the clone that refer to the original's modules to its own, and return it."""
     pairs = list(zip(module.modules(), clone.modules(), strict=True))
     clones: dict[int, Any] = {id(original): copied for original, copied in pairs}
     for _, copied in pairs:

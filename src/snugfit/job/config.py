@@ -113,7 +113,7 @@ def read_config(path: Path) -> Facts:
 
 
 def parse_config(content: bytes, *, where: str) -> Facts:
-    """The facts in `content`; `where` begins every error message."""
+    """Return the facts in `content`; `where` begins every error message."""
     try:
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
@@ -129,7 +129,7 @@ def parse_config(content: bytes, *, where: str) -> Facts:
 
 
 def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
-    """The facts that decide a model's sizes, everything in them checked, the rest left out."""
+    """Return the facts that decide a model's sizes, all of them checked, without the rest."""
     model_type = document.get("model_type")
     if not isinstance(model_type, str):
         lacks = "has no" if model_type is None else f"{_show(model_type)} is not a"
@@ -166,12 +166,12 @@ def without_ignored(facts: str) -> Facts:
 
 
 def ignored_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, with their contents, that the facts hold anywhere and that no model is built from."""
+    """Return the keys, with their contents, that occur in the facts and that no model is built from."""
     return {key: node[key] for node in _configs(facts) for key in IGNORED_KEYS if node.get(key)}
 
 
 def _tag_infinite(value: Any) -> Any:
-    """The JSON value with infinite numbers as transformers writes them; raises `ValueError` for NaN."""
+    """Return the JSON value with infinite numbers in transformers' notation. Raises `ValueError` for NaN."""
     if isinstance(value, dict):
         return {key: _tag_infinite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -227,7 +227,9 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Iterator[str]:
-    """Complains unless `value` is absent (null), a whole number in [lowest, limit], or a list of such."""
+    """Yield a complaint unless `value` is absent (null), a whole number in [lowest, limit], or a list of
+    such.
+    """
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
@@ -237,7 +239,7 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
 
 
 def _no_base(key: str, value: Any) -> Iterator[str]:
-    """Complain unless `value` is absent (null), a number above 0, or a list of such."""
+    """Yield a complaint unless `value` is absent (null), a number above 0, or a list of such."""
     for number in value if isinstance(value, list) else (value,):
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if number is not None and not (is_number and number > 0):
@@ -281,8 +283,10 @@ def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> b
 
 
 def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
-    """Complains unless each head of keys and values serves equally many queries, and a token goes to no more
-    experts than exist."""
+    """Yield a complaint for uneven heads of keys and values, and for more experts per token than exist.
+
+    Each head of keys and values must serve equally many queries.
+    """
     shared, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
     if isinstance(shared, int) and isinstance(heads, int) and heads % shared:
         yield f'"num_key_value_heads" is {shared}, which does not divide "num_attention_heads", {heads}.'
@@ -294,7 +298,7 @@ def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The config itself and every object nested in it."""
+    """Yield the config itself and every object nested in it."""
     yield document
     for value in document.values():
         for item in value if isinstance(value, list) else (value,):

@@ -39,7 +39,7 @@ a copy of the weights in fp32 under mixed precision.
 
 
 def dtype_name(dtype: object) -> str:
-    """torch's own name for a dtype: `float16` for `torch.float16` and for `half`."""
+    """Return torch's own name for a dtype: `float16` for `torch.float16` and for `half`."""
     name = str(dtype).removeprefix("torch.")
     return SHORT_NAMES.get(name, name)
 
@@ -57,8 +57,10 @@ def config_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def file_dtype(file: Path) -> str | None:
-    """The dtype of the first floating-point tensor in a file of safetensors; None where it has none, or
-    cannot be read."""
+    """Return the dtype of the first floating-point tensor in a file of safetensors.
+
+    It is None if the file has none, or cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -70,8 +72,9 @@ def file_dtype(file: Path) -> str | None:
 
 
 def main_dtype(module: nn.Module) -> str | None:
-    """The dtype of most of a module's floating-point weights; None where it has none. Weights of a lazy
-    module have no size yet."""
+    """Return the dtype of most of a module's floating-point weights; None where it has none. Weights of a
+    lazy module have no size yet.
+    """
     from torch.nn.parameter import is_lazy
 
     sizes: Counter[str] = Counter()

@@ -63,7 +63,7 @@ _ALLOWED = (
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """Full names of the bundled presets, as the hub writes them."""
+    """Return the full names of the bundled presets, as the hub writes them."""
     owners = [owner for owner in _presets().iterdir() if owner.is_dir()]
     names = [
         f"{owner.name}/{file.name.removesuffix('.json')}"
@@ -75,7 +75,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(full_name: str) -> dict[str, Any]:
-    """The facts of a bundled preset."""
+    """Return the facts of a bundled preset."""
     owner, bare = full_name.split("/")
     content = _presets().joinpath(owner, f"{bare}.json").read_bytes()
     return parse_config(content, where=f"preset {full_name}")
@@ -86,7 +86,7 @@ def _presets() -> Traversable:
 
 
 def preset_named(name: str) -> str | None:
-    """The full name of the preset of this name, with or without its owner, in any case of letters."""
+    """Return the full name of the preset of this name, with or without its owner, in any case of letters."""
     lowered = name.lower()
     for full_name in preset_names():
         if lowered in (full_name.lower(), full_name.lower().split("/")[1]):
@@ -103,8 +103,10 @@ def _refuse_two_meanings(name: str, full_name: str) -> None:
 
 
 def _config_file(path: str) -> Path:
-    """The config.json that `path` means: itself, or the one in the folder. Raises `ModelError` when there is
-    neither."""
+    """Return the config.json at `path`: itself, or the one in the folder.
+
+    Raises `ModelError` when there is neither.
+    """
     if not os.path.isdir(path):
         if _is_missing(path):
             raise ModelError(f"{path}: no such file or folder. {_ALLOWED}")
@@ -131,7 +133,7 @@ def _is_missing(path: str | Path) -> bool:
 
 
 def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
-    """A model of the local cache, one with the sizes of a preset, or one whose config the hub has."""
+    """Return the facts from the local cache, from a preset of the same sizes, or from the hub's config."""
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
     if cached := _cached_config(name):
@@ -145,7 +147,7 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
 
 
 def _unknown_model(name: str, why: str) -> ModelError:
-    """That no such model is known: why, what may have been meant, and presets of like names."""
+    """Return the error for an unknown model: the reason, the likely name, and presets of similar names."""
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
     swapped = [preset for preset in names if sorted(preset.lower()) == sorted(name.lower())]
@@ -185,8 +187,10 @@ def _cached_config(name: str) -> Path | None:
 
 
 def cached_file(name: str, file: str) -> Path | None:
-    """A file of a hub model that was downloaded before; opens no socket. Raises `ValueError` for a name that
-    is no hub id."""
+    """Return a file of a hub model that was downloaded before; open no socket.
+
+    Raises `ValueError` for a name that is no hub id.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(name, file)

@@ -158,25 +158,27 @@ class Gpu:
         return self.names[0]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Gpu.from_json` reads it back."""
+        """Return a JSON object; `Gpu.from_json` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The GPU that `to_json` wrote."""
+        """Return the GPU that `to_json` wrote."""
         return decode_fields(cls, document)
 
 
 @cache
 def all_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the table, oldest architecture first."""
+    """Return every GPU of the table, oldest architecture first."""
     content = resources.files("snugfit.job").joinpath("gpus.json").read_text(encoding="utf-8")
     return tuple(Gpu.from_json(entry) for entry in json.loads(content)["gpus"])
 
 
 def find_gpu(text: Gpu | str) -> Gpu:
-    """The one GPU that `text` means; a GPU is itself. Raises `GpuError` with the choices when it is none or
-    several."""
+    """Return the one GPU called `text`; a GPU is returned as it is.
+
+    Raises `GpuError` with the choices for no match or several.
+    """
     if isinstance(text, Gpu):
         return text
     candidates = find_gpus(text)
@@ -186,7 +188,7 @@ def find_gpu(text: Gpu | str) -> Gpu:
 
 
 def find_gpus(text: str) -> list[Gpu]:
-    """The GPUs that `text` can mean, at least one: 'h100' has three forms. Raises `GpuError` for none."""
+    """Return the GPUs that `text` can name: 'h100' has three forms. Raises `GpuError` for none."""
     if not isinstance(text, str):
         raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
@@ -197,7 +199,7 @@ def find_gpus(text: str) -> list[Gpu]:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Entries whose model is named, and whose memory and form factor are the ones named, if any."""
+    """Return the entries whose model matches, and whose memory and form factor do so too if given."""
     lowered = text.lower().replace("_", " ")
     memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
     model = _normalize(_FORM.sub(" ", _MEMORY.sub(" ", lowered)))
@@ -211,14 +213,16 @@ def _matches(text: str) -> list[Gpu]:
 
 
 def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
-    """Only the SXM one of entries that differ in nothing but their form factor."""
+    """Return only the SXM entry of those that differ only in their form factor."""
     if len({(gpu.model, gpu.marketed_gb) for gpu in gpus}) == 1:
         return [gpu for gpu in gpus if gpu.form == PREFERRED_FORM] or gpus
     return gpus
 
 
 def _normalize(text: str) -> str:
-    """Lower-case letters and digits only, without vendor words: `NVIDIA GeForce RTX 4090` -> `rtx4090`."""
+    """Return lower-case letters and digits only, without vendor words: `rtx4090` for `NVIDIA GeForce RTX
+    4090`.
+    """
     words = re.findall(r"[a-z0-9]+", text.lower())
     return "".join(word for word in words if word not in _VENDOR_WORDS)
 
@@ -228,7 +232,7 @@ def _exact_names(gpu: Gpu) -> set[str]:
 
 
 def _model_names(gpu: Gpu) -> set[str]:
-    """The model's name, and without its family: `4090`, `a6000`."""
+    """Return the model's name with and without its family: `4090`, `a6000`."""
     model = _normalize(gpu.model)
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 

@@ -81,7 +81,7 @@ class Phase(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Phase:
-        """The phase called `text`; raises `JobError` with the legal names."""
+        """Return the phase called `text`. Raises `JobError` with the legal names."""
         legal = [phase.value for phase in cls]
         if text not in legal:
             raise JobError(f"Unknown phase {text!r}.{did_you_mean(text, legal)} Phases: {', '.join(legal)}.")
@@ -123,7 +123,7 @@ class Job:
     clip, the HF Trainer clips at 1.0. 0 never clips."""
 
     decay_groups: bool = False
-    """True when biases and norms are kept out of weight decay: two parameter groups instead of one."""
+    """True when biases and norms are excluded from weight decay: two parameter groups instead of one."""
 
     learning_rate: float = 5e-5
     """The optimizer's learning rate. It changes no byte, but a run needs one."""
@@ -210,7 +210,7 @@ class Job:
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
 
     def transformers_config(self) -> Any:
-        """A fresh transformers config of the model for this job's task and labels."""
+        """Return a fresh transformers config of the model for this job's task and labels."""
         return self.model.transformers_config(self.task, self.labels)
 
     def config_to_read(self) -> Any:
@@ -236,13 +236,13 @@ class Job:
         return type(module.get_base_model() if hasattr(module, "get_base_model") else module)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Job.from_json` reads it back."""
+        """Return a JSON object; `Job.from_json` reads it back."""
         document = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
         return {**document, "model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """The job that `to_json` wrote. Raises `JobError` when the model lived only in Python."""
+        """Return the job that `to_json` wrote. Raises `JobError` when the model existed only in Python."""
         if not isinstance(document, dict):
             raise JobError(f"This is not a job document of snugfit, but of type {type(document).__name__}.")
         if lacking := {"model", "task"} - set(document):
@@ -264,7 +264,7 @@ def _config_to_read(model: Model, task: str, labels: int) -> Any:
 
 
 def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
-    """The dropout among these keys of a config that have `of` in them; empty where there is none."""
+    """Return the dropout among these keys of a config that have `of` in them; empty where there is none."""
     return next(
         (
             f"{key}={value}"
@@ -276,7 +276,7 @@ def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
 
 
 def refuse_what_is_no_job(job: object) -> None:
-    """Raises `JobError` for what people give instead of a `Job`: a model's name, a `Model`."""
+    """Raise `JobError` for other objects in the place of a `Job`: a model's name, a `Model`."""
     if isinstance(job, Job):
         return
     shown = repr(job) if isinstance(job, str | os.PathLike) else type(job).__name__
@@ -331,7 +331,7 @@ def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_task(job: Job) -> None:
-    """Raises `JobError` when the model has no head for the task; imports nothing heavy when it has."""
+    """Raise `JobError` when the model has no head for the task; imports nothing heavy when it has."""
     model = job.model
     if model.module is not None:
         if job.task is not Task.CUSTOM:
@@ -362,8 +362,9 @@ def _in_range(what: str, value: object, high: int) -> None:
 
 
 def _task_of(model: Model) -> str:
-    """The task of a model that was given without one. Raises `JobError` where its architecture leaves a
-    choice."""
+    """Return the task of a model that was given without one. Raises `JobError` where its architecture leaves
+    a choice.
+    """
     task = "custom" if model.module is not None else model.task
     if task is None:
         possible = ", ".join(tasks_of(model.architecture))

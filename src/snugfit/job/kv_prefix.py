@@ -22,7 +22,7 @@ a model whose checkpointing is on, and does not look again."""
 
 
 def dropped_prefix(job: Job) -> Iterator[str]:
-    """The objection of a technique that computes layers again, where the job trains such adapters."""
+    """Yield the objection of a technique that computes layers again, if the job trains such adapters."""
     if job.trains and job.model.module is not None and (kind := _prefix_kind(job.model.module)):
         yield (
             f"the model's {kind} adapters give its layers a cache of keys and values. Recomputed layers do "
@@ -38,7 +38,7 @@ def prompt_kind(module: torch.nn.Module) -> str:
 
 
 def _prefix_kind(module: torch.nn.Module) -> str:
-    """peft's name for the module's adapters of this kind, or for those of a module inside; empty for none."""
+    """Return peft's name for the adapters of this kind in the module or inside of it; empty for none."""
     configs = list(_configs(module))
     return next((kind for kind in KINDS if any(config.peft_type == kind for config in configs)), "")
 

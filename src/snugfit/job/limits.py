@@ -58,7 +58,7 @@ def _complaint(what: str, length: int, limit: Limit) -> str:
 
 
 def input_limit(config: Mapping[str, Any]) -> Limit | None:
-    """The key that limits an input sequence and the longest it allows; None when nothing does."""
+    """Return the key that limits an input sequence, and the longest length; None without a limit."""
     if _endless(config):
         return None
     for key in ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions"):
@@ -69,7 +69,7 @@ def input_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def target_limit(config: Mapping[str, Any]) -> Limit | None:
-    """The same for the decoder's sequence."""
+    """Return the same for the decoder's sequence."""
     for key in ("max_target_positions", "max_decoder_position_embeddings"):
         rows = config.get(key)
         if isinstance(rows, int | float) and rows > 0:

@@ -90,7 +90,7 @@ class Model:
 
     @classmethod
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
-        """The model of a config's keys; they must have passed `check_facts`."""
+        """Return the model of a config's keys; they must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
         return cls(
             name=name, origin=origin, facts=json.dumps(sizes, sort_keys=True), dtype=facts.get("dtype")
@@ -179,7 +179,7 @@ class Model:
         return tuple(sentences)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Model.from_json` reads it back, except for a module from Python."""
+        """Return a JSON object; `Model.from_json` reads it back, except for a module from Python."""
         dtype = {"dtype": self.dtype} if self.dtype else {}
         return {"name": self.name, "origin": self.origin, "config": self.config, **dtype}
 
@@ -206,7 +206,7 @@ class Model:
         return cls.from_config(facts, name=document["name"], origin=document["origin"])
 
     def transformers_config(self, task: str, labels: int) -> Any:
-        """A fresh transformers config: the facts, with the architecture's own defaults for the rest.
+        """Return a fresh transformers config: the facts, with the architecture's own defaults for the rest.
 
         `labels` are the classes of a classification head; other tasks ignore them.
         """
@@ -238,7 +238,7 @@ class Model:
         return config
 
     def _refuse_without_end_token(self, config: Any, task: str) -> None:
-        """A classifier with a decoder reads the hidden state of the end token."""
+        """Raise `ModelError` for a classifier with a decoder without the end token, at which it reads."""
         end, rows = first_end_token(config), getattr(config, "vocab_size", None)
         if task == "sequence-classification" and (end is None or (rows and not 0 <= end < rows)):
             raise ModelError(
@@ -249,7 +249,7 @@ class Model:
 
 
 def first_end_token(config: Any) -> int | None:
-    """The token that ends a sequence; some architectures have several."""
+    """Return the token that ends a sequence; some architectures have several."""
     end = getattr(config, "eos_token_id", None)
     return end[0] if isinstance(end, list) else end
 

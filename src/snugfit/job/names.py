@@ -56,7 +56,7 @@ unsloth's Gemma 2 is in bfloat16, as Google's tuned ones are and its base models
 
 
 def same_sizes(name: str, presets: Iterable[str]) -> str | None:
-    """The preset whose sizes the model `name` has; None when none is known.
+    """Return the preset whose sizes the model `name` has; None when none is known.
 
     An exact name goes before one that a tuning or a base adds to, since a tuned model's dtype may differ.
     """

@@ -88,7 +88,10 @@ def _of_architecture(job: Job) -> str:
 
 
 def norm_layers_of_job(job: Job) -> str:
-    """Those of transformers' own model for this job, which is built only where there may be some."""
+    """Return the layers of transformers' own model for this job that normalise by the batch.
+
+    The model is built only where there may be some.
+    """
     import torch
 
     from snugfit.job.build import instantiate
@@ -192,7 +195,7 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
 
 
 def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str:
-    """The first operator that lets samples look at each other, in words; or nothing."""
+    """Return the first operator through which samples depend on each other, in words; or an empty string."""
     growth = SAMPLES[1] / SAMPLES[0]
     if [call.name for call in few] != [call.name for call in many]:
         return ""

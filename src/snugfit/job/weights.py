@@ -74,7 +74,7 @@ def own_folder(name: str, origin: str) -> Path | None:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The dtype of the weights in a folder, by torch's name; None where it has none that can be read."""
+    """Return the dtype of the weights in a folder, by torch's name; None if no weight can be read."""
     try:
         return file_dtype(next(iter(_files(folder))))
     except ModelError:
@@ -98,8 +98,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _conversion(folder: Path) -> str:
-    """The command line that writes a folder's pickled weights as safetensors, by the class that its config
-    names."""
+    """Return the command line that writes a folder's pickled weights as safetensors, by the class that its
+    config names.
+    """
     try:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -169,7 +170,7 @@ class LoadedWeights:
     """Tensors of the folder that the model has no place for."""
 
     def lines(self, folder: Path) -> Iterator[str]:
-        """A sentence on each."""
+        """Yield a sentence on each difference."""
         if self.new:
             yield f"{folder} has no {some_of(self.new)}, so they are newly initialised."
         if self.unused:

@@ -59,11 +59,11 @@ class DeviceAddresses:
         self._room = 0  # bytes left for new chunks where the context's own chunk was, above the lowest
 
     def map_segment(self, size: int) -> int:
-        """The address of a new segment of `size` bytes."""
+        """Return the address of a new segment of `size` bytes."""
         return self._reserve_space(size)
 
     def release_context(self) -> None:
-        """The context releases the part of its chunk that it held."""
+        """Release the context's part of its chunk."""
         self._reserve_space(CODE)
         if ABOVE_OWN in self._holes:
             self._holes.remove(ABOVE_OWN)
@@ -72,17 +72,17 @@ class DeviceAddresses:
             bisect.insort(self._holes, (TOP, OWN))
 
     def begin_forward(self) -> None:
-        """The first forward pass loads the code of its kernels."""
+        """Load the code of the first forward pass's kernels."""
         for _ in range(FORWARD_CODE):
             self._reserve_space(CODE)
 
     def begin_backward(self) -> None:
-        """The first backward pass loads the code of its kernels."""
+        """Load the code of the first backward pass's kernels."""
         for _ in range(BACKWARD_CODE):
             self._reserve_space(CODE)
 
     def start_cublas(self) -> None:
-        """cuBLAS takes its own address space, and its libraries some of the context's former chunk."""
+        """Map cuBLAS's own address space, and the libraries in the context's former chunk."""
         for _ in range(CUBLAS // CODE):
             self._reserve_space(CODE)
         self._room = max(0, self._room - LIBRARIES)

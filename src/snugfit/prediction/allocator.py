@@ -85,7 +85,7 @@ class Allocator:
         self._range_next: dict[int, int] = {}
 
     def allocate(self, nbytes: int, memory: Memory = Memory.OWN, stream: int = 0) -> _PoolBlock:
-        """A block of at least `nbytes` bytes, from a pool of this memory and stream."""
+        """Return a block of at least `nbytes` bytes, from a pool of this memory and stream."""
         size = -(-nbytes // MINIMUM) * MINIMUM or MINIMUM
         small = size <= SMALL
         pool = small + OF_GRAPHS * (memory is Memory.GRAPHS) + OF_STREAM * stream
@@ -103,16 +103,16 @@ class Allocator:
         return block
 
     def release(self, block: _PoolBlock) -> None:
-        """Takes a block back."""
+        """Free a block."""
         self.drop(block)
         self.take_back(block)
 
     def drop(self, block: _PoolBlock) -> None:
-        """Counts a block as allocated no longer; it stays where it is, and as requested."""
+        """Count a block as no longer allocated. It stays in place, and counts as requested."""
         self.allocated -= block.size
 
     def take_back(self, block: _PoolBlock) -> None:
-        """Takes a dropped block back and merges it with its free neighbours."""
+        """Free a dropped block and merge it with its free neighbours."""
         self.requested -= block.requested
         block.free = True
         if (before := block.before) is not None and before.free:
@@ -130,11 +130,11 @@ class Allocator:
         self._insert_free(block)
 
     def state(self) -> Hashable:
-        """Everything that its next decisions depend on, except the blocks that are handed out."""
+        """Return all inputs of the allocator's next decisions, except the blocks that are handed out."""
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
     def free_blocks(self) -> list[_PoolBlock]:
-        """The blocks that it keeps for later, of both pools."""
+        """Return the cached blocks of both pools."""
         return [block for pool in self._free.values() for _, _, block in pool]
 
     def _best_fit(self, size: int, number: int) -> _PoolBlock | None:
@@ -160,8 +160,7 @@ class Allocator:
         return _PoolBlock(segment, self.addresses.map_segment(segment), pool)
 
     def _grow(self, size: int, pool: int) -> _PoolBlock:
-        """Maps whole pages behind the pool's last block, which becomes part of the new block when it is
-        free."""
+        """Map whole pages behind the pool's last block, which becomes part of the new block if it is free."""
         last = self._range_end.get(pool)
         start = self._range_next.setdefault(pool, len(self._range_next) + 1 << RANGE_BITS)
         have = last.size if last is not None and last.free else 0
@@ -182,7 +181,7 @@ class Allocator:
         return block
 
     def empty_cache(self) -> None:
-        """Gives whole free segments back to the device. Those that grow in place are kept."""
+        """Release whole free segments to the device. Segments that grow in place stay."""
         if self.expandable:
             return
         for pool in [free for number, free in self._free.items() if number % OF_STREAM < OF_GRAPHS]:
@@ -293,7 +292,7 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
-    """Before which events the blocks with these numbers are allocated."""
+    """Yield the events before which the blocks with these numbers are allocated."""
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
@@ -350,7 +349,7 @@ class Repeats:
 def _replay_again(
     allocator: Allocator, frees: Frees, last: LastStep, emptied: Collection[int], began: set[Hashable]
 ) -> None:
-    """Replays the last step until it begins as it `began` before."""
+    """Replay the last step until its initial state is in `began`, the earlier ones."""
     for _ in range(MOST_REPEATED):
         begins = allocator.state(), last.begins()
         if begins in began:
@@ -378,7 +377,7 @@ def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]
 
 
 def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
-    """The driver's actions by the number of the block before which they happen."""
+    """Return the driver's actions by the number of the block before which they happen."""
     pending = actions_by_word(addresses)
     release = next((mark for mark in trace.marks if mark.kind is MarkKind.CONTEXT_RELEASED), None)
     actions: dict[int, list[Callable[[], None]]] = {}

@@ -103,7 +103,7 @@ _INSTEAD = "Try a current CUDA GPU. For a rough answer, try snugfit predict --me
 
 
 def _torch() -> str:
-    """The installed release of torch, such as `2.13`."""
+    """Return the installed release of torch, such as `2.13`."""
     return ".".join((version_of("torch") or "2.0").split(".")[:2])
 
 
@@ -148,7 +148,7 @@ class ContextNeeds(NamedTuple):
     pinned_bytes: int
     """Page-locked memory of the host."""
     streams: int
-    """Streams beside torch's own."""
+    """Streams in addition to torch's own."""
     solver: bool = False
     """True if the step loads cuSOLVER."""
     feature_bytes: int = 0
@@ -199,7 +199,7 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int 
 def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
-    """The same for a step with these needs, which are found once for many GPUs."""
+    """Return the result of `context_of` for a step with these needs, found once for many GPUs."""
     if software.context_bytes is not None:
         return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None

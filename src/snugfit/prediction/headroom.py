@@ -57,7 +57,7 @@ def usual_headroom(gpu: Gpu | None) -> int:
 
 
 def at_most(needed_bytes: float, gpu: Gpu) -> int:
-    """So many bytes, but no more than this GPU has beside its usual headroom."""
+    """Return so many bytes, but no more than this GPU has without its usual headroom."""
     if gpu.memory_bytes is None:
         return int(needed_bytes)
     return min(int(needed_bytes), gpu.memory_bytes - usual_headroom(gpu))

@@ -111,7 +111,7 @@ class KernelClock:
         self._cache: dict[tuple[object, ...], float] = {}
 
     def seconds(self, kernel: Kernel) -> float:
-        """Seconds of this kernel alone, when nothing else runs."""
+        """Return the seconds of this kernel while no other kernel runs."""
         key = (
             kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops, kernel.layout,
             kernel.leading, kernel.tensors, kernel.peers, kernel.played,
@@ -138,7 +138,7 @@ class KernelClock:
         return start + kernel.nbytes / moved
 
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
-        """Bytes per second that this kernel reaches, and seconds to start it."""
+        """Return the bytes per second that this kernel reaches, and seconds to start it."""
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
         for name in (*(name for of in hooks("rate_names") for name in of(kernel)), *names):
@@ -224,9 +224,9 @@ def tile_seconds(
     sizes: tuple[int, int, int, int],
     share: float = 1.0,
 ) -> float:
-    """The shortest time over tiles and splits of a batch of matrix products.
+    """Return the shortest seconds over tiles and splits of a batch of matrix products.
 
-    `sizes` are (batch, rows, columns, inner length); `share` is the part of the rate that alignment leaves.
+    `sizes` are (batch, rows, columns, inner length). `share` is the part of the rate that alignment leaves.
     """
     batch, rows, columns, inner = sizes
     best = math.inf

@@ -25,10 +25,10 @@ class Allocates(Protocol):
     """An allocator: an object that hands out blocks."""
 
     def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
-        """A block of at least so many bytes, of this memory and stream."""
+        """Return a block of at least so many bytes, of this memory and stream."""
 
     def empty_cache(self) -> None:
-        """Gives whole free segments back to the device."""
+        """Release whole free segments to the device."""
 
 
 class LastStep:

@@ -47,7 +47,7 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def pinned_bytes(kernels: Iterable[Kernel]) -> int:
-    """All of the step's page-locked memory, but for its loader's."""
+    """Return all of the step's page-locked bytes, except for its loader's."""
     kernels = tuple(kernels)
     if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
         return 0

@@ -173,7 +173,7 @@ def _foresee_rank(
 
 
 def rehearse_again(prediction: Prediction) -> Trace:
-    """The trace that a prediction was made from, which it does not hold. Not for a subclass of Trainer."""
+    """Return the trace of a prediction, which does not contain it. Not for a subclass of Trainer."""
     profile = find_software(prediction.software)
     setup = on_gpus(profile.setup(prediction.recipe), prediction.gpus)
     part = job_of_rank(prediction.job, setup)
@@ -319,8 +319,7 @@ def _seconds(
 
 
 def _late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> Mapping[int, int]:
-    """The frees after which other streams still work on the block; none where this GPU's seconds are not
-    known."""
+    """Return the frees of blocks that other streams still use; none if this GPU's seconds are unknown."""
     if gpu is None or not trace.awaited:
         return NONE_LATE
     with contextlib.suppress(GpuError):
@@ -329,7 +328,7 @@ def _late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
-    """The start-up before the steady steps, on a host such as the H200's."""
+    """Return the start-up before the steady steps, on a host such as the H200's."""
     if timing is None:
         return None
     kernels, pinned = distinct_kernels(trace.kernels), pinned_bytes(trace.kernels)

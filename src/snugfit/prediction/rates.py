@@ -75,7 +75,7 @@ class MatmulRate:
     """Seconds before and after the tiles' work."""
 
     wave: float
-    """Seconds that a wave of tiles takes beside its arithmetic: filling the pipeline, writing the result."""
+    """Seconds of a wave of tiles without its arithmetic: filling the pipeline, writing the result."""
 
     efficiency: tuple[float, float, float, float]
     """Efficiency of tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32, against the largest."""
@@ -109,7 +109,7 @@ class HostLaunchCosts:
     """A checkpointed part that begins, or begins to be computed again, without its kernels."""
 
     view: float
-    """An operator that runs no kernel: a view, an empty tensor, and what autograd does of such ones."""
+    """An operator that runs no kernel: a view, an empty tensor, and autograd's work on these."""
 
     update: float
     """A kernel of an optimizer or of clipping."""
@@ -215,16 +215,16 @@ class HostLaunchCosts:
     """
 
     def slower(self, factor: float) -> HostLaunchCosts:
-        """The costs of a host that takes `factor` times as long."""
+        """Return the costs of a host that takes `factor` times as long."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})
 
     def to_json(self) -> dict[str, float]:
-        """A JSON object of seconds; `HostLaunchCosts.from_json` reads it back."""
+        """Return a JSON object of seconds; `HostLaunchCosts.from_json` reads it back."""
         return {_HOST_KEYS.get(name, name): seconds for name, seconds in asdict(self).items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, float]) -> Self:
-        """The costs that `to_json` wrote."""
+        """Return the costs that `to_json` wrote."""
         fields = {key: name for name, key in _HOST_KEYS.items()}
         return cls(**{fields.get(key, key): seconds for key, seconds in document.items()})
 
@@ -287,12 +287,12 @@ class Rates:
     """
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Rates.from_json` reads it back."""
+        """Return a JSON object; `Rates.from_json` reads it back."""
         return {**asdict(self), "host": self.host.to_json()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The rates of one entry of `rates.json`."""
+        """Return the rates of one entry of `rates.json`."""
         return decode_fields(cls, document)
 
 
@@ -308,7 +308,9 @@ def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
 
 
 def packaged_rates(gpu: Gpu) -> Rates:
-    """The rates of this GPU without any calibration of the user's. Raises `GpuError` as `rates_for` does."""
+    """Return the rates of this GPU without any calibration of the user's. Raises `GpuError` as `rates_for`
+    does.
+    """
     measured = _measured_rates()
     if gpu.key in measured:
         return measured[gpu.key]
@@ -336,7 +338,7 @@ def calibration_file(gpu: Gpu, gpus: int = 1) -> Path:
 
 
 def _read_calibration(file: Path) -> Rates | None:
-    """The rates in this file; None when there is none. Raises `GpuError` for a file that is none of ours."""
+    """Return the rates in this file; None if it does not exist. Raises `GpuError` for an invalid file."""
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise ValueError("it is too large")
@@ -357,7 +359,7 @@ def _measured_rates() -> dict[str, Rates]:
 
 
 def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
-    """The rates `known`, measured on the GPU `of`, scaled to another GPU's data sheet."""
+    """Return the rates `known`, measured on the GPU `of`, scaled to another GPU's data sheet."""
     if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
             f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its seconds "
@@ -411,7 +413,7 @@ def _peak(gpu: Gpu, precision: str) -> float:
 
 
 def link_of(gpu: Gpu | None) -> float | None:
-    """Bytes a second between this GPU and its host, in one direction; None where it has no rates."""
+    """Return the bytes per second between this GPU and its host, in one direction; None without rates."""
     try:
         return None if gpu is None else rates_for(gpu).link
     except GpuError:
@@ -419,7 +421,7 @@ def link_of(gpu: Gpu | None) -> float | None:
 
 
 def _link(gpu: Gpu) -> float:
-    """Bytes per second to the host, by data sheet; PCIe gen3 x16 where it is not known."""
+    """Return the bytes per second to the host, by data sheet; those of PCIe gen3 x16 if unknown."""
     return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
 
 
@@ -438,5 +440,5 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
 
 
 def _instructions(gpu: Gpu) -> float:
-    """Proportional to the instructions that a GPU can begin in a second."""
+    """Return a figure proportional to the instructions that a GPU can begin in a second."""
     return float(gpu.sm_count or 1) * float(gpu.boost_clock_hz or 1e9)

@@ -176,7 +176,7 @@ _LAST: list[_Distinct] = []
 
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
-    """The value of each kernel, computed once for those that are one object."""
+    """Return the value of each kernel, computed once for all references to one object."""
     if type(kernels) is not tuple:
         distinct = _Distinct(kernels)
     elif _LAST and _LAST[0].kernels is kernels:
@@ -191,7 +191,7 @@ def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[
 def _by_phase(
     kernels: Sequence[Kernel], device: Sequence[float], launches: Sequence[float], gpu: Gpu
 ) -> tuple[PhaseSeconds, ...]:
-    """The seconds of the kernels added up by phase and operator group."""
+    """Return the seconds of the kernels, summed by phase and operator group."""
     from snugfit.rehearsal.record.kernels import group_of
 
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -293,7 +293,7 @@ class Stretch(NamedTuple):
 
 
 def between_syncs(device: Sequence[float], launches: Sequence[float], syncs: Sequence[int]) -> list[Stretch]:
-    """A step cut where the host waits: before the kernels whose numbers are in `syncs`, ascending."""
+    """Cut a step where the host waits: before the kernels whose numbers are in `syncs`, ascending."""
     both = list(zip(device, launches, strict=True))
     waits = Counter(min(sync, len(both)) for sync in syncs)
     starts = sorted({0, *waits})
@@ -326,7 +326,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds of the launch alone."""
+    """Return the seconds of the launch alone."""
     if kernel.played:  # the first kernel of a graph carries its launch
         launch = host.python_launched if kernel.programs else 0.0
     elif kernel.compiled:
@@ -354,7 +354,9 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _own_bytes(kernel: Kernel) -> float:
-    """Bytes that the host reads or writes of its memory, times the ranks that do so at once on one host."""
+    """Return the bytes of host memory that are read or written, times the ranks of one host that do so at
+    once.
+    """
     return kernel.nbytes / 2 * max(1, min(kernel.peers[0], GPUS_PER_HOST))
 
 
@@ -372,7 +374,7 @@ def sync_points(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, .
 
 
 def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Kernel]:
-    """The kernels of a step whose batches this many worker processes make; the same object for none."""
+    """Return the kernels of a step whose batches come from `workers` processes; the same object for none."""
     if not workers:
         return kernels
     return tuple(
@@ -384,31 +386,33 @@ def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Ker
 
 
 def loader_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds in which worker processes make the batch that this kernel copies; 0 for any other kernel."""
+    """Return the seconds in which worker processes make the batch of this copy; 0 for any other kernel."""
     return _batch_seconds(kernel, host) / kernel.tensors if kernel.operator == PREPARED else 0.0
 
 
 def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds in which one process reads and collates the tensor that this kernel copies. Inputs of 16 bits
-    are made in 32 and cast (`step/batches.py`)."""
+    """Return the seconds in which one process reads and collates the tensor that this kernel copies.
+
+    Inputs of 16 bits are made in 32 and cast (`step/batches.py`).
+    """
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
     nbytes = kernel.nbytes // 2 * (2 if kernel.dtype in CAST_ON_HOST else 1)
     return host.sample * samples + host.byte * nbytes
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:
-    """Seconds that the data sheet would allow: the larger of arithmetic and memory traffic."""
+    """Return the seconds by the data sheet: the larger of arithmetic and memory traffic."""
     return max(_arithmetic(kernel, gpu), kernel.nbytes / gpu.bandwidth if gpu.bandwidth else 0.0)
 
 
 def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
-    """Seconds of the kernel's arithmetic at the data sheet's peak; 0 where that is not known."""
+    """Return the seconds of the kernel's arithmetic at the data sheet's peak; 0 if that is unknown."""
     peak = gpu.peak_dense.get(PRECISIONS.get(kernel.dtype, "fp32")) or gpu.peak_dense.get("fp32")
     return kernel.flops / peak if peak else 0.0
 
 
 def _bottleneck(length: float, busy: float, phases: Sequence[PhaseSeconds]) -> str:
-    """`host`, or the operator group that keeps the device longest; all in seconds."""
+    """Return `host`, or the operator group with the most seconds on the device; all in seconds."""
     if busy < HOST_BOUND_BELOW * length:
         return "host"
     groups: dict[str, float] = defaultdict(float)

@@ -147,7 +147,7 @@ def startup(
 
 
 def compile_seconds(kernels: KernelSet, rates: StartupRates = STARTUP_RATES) -> float:
-    """Seconds that torch.compile takes with no cache of an earlier run."""
+    """Return the seconds that torch.compile takes with no cache of an earlier run."""
     generated = {kernel for kernel in kernels if _operator(kernel).startswith(GENERATED)}
     return rates.compiler + rates.generated * len(generated)
 
@@ -167,7 +167,7 @@ def _operator(kernel: Hashable) -> str:
 
 
 def distinct_kernels(kernels: Iterable[Kernel]) -> KernelSet:
-    """The different kernels among these: what CUDA has to load for them."""
+    """Return the different kernels among these, each of which CUDA has to load."""
     objects = {id(kernel): kernel for kernel in kernels}  # repeated steps and micro-batches share objects
     return frozenset(map(_load_key, objects.values()))
 
@@ -196,7 +196,7 @@ class ModelSize(NamedTuple):
 
 
 def model_size(job: Job) -> ModelSize:
-    """The size of this job's model, built without data."""
+    """Return the size of this job's model, built without data."""
     if job.model.module is not None:
         return _size_of(job.model.module)
     return _size_on_meta(job)

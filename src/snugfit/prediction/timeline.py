@@ -54,7 +54,7 @@ class TimedKernel(NamedTuple):
 def run_in_streams(
     trace: Trace, rates: Rates, connected: Interconnect | None = None, *, workers: int = 0
 ) -> StreamsRun | None:
-    """The trace's steady step where kernels exchange something beside the computation, None elsewhere."""
+    """Return the steady step of a trace whose exchanges run in parallel to the computation, else None."""
     kernels = with_worker_batches(workers, trace.kernels)
     if all(each_once(lambda kernel: kernel.peers == ALONE, kernels)):
         return None
@@ -100,7 +100,7 @@ def time_kernels(
 
 
 def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
-    """The passages of the step's phases on the host and on the device, in order."""
+    """Return the spans of the step's phases on the host and on the device, in order."""
     spans: list[PhaseSpan] = []
     for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
         part = list(members)
@@ -170,7 +170,7 @@ def queue_moments(
 
 
 def _moments_of_computation(stretches: Sequence[Stretch], host: HostLaunchCosts) -> list[tuple[float, float]]:
-    """The same of a step whose kernels all compute."""
+    """Return the same for a step whose kernels all compute."""
     now = free = 0.0
     ends: deque[float] = deque([0.0] * QUEUE_DEPTH, maxlen=QUEUE_DEPTH)
     moments: list[tuple[float, float]] = []

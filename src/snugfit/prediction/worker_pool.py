@@ -81,8 +81,11 @@ class _Worker:
             raise self._death() from None
 
     def receive(self) -> Answer:
-        """Waits for the answer. Raises `SnugfitError` when the process is no more, and `RuntimeError` with
-        its traceback for a bug in it."""
+        """Wait for the answer.
+
+        Raises `SnugfitError` when the process has died, and `RuntimeError` with its traceback for a bug in
+        it.
+        """
         try:
             answer, bug = self.connection.recv()
         except (EOFError, OSError):
@@ -104,7 +107,7 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Waits for the process to end, or ends it; its connection is closed."""
+        """Wait for the process to end, or end it. Its connection is closed."""
         self.process.join(ENDS_WITHIN)
         if self.process.is_alive():
             self.process.terminate()
@@ -118,7 +121,7 @@ class SpareProcesses:
         self._spare = threading.Semaphore(0)
 
     def give(self) -> None:
-        """There is one more."""
+        """Add a spare process to the count."""
         self._spare.release()
 
     def take(self) -> bool:
@@ -165,8 +168,10 @@ class WorkerPool:
         questions: Iterable[Question],
         is_for: Callable[[int, Question], bool] = lambda worker, question: True,
     ) -> Iterator[Answer]:
-        """The answers to these questions as they come; each goes to the next free worker or helper that it
-        `is_for`."""
+        """Yield the answers to these questions as they come.
+
+        Each question goes to the next free worker or helper that it `is_for`.
+        """
         waiting = list(questions)
 
         def ask(worker: int) -> Question | None:
@@ -294,8 +299,11 @@ def _main_of_a_file() -> Iterator[None]:
 
 
 def _context(preload: Sequence[str]) -> Any:
-    """Whence workers come: the fork server runs. Ctrl-C does not reach it, not even while it imports, for
-    then Python would print a traceback; it ends with this process."""
+    """Return the context of new workers, with its fork server running.
+
+    Ctrl-C does not reach the fork server, not even while it imports, for then Python would print a traceback.
+    It ends with this process.
+    """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)  # the parent reports the reason
     context: Any = multiprocessing.get_context("forkserver")

@@ -110,7 +110,7 @@ class Interconnect:
     """Calibrated share of the link that large exchanges reach, by NCCL's kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Seconds of an exchange while nothing else runs."""
+        """Return the seconds of an exchange while no other kernel runs."""
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
@@ -127,7 +127,7 @@ class Interconnect:
         return min(inside, within * self.network * NETWORK_SHARE if hosts > 1 else math.inf)
 
     def share(self, operator: str, within: int) -> float:
-        """Share of the link that this kernel reaches among so many GPUs of one host."""
+        """Return the share of the link that this kernel reaches among so many GPUs of one host."""
         usual = PCIE_BUS if self.is_pcie else BUS.get(operator, OTHER_BUS)[within > 2]
         return self.bus.get(operator, usual)
 

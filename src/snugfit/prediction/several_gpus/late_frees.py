@@ -30,16 +30,16 @@ NONE_LATE: Mapping[int, int] = {}
 
 
 class TakesBack(Protocol):
-    """An allocator, as far as it takes blocks back."""
+    """The part of an allocator that frees blocks."""
 
     def release(self, block: Any) -> None:
-        """Takes a block back."""
+        """Free a block."""
 
     def drop(self, block: Any) -> None:
-        """Counts a block as allocated no longer; it stays where it is."""
+        """Count a block as no longer allocated. It stays in place."""
 
     def take_back(self, block: Any) -> None:
-        """Takes a dropped block back."""
+        """Free a dropped block."""
 
 
 class Frees:
@@ -53,7 +53,7 @@ class Frees:
         self._dropped: list[tuple[int, int, Any]] = []  # when it is back, a number of its own, the block
 
     def free(self, event: int, block: Any) -> None:
-        """A block is freed by this event."""
+        """Free a block at this event, or drop it if its free is late."""
         if event not in self._late:
             self._allocator.release(block)
             return
@@ -61,12 +61,12 @@ class Frees:
         heapq.heappush(self._dropped, (self._late[event], event, block))
 
     def pass_by(self, event: int) -> None:
-        """Return all blocks that are due before this event, which is about to happen."""
+        """Free all blocks that are due before this event, which is about to happen."""
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
     def finish(self) -> None:
-        """A step has ended, and all streams have."""
+        """Free all dropped blocks at the end of a step, when all streams have ended."""
         while self._dropped:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
@@ -74,8 +74,10 @@ class Frees:
 def late_frees(
     trace: Trace, rates: Rates | None, connected: Interconnect, *, workers: int = 0
 ) -> Mapping[int, int]:
-    """The late frees of the trace's last step, as `Frees` has them. None are known to be where the trace has
-    none, or no rates are known."""
+    """Return the late frees of the trace's last step, in the form of `Frees`.
+
+    The result is empty if the trace has none, or if no rates are known.
+    """
     if not trace.awaited or rates is None:
         return NONE_LATE
     return _by_moments(trace, time_kernels(trace, rates, connected, workers=workers))

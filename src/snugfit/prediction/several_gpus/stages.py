@@ -72,7 +72,7 @@ def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
 
 
 def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
-    """The position that was rehearsed for this one."""
+    """Return the position that was rehearsed for this one."""
     kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
@@ -86,7 +86,7 @@ def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
 
 
 def rank_of(position: int, wish: ParallelWish) -> int:
-    """The first rank of a position: stages are the first axis of the mesh."""
+    """Return the first rank of a position: stages are the first axis of the mesh."""
     return position * (wish.ranks // wish.stages) if wish.ranks else 0
 
 
@@ -121,7 +121,7 @@ class PipelinedStep:
 
 
 def without_other_stages(trace: Trace) -> Trace:
-    """The trace of a stage as if it had all that it waits for."""
+    """Return the trace of a stage without waits for other stages."""
     kernels = (
         kernel._replace(peers=ALONE, nbytes=0) if kernel.operator in (SEND, RECEIVE) else kernel
         for kernel in trace.kernels
@@ -170,19 +170,19 @@ def _pass_of_each(trace: Trace) -> list[int]:
 
 
 def transfer_seconds(trace: Trace, link: Interconnect) -> float:
-    """Seconds of the longest that a stage sends to another at once."""
+    """Return the seconds of the longest transfer from one stage to another."""
     return max((link.seconds(kernel) for kernel in trace.kernels if kernel.operator == SEND), default=0.0)
 
 
 def orders_of(wish: ParallelWish, micro_batches: int) -> Sequence[Sequence[Pass]]:
-    """The passes of each GPU of one copy of the model, in order."""
+    """Return the passes of each GPU of one copy of the model, in order."""
     if wish.schedule not in (ONE_FORWARD_ONE_BACKWARD, GPIPE):
         return _orders_of_torch(wish.schedule, wish.stages, wish.chunks, micro_batches)
     return [[*_order_of(stage, wish, micro_batches)] for stage in range(wish.stages)]
 
 
 def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pass]:
-    """The passes of a stage, in order (torch's `ScheduleGPipe`, `Schedule1F1B`)."""
+    """Yield the passes of a stage, in order (torch's `ScheduleGPipe`, `Schedule1F1B`)."""
     waiting = min(micro_batches, wish.stages - stage)
     first = micro_batches if wish.schedule == GPIPE else waiting
     yield from (Pass(FORWARD, stage, number) for number in range(first))
@@ -221,8 +221,11 @@ def simulate_stages(
     clips: bool,
     tied: bool = False,
 ) -> PipelinedStep:
-    """The steady step of GPUs that do this work in these orders; what one sends is there `transfer` seconds
-    later. With `clips` all wait for each other before they update, with `tied` the first and the last."""
+    """Return the steady step of GPUs that do this work in these orders.
+
+    Output of a stage arrives after `transfer` seconds. With `clips` all wait for each other before they
+    update, with `tied` the first and the last.
+    """
     free = [0.0] * len(work)
     end = 0.0
     for _ in range(SIMULATED_STEPS):
@@ -245,7 +248,7 @@ def simulate_stages(
 def _run_passes(
     work: Sequence[StageWork], orders: Sequence[Sequence[Pass]], transfer: float, free: Sequence[float]
 ) -> list[float]:
-    """When each GPU has run its passes, of GPUs that are free from these moments on."""
+    """Return the moment at which each GPU has run its passes, from the moments at which it is free."""
     ranks = len(work)
     last = max(one.stage for order in orders for one in order)
     now = [moment + own.before for moment, own in zip(free, work, strict=True)]

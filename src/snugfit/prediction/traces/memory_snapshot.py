@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]:
-    """The whole run, event by event, and the allocator's segments at its end."""
+    """Return the whole run, event by event, and the allocator's segments at its end."""
     allocator = Allocator(expandable=expandable)
     actions = driver_actions(trace, allocator.addresses)
     live: dict[int, Any] = {}
@@ -63,7 +63,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
 
 
 def _frames(block: Block) -> list[dict[str, Any]]:
-    """The operator first, as a snapshot has the innermost frame first."""
+    """Return the frames of a block, operator first, as a snapshot has the innermost frame first."""
     where = block.module or "the loop"
     return [
         {"name": block.operator, "filename": where, "line": 0},
@@ -76,7 +76,7 @@ def _frames(block: Block) -> list[dict[str, Any]]:
 
 
 def _join_pages(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pages that follow each other, as one segment for each pool."""
+    """Join pages that follow each other into one segment for each pool."""
     pools: dict[bool, dict[str, Any]] = {}
     for segment in segments:
         pool = pools.setdefault(segment["small"], {**segment, "total_size": 0})
