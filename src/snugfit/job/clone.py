@@ -72,8 +72,10 @@ def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
 
 
 def _rebind(value: Any, clones: dict[int, Any]) -> Any:
-    """`value` with clones in the places of modules; itself when it has none. `clones` are the copies of
-    modules, functions and the cells of closures, by the originals' identities."""
+    """Return `value` with clones in the places of modules; itself if it has none.
+
+    `clones` are the copies of modules, functions and the cells of closures, by the originals' identities.
+    """
     if id(value) in clones:
         return clones[id(value)]
     if not _reaches(value, clones, set()):

@@ -103,7 +103,7 @@ class Allocator:
         return block
 
     def release(self, block: _PoolBlock) -> None:
-        """Free a block."""
+        """Free an allocated block."""
         self.drop(block)
         self.take_back(block)
 

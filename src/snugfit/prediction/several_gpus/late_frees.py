@@ -33,7 +33,7 @@ class TakesBack(Protocol):
     """The part of an allocator that frees blocks."""
 
     def release(self, block: Any) -> None:
-        """Free a block."""
+        """Free an allocated block."""
 
     def drop(self, block: Any) -> None:
         """Count a block as no longer allocated. It stays in place."""
