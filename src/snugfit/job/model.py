@@ -238,7 +238,10 @@ class Model:
         return config
 
     def _refuse_without_end_token(self, config: Any, task: str) -> None:
-        """Raise `ModelError` for a classifier with a decoder without the end token, at which it reads."""
+        """Raise `ModelError` for a classifier with a decoder but no end token.
+
+        It reads the hidden state of that token.
+        """
         end, rows = first_end_token(config), getattr(config, "vocab_size", None)
         if task == "sequence-classification" and (end is None or (rows and not 0 <= end < rows)):
             raise ModelError(

@@ -45,7 +45,7 @@ channels on 2026-11-26. On two H200s of 2026-11-22 it took 320 MiB for the first
 """
 
 PEERS = 446 * MIB
-"""The same for each GPU that this one sends to without the rest.
+"""The same for the first GPU that this one sends to without the rest.
 
 With it, five runs of `context(2)` and `pipeline(2)` on two H100s are met within 5 MiB
 (results/h100-2026-11-26/several-gpus-2.json).
