@@ -419,7 +419,7 @@ def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
     assert squeezed.job.batch_size == 4
     assert squeezed.needed_bytes < 15e9
     assert squeezed.footprint.retries == 1
-    assert any("gives back what it keeps" in doubt for doubt in squeezed.doubts)
+    assert any("releases its cached memory" in doubt for doubt in squeezed.doubts)
     roomy = predict(large, recipe, gpu="rtx 3090")
     assert roomy.fits
     assert roomy.needed_bytes > 15e9

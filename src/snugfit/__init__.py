@@ -1,4 +1,4 @@
-"""snugfit: predict, plan, train and measure what has to fit a GPU.
+"""snugfit: predict, plan, train and measure training steps within the memory of a GPU.
 
     import snugfit
 

@@ -1,15 +1,17 @@
 """Deferral of imports that transformers makes for every model, until a job uses them.
 
-Importing any model of transformers imports modules that few models use: DTensor (and with it torch's symbolic
-shapes), FSDP, distributed checkpoints, torchao and torch's compiler. These imports take more CPU seconds than
-a prediction. While `defer_imports` is in force, transformers receives stand-ins for the names of `PUT_OFF`.
+Importing any model of transformers imports modules that few models use: DTensor, FSDP, distributed
+checkpoints, torchao and torch's compiler. DTensor also imports torch's symbolic shapes. These imports take
+more CPU seconds than a prediction. While `defer_imports` is in force, transformers receives placeholders for
+the names of `PUT_OFF`.
 
-The first use of a stand-in, or any other import of its module, ends the deferral. All modules are imported
-then, and each name that holds a stand-in is rebound to the real object. Until then no object of a real class
-exists, so `isinstance` with a stand-in is False. A rehearsal that is running does not record these imports.
+The first use of a placeholder, or any other import of its module, ends the deferral. All modules are imported
+then, and each name that refers to a placeholder is rebound to the real object. Until then no object of a real
+class exists, so `isinstance` with a placeholder is False. A rehearsal that is running does not record these
+imports.
 
-The compiler has a stand-in of its own. Functions that are excluded from compilation run unchanged. Calls of
-the compiler's decorators are stored and repeated after its import.
+The compiler has a placeholder of its own. Functions that are excluded from compilation run unchanged. Calls
+of the compiler's decorators are stored and repeated after its import.
 """
 
 from __future__ import annotations
@@ -45,13 +47,14 @@ PUT_OFF = frozenset(
 """Modules whose names are put off."""
 
 IMPORTERS = ("transformers.", "torch.utils.flop_counter")
-"""Prefixes of modules that receive stand-ins."""
+"""Prefixes of modules that receive placeholders."""
 
 SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"})
 """Modules about symbolic sizes, whose names are imported within functions only."""
 
 OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
-"""Modules whose functions ask them about plain sizes, by the beginnings of their names; and torch itself."""
+"""Prefixes of modules that pass plain sizes to functions about symbolic sizes. The module `torch` is one too.
+"""
 
 COMPILER = "torch._dynamo"
 
@@ -66,7 +69,7 @@ OF_PLAIN_NUMBERS: Mapping[str, Callable[..., bool]] = {
     "sym_eq": operator.eq,
     "sym_or": lambda *truths: any(truths),
 }
-"""What functions about symbolic sizes give for plain numbers, by their names."""
+"""Replacements, valid for plain numbers, of functions about symbolic sizes, by their names."""
 
 USERS = frozenset({"torch._compile", "torch.compiler", "torch.optim.optimizer"})
 """Modules in which `import torch._dynamo` imports nothing: their functions use it through `torch`."""
@@ -79,7 +82,7 @@ RUNS_AS_IT_IS = "__dynamo_disable"
 
 
 class PutOffName(type):
-    """The class of stand-ins, which are classes themselves, for names in unions and in `isinstance`."""
+    """The metaclass of placeholders. They are classes themselves, for names in unions and in `isinstance`."""
 
     home: str
     """The module that has the real object."""
@@ -103,7 +106,7 @@ class PutOffName(type):
 
 
 class _PutOffModule(ModuleType):
-    """Gives stand-ins for the names of a module."""
+    """A module whose attributes are placeholders."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -114,8 +117,11 @@ class _PutOffModule(ModuleType):
 
 
 class _AsItIs:
-    """A function that nothing compiles; held weakly, since the function remembers it: whatever a cycle holds
-    would live on."""
+    """A function that is not compiled.
+
+    The reference to it is weak. The function refers to this object, so a strong one would make a cycle that
+    keeps its objects alive.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = weakref.ref(function)
@@ -126,22 +132,25 @@ class _AsItIs:
         return function(*arguments, **keywords)
 
     def forget(self) -> None:
-        """Has the function asked about again."""
+        """Remove this object from the function, so that torch requests the disabled form again."""
         function = self._function()
         if function is not None and vars(function).get(RUNS_AS_IT_IS) is self:
             delattr(function, RUNS_AS_IT_IS)
 
 
 class _StandInCompiler:
-    """Stands for the compiler until it is imported."""
+    """The placeholder of the compiler until it is imported."""
 
     def __init__(self) -> None:
         self._registered: list[tuple[str, Any]] = []
         self._as_they_are: list[weakref.ref[_AsItIs]] = []
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
-        """The function as it is, for `torch._compile`, which wants it when it first runs and remembers it;
-        for decorators a function that does so."""
+        """Return the function unchanged for `torch._compile`, or a wrapper that disables it later for
+        decorators.
+
+        `torch._compile` requests the disabled form when its function first runs, and caches it.
+        """
         from torch._compile import _disable_dynamo
 
         if wrapping or fn is None:
@@ -181,7 +190,7 @@ def _real(stand_in: PutOffName) -> Any:
 
 
 class _Deferral:
-    """The process's imports: its `__import__`, and a finder that sees what is imported for real."""
+    """The replacement of the process's `__import__`, and a finder that detects real imports."""
 
     def __init__(self) -> None:
         self.active = False
@@ -226,7 +235,7 @@ class _Deferral:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a deferred module. Its loader ends the deferral and rebinds the stand-ins."""
+        """Find a deferred module. Its loader ends the deferral and rebinds the placeholders."""
         if name not in PUT_OFF and name not in SYMBOLIC and name != COMPILER:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -266,7 +275,7 @@ class _Deferral:
             del torch._dynamo
 
     def _bind_real(self) -> None:
-        """Rebind each name that holds a stand-in, and repeat the compiler's decorator calls."""
+        """Rebind each name that refers to a placeholder, and repeat the compiler's decorator calls."""
         self._compiler.hand_over()
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
@@ -314,7 +323,9 @@ def _absolute(name: str, package: str, level: int) -> str:
 
 @contextlib.contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Hide what torch computes from every mode (a recorder, the device of a `with`), and library advice."""
+    """Hide torch's computations from every mode (a recorder, the device of a `with`), and suppress library
+    advice.
+    """
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 

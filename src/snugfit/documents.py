@@ -1,8 +1,9 @@
 """Documents between processes and on disk: JSON files that are complete or absent.
 
-Written to a temporary file in the same folder, flushed to the disk, then renamed: a reader sees the old
-document or the new one, never half of one. Reading trusts nothing: at most a few MiB, a plain file, strict
-JSON (no NaN, no Infinity, no number beyond a double), an object at the top. Nothing is ever unpickled.
+A document is written to a temporary file in the same folder, flushed to the disk, then renamed. A reader sees
+the old document or the new one, never half of one. Reading accepts only a plain file of at most a few MiB.
+Its content must be strict JSON (no NaN, no Infinity, no number beyond a double) with an object at the top.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class BadDocument(Exception):
-    """The file is not a document of snugfit's; the message says what is wrong with it."""
+    """The file is not a document of snugfit. The message names the fault."""
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Writes the whole document or nothing. Raises `OSError` when the disk refuses."""
+    """Write the whole document or nothing. Raises `OSError` when the disk refuses."""
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes the whole content or nothing, through a temporary file beside it."""
+    """Write the whole content or nothing, through a temporary file in the same folder."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(draft, "xb") as file:
@@ -51,7 +52,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any]:
-    """The object in the file. Raises `FileNotFoundError`, or `BadDocument` for anything but an object."""
+    """Return the object in the file.
+
+    Raises `FileNotFoundError`, or `BadDocument` for any other content.
+    """
     try:
         document = parse_json(read_limited(path, limit))
     except FileNotFoundError:
@@ -66,7 +70,7 @@ def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes; never waits on a pipe or a device.
+    """Return the content of a regular file of at most `limit` bytes; never wait on a pipe or a device.
 
     Raises `OSError`, or `BadDocument` for another kind of file or a larger one.
     """
@@ -84,9 +88,9 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
-    """Strict JSON: raises `ValueError` for a key that stands twice, NaN, Infinity, and what is no double.
+    """Parse strict JSON. Raises `ValueError` for a repeated key, NaN, Infinity or a number beyond a double.
 
-    With `constants`, NaN and infinite numbers are read, as Python writes them.
+    With `constants`, NaN and infinite numbers are accepted, in the notation of Python's `json`.
     """
     if constants:
         return json.loads(text, object_pairs_hook=_without_repeats)
@@ -115,13 +119,13 @@ def _finite(digits: str) -> float:
 
 
 def encode_fields(value: Any, **derived: Any) -> dict[str, Any]:
-    """A dataclass as a JSON object of its fields, with what is derived of them beside or in their place."""
+    """Return a dataclass as a JSON object of its fields. `derived` values add or replace fields."""
     names = (entry.name for entry in dataclasses.fields(value))
     return {name: encode(getattr(value, name)) for name in names if name not in derived} | derived
 
 
 def encode(value: Any) -> Any:
-    """A value for JSON: by its own `to_json` where it has one, a dataclass by its fields."""
+    """Convert a value for JSON: by its own `to_json` where it has one, a dataclass by its fields."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value):
@@ -132,8 +136,11 @@ def encode(value: Any) -> Any:
 
 
 def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """The dataclass whose fields `encode_fields` wrote; keys that are no fields of it are passed over. Raises
-    `KeyError` where a field without a default is missing, `TypeError` for what is no object."""
+    """Return the dataclass from the fields that `encode_fields` wrote.
+
+    Keys that are no fields of it are ignored. Raises `KeyError` where a field without a default is missing,
+    and `TypeError` for a value that is no object.
+    """
     hints, given = get_type_hints(kind), dict(document)
     entries = dataclasses.fields(kind)  # type: ignore[arg-type]
     for entry in entries:
@@ -144,7 +151,10 @@ def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
 
 
 def _decode(kind: Any, value: Any) -> Any:
-    """A value of this type: of `X | None`, tuples, mappings, dataclasses, and types with `from_json`."""
+    """Convert JSON to a value of this type.
+
+    Types are `X | None`, tuples, mappings, dataclasses, and types with `from_json`.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if value is None:
         return None
@@ -162,10 +172,10 @@ def _decode(kind: Any, value: Any) -> Any:
 
 
 def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
-    """Numbers for JSON: those that are not finite become null."""
+    """Return numbers for JSON: those that are not finite become null."""
     return [number if math.isfinite(number) else None for number in numbers]
 
 
 def null_to_nan(numbers: Sequence[float | None]) -> tuple[float, ...]:
-    """The numbers that `finite_or_null` wrote, with NaN for every null."""
+    """Return the numbers that `finite_or_null` wrote, with NaN for every null."""
     return tuple(math.nan if number is None else float(number) for number in numbers)

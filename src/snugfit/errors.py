@@ -1,22 +1,22 @@
-"""Every error a user can meet, with the exit code of the command that met it.
+"""Every error that a user can meet, with the exit code of the command that raised it.
 
-    SnugfitError                 1   something went wrong that is nobody's typing mistake
-    +-- UsageError               2   the request cannot be met: the message says what was given,
-    |   |                            what is allowed and what to try
+    SnugfitError                 1   a failure that is not the user's mistake
+    +-- UsageError               2   an invalid request: the message gives the value, the allowed ones
+    |   |                            and a remedy
     |   +-- ModelError           2   the model: its name, its folder, its config.json
     |   +-- JobError             2   task, lengths, batch
     |   +-- RecipeError          2   a technique's name, its settings, or a pair that cannot go together
     |   +-- GpuError             2   the GPU's name or its memory
-    +-- NothingFits              3   a valid question, and the answer is no
+    +-- NothingFits              3   a valid request that no recipe can meet
     +-- OutOfMemory              4   a measured run ran out of GPU memory
     +-- OutsideBand              5   a prediction differs from its measurement by more than the stated band
-    +-- RehearsalError           1   the step could not be rehearsed (an operator without shapes, a model
-    |                                that fails on its shapes, a mistake of ours, or a torch whose inside
-    |                                is not what the policies assume); the message says which
+    +-- RehearsalError           1   a failed rehearsal: an operator without shapes, a model that fails
+    |                                on its shapes, a bug of ours, or torch internals that the
+    |                                policies do not support; the message gives the cause
     +-- MeasurementError         1   a measurement's process died, or the GPU was not clean
 
-A command prints the message alone: no traceback is a message to a user. What a message quotes may come out of
-a file that somebody else wrote (a label, a name), so control characters stand in it as escapes.
+A command prints the message alone, without a traceback. A message may quote text of files from other people
+(a label, a name), so control characters are shown as escapes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def escape_controls(text: str) -> str:
-    """The text with `\\x1b` for such a character."""
+    """Return the text with such characters as escapes, like `\x1b`."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -93,12 +93,14 @@ class MeasurementError(SnugfitError):
 
 
 NEAR_MISS = 0.75
-"""Likeness from which a word is taken for a typing mistake (1 is equal): `linaer` is 0.83 like `linear`, and
-`liger` 0.6 like `eager`."""
+"""Least similarity at which a word is taken for a typing mistake (1 is equal).
+
+`linaer` is 0.83 like `linear`, and `liger` 0.6 like `eager`.
+"""
 
 
 def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = NEAR_MISS) -> list[str]:
-    """The legal words most like `word`, best first; empty when none is as like as `cutoff` (1 is equal)."""
+    """Return the legal words most like `word`, best first; empty if none reaches `cutoff` (1 is equal)."""
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=cutoff)
@@ -106,15 +108,18 @@ def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = 
 
 
 def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) -> str:
-    """` Did you mean a or b?`, or nothing when no legal word is near."""
+    """Return ` Did you mean a or b?`, or an empty string when no legal word is near."""
     matches = nearest(word, legal, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
 
 def lacks_package(name: str, error: BaseException) -> str | None:
-    """That `name` needs a package, when that is what an import or transformers' `requires_backends` failed
-    for; None for another error. A package that is there and cannot be imported is another error too: a file
-    of its own is missing or does not load, or it has another version than its caller knows."""
+    """Return a message that `name` needs the package that could not be imported, or None for any other error.
+
+    The cause is a failed import or transformers' `requires_backends`. An installed package that cannot be
+    imported is another error too. A file of it is missing or does not load, or its caller does not support
+    its version.
+    """
     if not isinstance(error, ImportError):
         return None
     required = re.search(r"requires the ([\w.-]+) library", str(error))
@@ -127,11 +132,11 @@ def lacks_package(name: str, error: BaseException) -> str | None:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """`a, b, c and 2 more`: the first few of these names, and how many there are besides."""
+    """Return `a, b, c and 2 more`: the first few of these names, and the number of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
-    """What somebody else's error says, on one line of at most so many characters."""
+    """Return the message of another library's error on one line of at most `most` characters."""
     return " ".join(str(error).split())[:most]

@@ -1,13 +1,14 @@
 """Imports of packages that would fetch compiled kernels from the hub while they are imported.
 
-bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed (for 4-bit
-products of inference), and logs a warning when it is not; peft imports bitsandbytes, and
+bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed. The kernels are
+for 4-bit products of inference. Without `kernels` it logs a warning. peft imports bitsandbytes, and
 accelerate and the HF Trainer import peft.
+
 Predicting runs no code from the hub and opens no socket, so during such an import `kernels` cannot be found.
 
-peft and transformers' code of models also import torchao where it is installed, which logs what kernels for
-other GPUs it lacks and has torch log what torch will change. Nobody can act on these lines, so they are left
-out: while such an import runs, and in the workers of a search, which are processes of our own.
+peft and transformers' code of models also import torchao where it is installed. torchao logs the missing
+kernels of other GPUs, and causes torch to log its deprecations. Users can do nothing about these lines. They
+are suppressed during such an import, and in the worker processes of a search.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def no_hub_kernels() -> Iterator[None]:
-    """Within it, `import kernels` fails; warnings that it did are not logged."""
+    """Let `import kernels` fail in the block, and suppress the warnings about it."""
     absent = object()
     before: object = sys.modules.get("kernels", absent)
     sys.modules["kernels"] = None  # type: ignore[assignment]
@@ -36,12 +37,12 @@ def no_hub_kernels() -> Iterator[None]:
 
 
 _IMPORTED: set[Hashable] = set()
-"""What was imported within `only_errors`."""
+"""Keys of the imports that ran within `only_errors`."""
 
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Within it, these loggers log errors alone."""
+    """Let these loggers log errors only in the block."""
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
         logger.setLevel(logging.ERROR)
@@ -54,9 +55,11 @@ def quiet(*names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_errors(once: Hashable = None) -> Iterator[None]:
-    """Within it, bitsandbytes, torchao and what torchao has torch log are heard with errors alone. What is
-    imported `once` is not imported again, so that nothing is done then: a rehearsal asks for a model's class
-    often, and a logger's level is kept by thousands of others."""
+    """Suppress all logs but errors of bitsandbytes, torchao and the torch module that logs for torchao.
+
+    A key `once` that was imported before changes nothing, since a rehearsal requests the class of a model
+    often. Each change of a logger's level clears the cached levels of thousands of other loggers.
+    """
     if once in _IMPORTED:
         yield
         return
@@ -67,7 +70,7 @@ def only_errors(once: Hashable = None) -> Iterator[None]:
 
 
 def log_only_errors() -> None:
-    """From here on they log nothing less in this process."""
+    """Let these loggers log errors only, from here on in this process."""
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -76,19 +79,19 @@ _TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def import_torchao() -> None:
-    """Imports torchao's 8-bit floats, where torchao is installed."""
+    """Import torchao's 8-bit floats, where torchao is installed."""
     if find_spec("torchao") is not None:
         with only_errors():
             importlib.import_module("torchao.float8")
 
 
 def import_peft() -> None:
-    """Imports peft, where it is installed, before accelerate or the HF Trainer does so within a step."""
+    """Import peft, where it is installed, before accelerate or the HF Trainer does so within a step."""
     _import_without_hub("peft")
 
 
 def import_bitsandbytes() -> None:
-    """Imports bitsandbytes, where it is installed."""
+    """Import bitsandbytes, where it is installed."""
     _import_without_hub("bitsandbytes")
 
 

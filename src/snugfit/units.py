@@ -1,8 +1,8 @@
-"""Bytes and seconds in print, and bytes out of what people type.
+"""Bytes and seconds in print, and bytes parsed from the user's text.
 
-Inside, bytes are `int` and seconds are `float`. In print bytes are MiB or GiB (powers of two), because
-that is what GPUs, the allocator and nvidia-smi count in. `16GB` typed by a person means 16 * 10**9: the
-unit that is written counts, and a number without a unit is refused rather than guessed.
+In the code bytes are `int` and seconds are `float`. Printed bytes are MiB or GiB (powers of two), the units
+of GPUs, the allocator and nvidia-smi. A user's `16GB` means 16 * 10**9, since the written unit counts. A
+number without a unit is refused rather than guessed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LARGEST = 1 << 50
 
 
 def parse_bytes(text: str, *, what: str = "memory", or_else: str = "") -> int:
-    """Bytes from text such as `24GiB`, `16000MB` or `1.5 GiB`.
+    """Return the bytes in text such as `24GiB`, `16000MB` or `1.5 GiB`.
 
-    `or_else` ends the hint of an error with what else may be written. Raises `UsageError` for no unit, an
-    unknown unit, zero, a negative amount, or more than a pebibyte.
+    `or_else` ends the hint of an error with further notations. Raises `UsageError` for no unit, an unknown
+    unit, zero, a negative amount, or more than a pebibyte.
     """
     hint = f"Write a number and a unit: 24GiB, 16GB, 16000MiB{or_else}."
     match = _AMOUNT.fullmatch(text)
@@ -50,7 +50,7 @@ def parse_bytes(text: str, *, what: str = "memory", or_else: str = "") -> int:
 
 
 def show_bytes(amount: int) -> str:
-    """`6.42 GiB`, `315.0 MiB`, `12.0 KiB` or `40 B`: four figures or fewer."""
+    """Return text such as `6.42 GiB`, `315.0 MiB`, `12.0 KiB` or `40 B`: four figures or fewer."""
     size = abs(amount)
     if size >= GIB:
         return f"{amount / GIB:.2f} GiB"
@@ -62,12 +62,12 @@ def show_bytes(amount: int) -> str:
 
 
 def show_mib(amount: int) -> str:
-    """Whole MiB with thousands separators, as readers of nvidia-smi expect: `14,949`."""
+    """Return whole MiB with thousands separators, as readers of nvidia-smi expect: `14,949`."""
     return f"{round(amount / MIB):,}"
 
 
 def show_seconds(seconds: float) -> str:
-    """`1.23 s`, `45.1 ms` or `12 µs`."""
+    """Return text such as `1.23 s`, `45.1 ms` or `12 µs`."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     if seconds >= 1e-3:
@@ -76,5 +76,5 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_per_cent(part: float, whole: float) -> str:
-    """The difference of `part` from `whole` in per cent, signed: `-44.6 %`."""
+    """Return the difference of `part` from `whole` in per cent, signed: `-44.6 %`."""
     return f"{100 * (part - whole) / whole:+.1f} %" if whole else "n/a"

@@ -1,8 +1,8 @@
 """Files that a user wrote, read within limits: text, YAML and JSON that cannot name code or unfold.
 
-A configuration file is small, nests a little and repeats no key; what goes beyond that is refused in words
-before anything is built from it: tags (they can name code), anchors and aliases (a few lines of them unfold
-to gigabytes), deep nesting, a key that stands twice, and more than a mebibyte.
+A configuration file is small, nests a little and repeats no key. A file beyond these limits is refused with a
+message before any object is built from it. Refused are tags (they can name code), deep nesting, a repeated
+key, and more than a mebibyte. Anchors and aliases are refused too: a few lines of them unfold to gigabytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_FILE = 1 << 20
 
 
 def read_text(path: Path, *, what: str = "file") -> str:
-    """The text of a regular file; raises `UsageError` that calls it a `what`."""
+    """Return the text of a regular file. Raises `UsageError` with `what` as the file's noun."""
     try:
         refuse_no_file(path, what)
         return path.read_bytes().decode("utf-8-sig")
@@ -32,8 +32,11 @@ def read_text(path: Path, *, what: str = "file") -> str:
 
 
 def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
-    """Raises `UsageError`, which calls it a `what`, for a path that is no regular file of at most `largest`
-    bytes; `hint` says what to do with a larger one."""
+    """Raise `UsageError`, with `what` as its noun, for a path that is no regular file of at most `largest`
+    bytes.
+
+    `hint` is the remedy for a larger file.
+    """
     if not path.exists():
         raise UsageError(f"{path}: no such {what}.")
     if not path.is_file():
@@ -53,7 +56,7 @@ class LimitedLoader(yaml.SafeLoader):
         self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuses what a configuration does not need, before anything is built from it."""
+        """Refuse constructs that no configuration needs, before any object is built from them."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(
@@ -73,7 +76,7 @@ class LimitedLoader(yaml.SafeLoader):
             self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping in which no key stands twice."""
+        """Build a mapping, and refuse a repeated key."""
         keys: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in keys:
@@ -84,7 +87,7 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
-    """The one document in `text`; raises `UsageError` that begins with `where` and names the line."""
+    """Return the one document in `text`. Raises `UsageError` that begins with `where` and names the line."""
     try:
         return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -97,8 +100,10 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
 
 
 def load_json(text: str, where: str, *, constants: bool = False) -> Any:
-    """The JSON in `text`; raises `UsageError` that begins with `where`. With `constants`, NaN and Infinity
-    are numbers, as Python writes them."""
+    """Parse the JSON in `text`. Raises `UsageError` that begins with `where`.
+
+    With `constants`, NaN and Infinity are numbers, in the notation of Python's `json`.
+    """
     try:
         return parse_json(text, constants=constants)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Versions of what takes part in a measurement, read from the packages' metadata: no package is imported."""
+"""Versions of the packages behind a measurement, read from their metadata: no package is imported."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __version__ = "0.1.0"
 """The version of snugfit itself."""
 
 CORE = ("torch", "transformers", "accelerate", "safetensors", "numpy", "psutil", "nvidia-ml-py")
-"""What snugfit cannot do without, in the order in which it is shown."""
+"""Packages that snugfit requires, in the order of display."""
 
 OPTIONAL = ("bitsandbytes", "peft", "triton", "liger-kernel", "deepspeed", "datasets")
-"""What takes part when it is there."""
+"""Optional packages, recorded where they are installed."""
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     from importlib import metadata
 
     try:
@@ -30,14 +30,18 @@ def version_of(package: str) -> str | None:
 
 @functools.cache
 def _installed_version(package: str) -> str:
-    """Cached, because the metadata are parsed in full. A missing package is not, for it may be installed."""
+    """Return the version of an installed package.
+
+    It is cached, because the metadata are parsed in full. A missing package is not, for it may be installed
+    later.
+    """
     from importlib import metadata
 
     return metadata.version(package)
 
 
 def versions() -> dict[str, str]:
-    """`python`, `snugfit` and every package of `CORE` and `OPTIONAL` that is installed."""
+    """Return the versions of `python`, `snugfit` and every installed package of `CORE` and `OPTIONAL`."""
     installed = {"python": platform.python_version(), "snugfit": __version__}
     for package in (*CORE, *OPTIONAL):
         version = version_of(package)
@@ -47,9 +51,9 @@ def versions() -> dict[str, str]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built with, or None for a build without CUDA.
+    """Return the CUDA version of the installed torch, or None for a build without CUDA.
 
-    Read from torch/version.py, because importing torch takes seconds.
+    It is read from torch/version.py, because importing torch takes seconds.
     """
     spec = util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:

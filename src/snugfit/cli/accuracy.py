@@ -1,8 +1,8 @@
-"""`snugfit accuracy`: recipes of your jobs, predicted and measured, and what is done with such results later.
+"""`snugfit accuracy`: recipes of your jobs, predicted and measured, and later work on such results.
 
-It takes several recipes of each job (drawn ones, or the best of the job's plan), goes on with a result that
-was only predicted or was interrupted, predicts one again with today's code, or shows what there is. Options
-that exclude each other are refused before anything begins.
+It takes several recipes of each job (drawn ones, or the best of the job's plan). It also continues a result
+that was only predicted or was interrupted, predicts one again with today's code, or shows results. Options
+that exclude each other are refused before the work begins.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def accuracy(
 
 
 def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot: Path | None) -> None:
-    """Raises `UsageError` for options that exclude each other."""
+    """Raise `UsageError` for options that exclude each other."""
     from snugfit.report.text.files import check_output
 
     if len(modes) > 1:
@@ -139,7 +139,7 @@ def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot:
 
 
 def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> None:
-    """Raises `UsageError` for options of new runs, where there are none."""
+    """Raise `UsageError` for options of new runs if there are no new runs."""
     for mode in {"show", "measure", "rescore"}.intersection(modes):
         used = ("output", "workers") if mode == "rescore" else ()
         for option, is_given in given_options.items():
@@ -150,7 +150,7 @@ def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> N
 
 
 def _gpu(name: str | None, predict_only: bool) -> Gpu:
-    """The GPU to predict for; measuring needs one here."""
+    """Return the GPU of the prediction; measuring needs one here."""
     from snugfit.job.gpu import find_gpu
 
     of_this_machine = gpu_here()
@@ -171,7 +171,7 @@ def _compare(
     *,
     measured: bool,
 ) -> tuple[Accuracy, Path]:
-    """So many recipes of each job, with their file: the seed's, or without a seed the best of its plan."""
+    """Return so many recipes of each job, with their file: drawn by a seed, or the best of its plan."""
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.accuracy import RunWriter, accuracy_of_best, accuracy_within_jobs
     from snugfit.report.evaluation.accuracy import file_name
@@ -191,7 +191,7 @@ def _compare(
 def rank_by_plan(
     gpu: Gpu, count: int, workers: int, tell: Callable[[str], None]
 ) -> Callable[[Job], list[PlannedRecipe]]:
-    """Return a function that gives a job's best recipes by its plan."""
+    """Return a function that returns a job's best recipes by its plan."""
     from snugfit.planning.search.search import plan
 
     def rank(job: Job) -> list[PlannedRecipe]:
@@ -202,7 +202,7 @@ def rank_by_plan(
 
 
 def _job(file: Path) -> Job:
-    """The job in a job file, which must not name a recipe."""
+    """Return the job in a job file, which must not name a recipe."""
     from snugfit.cli.request import Request
     from snugfit.techniques.recipe import Recipe
 
@@ -216,7 +216,7 @@ def _job(file: Path) -> Job:
 
 
 def _measure(file: Path) -> tuple[Accuracy, Path]:
-    """A result that is only predicted, or partly measured, measured here to its end."""
+    """Return a result that was only predicted, or partly measured, after measuring the rest here."""
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.accuracy import measure_rest
     from snugfit.evaluation.accuracy_files import read
@@ -232,7 +232,7 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
 
 
 def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) -> tuple[Accuracy, Path]:
-    """A file's runs predicted again by today's code, with the new file."""
+    """Predict a file's runs again with today's code, and return them with the new file."""
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.accuracy import rescore
     from snugfit.evaluation.accuracy_files import read, read_rates
@@ -248,7 +248,7 @@ def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) 
 
 
 def _print(results: list[Accuracy], form: str, plot: Path | None) -> None:
-    """Prints the results, and draws the plot when one was asked for."""
+    """Print the results, and draw the requested plot."""
     from snugfit.report.evaluation.accuracy import render
     from snugfit.report.text.page import print_as
 
@@ -267,7 +267,7 @@ def _print(results: list[Accuracy], form: str, plot: Path | None) -> None:
 
 
 def _read(path: Path) -> list[Accuracy]:
-    """The results in a file, or in a folder's `accuracy-*.json`."""
+    """Return the results in a file, or in a folder's `accuracy-*.json`."""
     from snugfit.evaluation.accuracy_files import read
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]

@@ -1,7 +1,7 @@
 """The arguments that several commands share, each with its help, written once.
 
-`about_a_job` gives a command all those that ask about a job, in front of its own. typer reads a command's
-arguments from its signature, so that is what is put together: nothing is listed twice.
+`about_a_job` gives a command all arguments that describe a job, in front of its own. typer reads a command's
+arguments from its signature, so the signature is assembled: no argument is listed twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
 def option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    """typer's option in one panel of the help."""
+    """Return typer's option in one panel of the help."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
@@ -52,7 +52,7 @@ def _complete_gpu(incomplete: str) -> list[str]:
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    """Techniques for the last word of a recipe."""
+    """Return the techniques for the last word of a recipe."""
     from snugfit.techniques.roster import techniques
 
     before, plus, word = incomplete.rpartition("+")
@@ -95,7 +95,7 @@ Settings = Annotated[
     option(JOB, "Change one key of the job file. Can be repeated.", "--set", metavar="KEY=VALUE"),
 ]
 Online = Annotated[bool, typer.Option("--online", hidden=True)]
-Offline = Annotated[bool, option(JOB, "Do not ask the hub for a model's config.json.", "--offline")]
+Offline = Annotated[bool, option(JOB, "Do not download a model's config.json from the hub.", "--offline")]
 RecipeText = Annotated[
     str | None,
     option(
@@ -117,25 +117,25 @@ GpuName = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int | None, option(WHERE, "How many such GPUs train together; the global batch stays. \\[1]", "--gpus")
+    int | None, option(WHERE, "Number of such GPUs in the run; the global batch stays. \\[1]", "--gpus")
 ]
 Mesh = Annotated[
     str | None,
     option(
         WHERE,
-        "How GPUs share the work, in the place of --gpus and of its techniques: 'fsdp=4, tensor=2'.",
+        "Mesh of GPUs, in the place of --gpus and of its techniques: 'fsdp=4, tensor=2'.",
         "--mesh",
         metavar="AXIS=GPUS,...",
     ),
 ]
 Memory = Annotated[
-    str | None, option(WHERE, "How much GPU memory may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")
+    str | None, option(WHERE, "GPU memory that may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")
 ]
 Dtype = Annotated[
     str | None,
     option(
         JOB,
-        "In which dtype weights are loaded: float32, bfloat16, float16, or auto: as in the checkpoint. "
+        "Dtype in which weights are loaded: float32, bfloat16, float16, or auto: as in the checkpoint. "
         "\\[auto]",
     ),
 ]
@@ -143,7 +143,7 @@ Headroom = Annotated[
     str | None,
     option(
         WHERE,
-        "How much memory to leave free: 1GiB, 2% or 0. \\[2%, more where the prediction is less certain; 0 "
+        "Memory to leave free: 1GiB, 2% or 0. \\[2%, more where the prediction is less certain; 0 "
         "with --memory]",
     ),
 ]
@@ -192,7 +192,7 @@ def _job_arguments(
     loop: Loop = None,
     gpu: GpuName = None,
 ) -> None:
-    """What every question about a job may say, in the order of its help."""
+    """Parameters of every command about a job, in the order of its help."""
 
 
 class Command(TyperCommand):
@@ -227,8 +227,10 @@ def _with_dashes(word: str, declared: Collection[str]) -> str:
 
 
 def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
-    """The command with the arguments of a job in front of its own. It is called with its own, and with the
-    `Request` that all of them make as its first."""
+    """Return the command with the arguments of a job in front of its own.
+
+    It is called with its own arguments, and with their `Request` as the first.
+    """
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_job(**given: Any) -> int:
@@ -249,7 +251,7 @@ def job_parameters(command: str, *, without: Collection[str] = ()) -> list[inspe
 
 
 def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = None) -> None:
-    """Raises `UsageError`, before long work begins, for a page, plot or trace that could not be written."""
+    """Raise `UsageError`, before long work begins, for a page, plot or trace that could not be written."""
     from snugfit.report.text.files import check_output
 
     check_output("--html", html, (".html", ".htm"), "a page is a .html file")
@@ -258,7 +260,7 @@ def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = No
 
 
 def write_pictures(html: Path | None, plot: Path | None, result: object) -> None:
-    """Draws the answer into the page and the plot that were asked for, if they were."""
+    """Draw the answer into the requested page and plot, if any."""
     if html is None and plot is None:
         return
     from snugfit.report.pictures import draw_plot, write_page
@@ -270,7 +272,7 @@ def write_pictures(html: Path | None, plot: Path | None, result: object) -> None
 
 
 def say_written(path: Path) -> None:
-    """Where an answer lies, on stderr: stdout is for the answer itself."""
+    """Print the path of a written answer on stderr: stdout is for the answer itself."""
     typer.echo(f"Written: {path}", err=True)
 
 
@@ -287,6 +289,6 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
 
 
 def hand_over(request: Request, job: Job, recipe: str | None, gpus: int = 1) -> None:
-    """Give features the recipe that was found; None where nothing fits."""
+    """Pass the found recipe to features; None where no recipe fits."""
     for take in hooks("take_answer"):
         take(request.flags, job, recipe, gpus)

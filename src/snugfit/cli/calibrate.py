@@ -1,4 +1,4 @@
-"""`snugfit calibrate`: what this GPU and its host achieve, remembered for predictions."""
+"""`snugfit calibrate`: the achieved rates of this GPU and its host, stored for predictions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _write(file: Path, document: dict[str, Any]) -> None:
 
 
 def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
-    """What to say where other processes used the host; empty where none did."""
+    """Return a sentence about other processes that used the host; empty if none did."""
     from snugfit.results.measurement import HIGH_DISTURBANCE
 
     shares = [reading.disturbed or 0.0 for reading in readings if reading.probe.is_of_host]
@@ -84,13 +84,13 @@ def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
         return ""
     return (
         f"Other processes disturbed the CPU core in {100 * share:.0f} % of the checks while the host was "
-        "measured, so the seconds of steps that the host bounds will be off. Calibrate again when it is "
+        "measured. So the seconds of steps that the host bounds will be off. Calibrate again when it is "
         "quiet."
     )
 
 
 def _table(rates: Rates, readings: Sequence[ProbeReading]) -> PlainTable:
-    """One row a probe: predicted, measured, and the factor that corrects it."""
+    """Return a table with one row a probe: predicted, measured, and the factor that corrects it."""
     from snugfit.report.text.table import table
     from snugfit.units import show_seconds
 

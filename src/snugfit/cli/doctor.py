@@ -1,4 +1,4 @@
-"""`snugfit doctor`: what is installed here, and what is missing and why."""
+"""`snugfit doctor`: the installed packages, and the missing ones with the reason."""
 
 from __future__ import annotations
 

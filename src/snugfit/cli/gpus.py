@@ -48,7 +48,7 @@ Objective = Annotated[
     Literal["speed", "memory", "cost"],
     given.option(
         given.HOW,
-        "What is best: the fastest that fits, the smallest, or the cheapest. Also the order of the table.",
+        "The aim: the fastest that fits, the smallest, or the cheapest. Also the order of the table.",
     ),
 ]
 PriceFile = Annotated[
@@ -65,7 +65,7 @@ Cards = Annotated[
     str | None,
     given.option(
         given.WHERE,
-        "How many of a kind may train together: 1..64 looks at powers of two, 2,4,6 at these. \\[1]",
+        "Numbers of GPUs of a kind that train together: 1..64 for powers of two, or 2,4,6. \\[1]",
         "--gpus",
         metavar="N",
     ),
@@ -97,11 +97,11 @@ def _arguments(
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
-    """What the command may be asked, beside what a job is."""
+    """Arguments of the command, in addition to those of a job."""
 
 
 def gpus(**asked: Any) -> int:
-    """List the GPUs that snugfit knows, show one with its sources, or plan a job on each of them."""
+    """List the GPUs that snugfit has data for, show one with its sources, or plan a job on each of them."""
     from snugfit.job.gpu import all_gpus, find_gpus
 
     named = [gpu for name in asked["names"] or () for gpu in find_gpus(name)]
@@ -161,7 +161,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
 
 
 def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
-    """Raises `UsageError` for what a job file may say and plans for many GPUs do not take."""
+    """Raise `UsageError` for keys of a job file that plans for many GPUs do not take."""
     request.refuse_loop()
     if _fixed_recipe(request, asked) and (request.keep or request.free):
         raise UsageError(
@@ -204,8 +204,10 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
 
 
 def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
-    """The recipe that every GPU is asked about, where one was named; not the one of the user's own
-    configuration, where a plan starts."""
+    """Return the recipe of the comparison on every GPU, if one was named.
+
+    The recipe of the user's own configuration is excluded: a plan starts from it.
+    """
     from snugfit.techniques.recipe import Recipe
 
     named = asked["recipe"] is not None or (not request.configuration and request.recipe != Recipe())
@@ -224,7 +226,7 @@ def _print(plans: GpuPlans, prices: Prices, form: str) -> None:
 
 
 def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
-    """Prints the answers for these kinds of GPU, remembered or searched for."""
+    """Print the answers for these kinds of GPU, from the cache or from a search."""
     from snugfit.cli.plan import read_counts
     from snugfit.cli.plan_cache import answer
     from snugfit.cli.request import steps_of
@@ -262,7 +264,7 @@ def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
 
 
 def _refuse_alone(request: Request, asked: Mapping[str, Any]) -> None:
-    """Raises `UsageError` for what is asked of single GPUs only."""
+    """Raise `UsageError` for options that only single GPUs take."""
     alone = {"html": asked["html"], "plot": asked["plot"], "objective memory": asked["objective"] == "memory"}
     if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
         raise UsageError(f"`gpus` with --gpus does not take {', '.join(given_alone)}. Leave it out.")
@@ -275,8 +277,10 @@ EXAMPLE = "Write lines such as `h200: 2.5`: the name of a GPU, and its price in 
 
 
 def _read_prices(file: Path | None, single: Sequence[str]) -> Prices:
-    """The prices in `file` (YAML or JSON), and `NAME=PRICE` pairs, which are stronger. Raises `UsageError`
-    and `GpuError` for what is no price of a GPU of the table."""
+    """Return the prices in `file` (YAML or JSON), overridden by `NAME=PRICE` pairs.
+
+    Raises `UsageError` and `GpuError` for an entry that is no price of a GPU of the table.
+    """
     from snugfit.planning.fleet.prices import Prices
 
     known = Prices.of(_document(file).items(), str(file)) if file else Prices()

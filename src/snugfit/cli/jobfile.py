@@ -6,12 +6,11 @@
     recipe: bf16 + micro_batches(8)
     gpu: rtx 4090
 
-A job file is flat and holds words and numbers only, so most of YAML is refused rather than understood
-(`user_files.py`). Numbers follow YAML 1.2, as people write them today: `1e-5` is a
-number (YAML 1.1 reads a word) and `010` is nobody's number (YAML 1.1 reads eight).
+A job file is flat and has words and numbers only, so most of YAML is refused rather than parsed
+(`user_files.py`). Numbers follow YAML 1.2, as people write them today. `1e-5` is a number (YAML 1.1 reads a
+word), and `010` is refused (YAML 1.1 reads eight).
 
-Keys that other trainers use are told apart from typing mistakes: `techniques/roster.py` says what to write
-instead.
+Keys of other trainers are distinguished from typing mistakes: `techniques/roster.py` gives the replacement.
 """
 
 from __future__ import annotations
@@ -44,7 +43,9 @@ _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """The settings in a job file, each of its key's type; raises `UsageError` that names file and line."""
+    """Return the settings in a job file, each of its key's type. Raises `UsageError` that names file and
+    line.
+    """
     document = load_yaml(read_text(path, what="job file"), str(path), _Loader)
     if document is None:
         raise UsageError(f"{path}: the file is empty. Write lines such as `model: bert-large-uncased`.")
@@ -54,7 +55,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
 
 
 def read_setting(text: str) -> tuple[str, Any]:
-    """The key and the value of `--set key=value`."""
+    """Return the key and the value of `--set key=value`."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -67,15 +68,19 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 @cache
 def kinds() -> dict[str, type]:
-    """Every legal key with the type of its value: the job's fields, what stands beside a job, and what only
-    training asks (one file serves predict, plan and train)."""
+    """Return every legal key with the type of its value.
+
+    The keys are the job's fields, further options of a command, and those of training alone. One file serves
+    predict, plan and train.
+    """
     return _kinds_of(Job) | _OUTSIDE_THE_JOB | training_keys()
 
 
 @cache
 def training_keys() -> dict[str, type]:
-    """The keys that only `snugfit train` reads. Arguments of a schedule are no plain value; they are given
-    from Python."""
+    """Return the keys that only `snugfit train` reads. Arguments of a schedule are no plain value; they are
+    given from Python.
+    """
     key_types = _kinds_of(TrainOptions)
     del key_types["lr_scheduler_kwargs"]
     return key_types | _DATA
@@ -90,7 +95,7 @@ def _kinds_of(owner: type) -> dict[str, type]:
 
 
 def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
-    """Keys and values checked; one error names everything that is wrong with the keys."""
+    """Return the checked keys and values. One error names all faults of the keys."""
     names = foreign_names()
     document = {names.same.get(key, key): value for key, value in document.items()}
     wrong = [_unknown(key, value, names.keys) for key, value in document.items() if key not in kinds()]
@@ -125,7 +130,7 @@ def _may_be_none(key: str) -> bool:
 
 
 def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
-    """One line about a key that is not ours: another trainer's, a typing mistake, or neither."""
+    """Return one line about an unknown key: another trainer's, a typing mistake, or neither."""
     if not isinstance(key, str):
         return f"the key {key!r} is not text."
     if key in advice:
@@ -143,7 +148,7 @@ def _whose(document: dict[Any, Any]) -> list[str]:
 
 
 def _about_value(key: str, value: Any) -> str:
-    """For another trainer's optimizer: what our recipes say to that word."""
+    """Return our recipe's answer to the name of another trainer's optimizer."""
     if key not in ("optim", "optimizer") or not isinstance(value, str):
         return ""
     from snugfit.techniques.roster import find

@@ -1,6 +1,6 @@
-"""`snugfit lengths`: what a dataset's lengths mean for memory and speed, and how to pad.
+"""`snugfit lengths`: memory and speed by a dataset's lengths, and the best padding.
 
-Exit code 3 when the longest batch does not fit, so that a script can ask.
+Exit code 3 when the longest batch does not fit, for use in scripts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Planned = Annotated[
     Path | None,
     given.option(
         given.JOB,
-        "File with the number of tokens of each sample. Plans for the longest, and says how to pad.",
+        "File with the number of tokens of each sample. Plans for the longest, and recommends a padding.",
         "--lengths",
     ),
 ]
@@ -60,7 +60,7 @@ def lengths(
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
-    """From a dataset's lengths: the longest batch, the mean speed, and how to pad."""
+    """Show a dataset's longest batch, its mean speed, and the best padding."""
     from snugfit.report.plan.lengths import render
     from snugfit.report.text.page import print_as
 
@@ -78,7 +78,7 @@ def lengths(
 def plan_of(
     request: Request, recipe: str, *, loop: str = "plain", cut: int | None = None, fresh: bool = False
 ) -> LengthPlan:
-    """The answer to a request with lengths and a GPU under this recipe, remembered like a plan."""
+    """Return the answer to a request with lengths and a GPU under this recipe, cached like a plan."""
     from snugfit.cli.plan_cache import answer
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
@@ -107,8 +107,10 @@ def plan_of(
 
 
 def show_planned(request: Request, plan: Plan, form: str, *, fresh: bool) -> None:
-    """Prints below a plan for the longest batch what its best recipe makes of all lengths; as JSON both are
-    one document."""
+    """Print the best recipe's result on all lengths below a plan for the longest batch.
+
+    As JSON both are one document.
+    """
     from snugfit.report.plan.lengths import render
     from snugfit.report.text.page import print_as
 

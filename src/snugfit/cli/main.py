@@ -1,16 +1,16 @@
 """The `snugfit` command: it finds the subcommand, and turns every ending into a message and an exit code.
 
-Commands return by themselves (exit 0) or raise. What they raise becomes one message on stderr and the exit
-code that `errors.py` documents; a typing mistake is 2, Ctrl-C is 130, and a reader that goes away (`| head`)
-ends the command without a word (`streams.py`). A traceback is shown only for unexpected errors, because
-there it is what a report needs.
+Commands return (exit 0) or raise. An exception becomes one message on stderr and the exit code that
+`errors.py` documents. A typing mistake is 2, Ctrl-C is 130. A reader that goes away (`| head`) ends the
+command without a message (`streams.py`). A traceback is shown only for unexpected errors, because a bug
+report needs it.
 
-Two things are done here for speed, both about torch's and transformers' many Python objects:
+Two measures are for speed. Both are about torch's and transformers' many Python objects:
 
-- the cyclic garbage collector would walk through a heap that grows by imports again and again and free
-  nothing, so it is asked to come less often;
-- when the work is done, the interpreter would take the whole heap down object by object. The command has
-  flushed its output and closed its files by then, so it ends the process at once.
+- the cyclic garbage collector would walk again and again through a heap that grows by imports, and free no
+  object. So it runs less often;
+- at the end, the interpreter would free the whole heap object by object. The command has flushed its output
+  and closed its files by then, so it ends the process at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHORT_FORMS = {"--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-l
 """Options that people guess, whose letters are too far from ours to be found by likeness."""
 
 SHORTEST_WORD = 4
-"""Letters of a word that says something about an option: `--gpu` is as like `--cpu` as to any other."""
+"""Least length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
 
 app = typer.Typer(
     name="snugfit",
@@ -93,7 +93,7 @@ def options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and gives its exit code; every expected error becomes a message on stderr."""
+    """Run one command line and return its exit code; every expected error becomes a message on stderr."""
     keep_libraries_off_stdout()
     code: object = 0
     COMMAND_LINE.set(tuple(arguments))
@@ -118,7 +118,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console entry: `run`, then out of the process without taking the heap apart."""
+    """Run the command, then exit without freeing the heap. This is the console entry point."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for a config of a few kB
     if "--offline" in sys.argv:  # read by huggingface_hub when it is imported
@@ -133,7 +133,9 @@ def main() -> None:
 
 
 def _tell(message: str, code: int) -> int:
-    """One message; further lines stand under the first, so that a recipe's marker stays under its word."""
+    """Print one message. Further lines are indented below the first, so that a recipe's marker stays under
+    its word.
+    """
     name = "snugfit: "
     print(name + escape_controls(message).replace("\n", "\n" + " " * len(name)), file=sys.stderr)
     return code
@@ -148,7 +150,7 @@ NO_COMMANDS = {
     "help": "It is written --help: `snugfit --help`, `snugfit plan --help`.",
     "version": "It is written --version: `snugfit --version`.",
 }
-"""What people write that is no command, with what they want."""
+"""Words that people write as a command, with advice for each."""
 
 _DRAWN = (
     "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."
@@ -163,7 +165,7 @@ REMOVED_OPTIONS = {
 
 
 def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
-    """A mistake in the command line, with the help that would have prevented it."""
+    """Print a mistake in the command line, with the help that would have prevented it."""
     context: Any = getattr(mistake, "ctx", None)
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()
@@ -191,8 +193,10 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
 
 
 def _similar_options(given: str, context: Any) -> list[str]:
-    """Options that are written almost so, else those with such a word (`--length`: `--sequence-length`), else
-    options of features."""
+    """Return options with a similar spelling, or else those with such a word, or else options of features.
+
+    For example, `--length` gives `--sequence-length`.
+    """
     if given in SHORT_FORMS:
         return [SHORT_FORMS[given]]
     name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
@@ -208,7 +212,7 @@ def _similar_options(given: str, context: Any) -> list[str]:
 
 
 def _number_mistake(mistake: Any) -> str:
-    """`--steps is 0; allowed are whole numbers from 1 up`, where a number is wrong; else nothing."""
+    """Return `--steps is 0; allowed are whole numbers from 1 up` for a wrong number, else an empty string."""
     reasons: list[Any] = getattr(mistake.__cause__, "errors", list)()
     declared = getattr(getattr(mistake, "param", None), "type_descriptor", None)
     if not reasons or not declared or declared.annotation not in (int, float):

@@ -65,7 +65,7 @@ def measure(
     elif device != "cpu" and (spills := spill_to_host()):
         typer.echo(f"Note: {spills}.", err=True)
     request = request.with_least(lambda: gpu_here(device))
-    # Whatever is wrong with the prediction is said before minutes are spent on the run.
+    # An error of the prediction is raised before minutes are spent on the run.
     count = request.gpus if gpus is None else gpus
     predicted = _predict(request, device, count) if predict else None
     measured = run(
@@ -90,7 +90,7 @@ def measure(
 
 
 def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
-    """The prediction for the GPU that was named, or for the one that will be measured on, and as many."""
+    """Return the prediction for the named GPU, or for the one that will be measured on, and as many."""
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.predict import predict
 
@@ -98,9 +98,7 @@ def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
     if gpu is None:
         name = gpu_here(device)
         if name is None:
-            raise UsageError(
-                "--predict: the measurement runs on the CPU. Add --gpu NAME to say which GPU to predict for."
-            )
+            raise UsageError("--predict: the measurement runs on the CPU. Add --gpu NAME for the prediction.")
         gpu = find_gpu(name)
     return predict(request.job, request.recipe, gpu=gpu, gpus=gpus, loop=request.loop)
 
@@ -118,5 +116,5 @@ def _print(
     show(measurement.render(measured))
     if measured.ok and comparison and comparison.lines:
         show(beside(comparison))
-    elif predicted:  # a run on the CPU, or one that died, has no figures of a GPU to lay beside
+    elif predicted:  # a run on the CPU, or one that died, has no figures of a GPU to compare
         show(prediction.render(predicted))

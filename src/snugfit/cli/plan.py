@@ -1,6 +1,6 @@
 """`snugfit plan`: the fastest recipe that fits, before the machine is rented.
 
-Exit code 3 when nothing fits, so that a script can ask.
+Exit code 3 when no recipe fits, for use in scripts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Fidelity = Annotated[
     Literal["same", "rounds", "learns"],
     given.option(
         given.HOW,
-        "How far the training may differ: same (same sums), rounds (other rounding), learns (another "
+        "Allowed differences in training: same (same sums), rounds (other rounding), learns (another "
         "algorithm).",
     ),
 ]
@@ -34,7 +34,7 @@ Objective = Annotated[
     Literal["speed", "memory", "cost"],
     given.option(
         given.HOW,
-        "What is best: the fastest that fits (speed), the smallest (memory), or the cheapest (cost; on "
+        "The aim: the fastest that fits (speed), the smallest (memory), or the cheapest (cost; on "
         "one GPU the fastest).",
     ),
 ]
@@ -81,7 +81,7 @@ Gpus = Annotated[
     str | None,
     given.option(
         given.WHERE,
-        "How many GPUs train together: 8; 2,4,8 to compare; or 1..64, powers of two. \\[1]",
+        "Number of GPUs that train together: 8; 2,4,8 to compare; or 1..64, powers of two. \\[1]",
         "--gpus",
         metavar="N",
     ),
@@ -91,7 +91,7 @@ Price = Annotated[
     given.option(given.WHERE, "With --gpus: USD of one GPU for an hour.", "--price", min=0.0),
 ]
 NoPeers = Annotated[
-    bool, typer.Option("--no-peers", help="With --verify: do not measure what the plain Trainer takes.")
+    bool, typer.Option("--no-peers", help="With --verify: do not measure recipes of the plain Trainer.")
 ]
 
 
@@ -155,8 +155,10 @@ def plan(
 
 
 def _check(request: Request, verify: int | None, price: float | None) -> Request:
-    """The request, for the GPU of this machine where the plan is verified. Raises `UsageError` for what a
-    plan does not take, before long work begins."""
+    """Return the request, for the GPU of this machine where the plan is verified.
+
+    Raises `UsageError` for options that a plan does not take, before long work begins.
+    """
     if price is not None:
         raise UsageError(
             "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
@@ -175,7 +177,7 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
 
 
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
-    """The plan, remembered or searched for."""
+    """Return the plan, from the cache or from a search."""
     from snugfit.cli.plan_cache import plan as remembered
 
     return remembered(
@@ -195,8 +197,9 @@ COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..6
 
 
 def _check_several(request: Request, alone: Mapping[str, object]) -> None:
-    """Raises `UsageError` for options that only a plan for one GPU takes (`alone`), where they are given, and
-    for what no plan takes."""
+    """Raise `UsageError` for given options that only a plan for one GPU takes (`alone`), or that no plan
+    takes.
+    """
     if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
         raise UsageError(f"A plan with --gpus does not take {', '.join(given_alone)}. Leave it out.")
     request.refuse_recipe_and_loop()
@@ -217,7 +220,7 @@ def _show_several(
     *,
     fresh: bool,
 ) -> int:
-    """Prints the plan for the numbers of GPUs that `counts` says, remembered or searched for."""
+    """Print the plan for the numbers of GPUs in `counts`, from the cache or from a search."""
     from snugfit.cli.plan_cache import answer
     from snugfit.planning.several_gpus.plan import SeveralGpusPlan
     from snugfit.planning.several_gpus.search import plan_several_gpus
@@ -251,7 +254,7 @@ def _show_several(
 
 
 def read_counts(text: str) -> list[int]:
-    """The numbers of GPUs in what was written: `8`, `2,4,8` or `1..64`. Raises `UsageError`."""
+    """Parse the numbers of GPUs: `8`, `2,4,8` or `1..64`. Raises `UsageError`."""
     low, dots, high = text.partition("..")
     try:
         if not dots:

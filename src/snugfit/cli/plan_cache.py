@@ -1,11 +1,13 @@
-"""Answers of commands, kept on disk: a question asked again is answered from a file.
+"""Answers of commands, stored on disk: a repeated question is answered from a file.
 
-An answer (a prediction, a plan, the plans for many GPUs) is one JSON file in the user's cache folder
-(`$XDG_CACHE_HOME/snugfit/answers`, or `~/.cache/...`), named by a digest of all that it depends on: the job,
-the GPUs and their rates (a calibration changes them), every other argument, the versions of the packages that
-it was rehearsed with, and the source files of snugfit itself. A file that is damaged, or that another version
-wrote, counts as none. A folder that cannot be written is no error: the answer is computed anew each time.
-Answers unused for longest go when the folder grows too large.
+An answer (a prediction, a plan, the plans for many GPUs) is one JSON file in the user's cache folder. That is
+`$XDG_CACHE_HOME/snugfit/answers`, or `~/.cache/...`. A digest of all its inputs is the file's name. The
+inputs are the job, every other argument, and the GPUs and their rates, which a calibration changes. They also
+include the versions of the packages of the rehearsal, and the source files of snugfit itself.
+
+A file that is damaged, or that another version wrote, is ignored. A folder that cannot be written is no
+error: each answer is then computed again. The least recently used answers are deleted when the folder grows
+too large.
 
 Reading an answer imports neither torch nor transformers.
 """
@@ -39,7 +41,7 @@ class Storable(Protocol):
     """An answer that becomes a JSON document."""
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as a JSON object."""
+        """Return the answer as a JSON object."""
 
 
 _Answer = TypeVar("_Answer", bound=Storable)
@@ -53,15 +55,17 @@ LARGEST_FOLDER = 64 << 20
 
 
 def folder() -> Path:
-    """The folder of all answers."""
+    """Return the folder of all answers."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return root / "snugfit" / "answers"
 
 
 def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
-    """A digest of all that an answer for these GPUs depends on; None for a model that lives in this process
-    only."""
+    """Return a digest of all inputs of an answer for these GPUs.
+
+    It is None for a model that exists in this process only.
+    """
     if job.model.module is not None:
         return None
     question = {
@@ -77,8 +81,7 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
 
 
 def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | None:
-    """The answer stored under this key, as `read` makes it of its document; None when there is none that can
-    be read."""
+    """Return the answer stored under this key, read from its document by `read`; None if none can be read."""
     file = folder() / f"{key}.json"
     try:
         answer = read(read_document(file, limit=LARGEST_FILE))
@@ -98,9 +101,11 @@ def answer(
     first: str = "",
     **asked: Any,
 ) -> _Answer:
-    """The stored answer to what is `asked` about this job on these GPUs. Where there is none, or a `fresh`
-    one is wanted, the result of `compute`, which shows its progress and is stored. `first` is the progress
-    that is shown before anything is computed."""
+    """Return the stored answer about this job on these GPUs with the arguments `asked`.
+
+    If none is stored, or with `fresh`, `compute` gives the answer, with its progress shown, and it is stored.
+    `first` is the progress line before any computation.
+    """
     key = key_of(job, *gpus, **asked)
     if key and not fresh and (known := recall(key, read)) is not None:
         return known
@@ -112,9 +117,12 @@ def answer(
 
 
 def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
-    """`planning.search.search.plan`, whose arguments it takes, with the command's store of answers and its
-    progress on stderr: a question asked again, here or by the command, is answered from a file unless it is
-    `fresh`. With a `clock`, with start-up rates of one's own or without a GPU nothing is stored."""
+    """Return the plan of `planning.search.search.plan`, with the command's cache and its progress on stderr.
+
+    The arguments are those of that function. A question that was answered before, here or by the command, is
+    answered from a file unless it is `fresh`. With a `clock`, with custom start-up rates or without a GPU,
+    the plan is not stored.
+    """
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import Job
     from snugfit.planning.plan import Plan
@@ -168,7 +176,7 @@ def _prune(limit: int) -> None:
 
 
 def _rates(gpu: Gpu, gpus: int) -> Any:
-    """How fast this GPU is while so many work, or why that is not known."""
+    """Return the rates of this GPU while so many work, or the reason for which they are unknown."""
     try:
         return rates_for(gpu, gpus).to_json()
     except GpuError as unknown:
@@ -176,7 +184,7 @@ def _rates(gpu: Gpu, gpus: int) -> Any:
 
 
 def _source() -> str:
-    """A digest of snugfit's own files: an answer of another version of them is another answer."""
+    """Return a digest of snugfit's own files. Another version of them has its own answers."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json"))
     stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

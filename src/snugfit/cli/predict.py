@@ -1,6 +1,6 @@
 """`snugfit predict`: bytes before anything runs.
 
-Exit code 3 when it does not fit, so that a script can ask.
+Exit code 3 when it does not fit, for use in scripts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Software = Annotated[
     str | None,
     given.option(
         given.HOW,
-        "Which software to predict for: installed, or the name of a profile. \\[installed]",
+        "Software of the prediction: installed, or the name of a profile. \\[installed]",
     ),
 ]
 Largest = Annotated[
@@ -77,7 +77,7 @@ def predict(
     if operators and compare:
         raise UsageError("--operators shows one recipe. Leave --compare out.")
     if largest and request.has_auto:
-        raise UsageError("--largest asks about one recipe, so it takes none with 'auto'. Try 'every_layer'.")
+        raise UsageError("--largest is for one recipe, so it takes none with 'auto'. Try 'every_layer'.")
     request = request.with_least(fresh=fresh)
     if trace:
         _check_trace(trace, request, compare)
@@ -101,7 +101,7 @@ def predict(
 
 
 def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
-    """Raises `UsageError` for a trace that could not be made, before long work begins."""
+    """Raise `UsageError` for a trace that could not be made, before long work begins."""
     if compared:
         raise UsageError("--trace writes one recipe. Leave --compare out.")
     if path.suffix == ".json" and request.gpu is None:
@@ -118,7 +118,7 @@ def _predict_all(request: Request, compared: list[str], *, fresh: bool) -> list[
 
 
 def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Prediction:
-    """The prediction under this recipe, stored or computed."""
+    """Return the prediction under this recipe, stored or computed."""
     from snugfit.cli.plan_cache import answer
     from snugfit.results.prediction import Prediction
 

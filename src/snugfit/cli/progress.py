@@ -1,4 +1,4 @@
-"""What is being done right now, on stderr: on a terminal a line that replaces itself, elsewhere a few."""
+"""Progress on stderr: on a terminal a line that replaces itself, elsewhere a few lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from snugfit.errors import escape_controls
 
 SPINNER = 3
-"""Columns that are not the text's: what turns before it, a space, and the terminal's last."""
+"""Columns without text: the spinner, a space, and the terminal's last."""
 
 QUIET = 30.0
 """Seconds before the second line where stderr is no terminal. Each further one comes when twice as much time
@@ -19,10 +19,11 @@ has passed, so that hours are a dozen lines."""
 
 @contextmanager
 def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being done, cut to one line; the line is gone when the block ends. Where
-    stderr is no terminal, it writes a line after `QUIET` seconds, and another after twice as many each.
+    """Yield a function that shows the current work, cut to one line, until the block ends.
 
-    `first` is shown at once, as one line where stderr is no terminal."""
+    If stderr is no terminal, it writes a line after `QUIET` seconds, and another after twice as many each
+    time. `first` is shown at once, as one line if stderr is no terminal.
+    """
     interactive = sys.stderr.isatty()
     if first and not interactive:
         print(f"snugfit: {escape_controls(first)} ...", file=sys.stderr, flush=True)
@@ -44,7 +45,9 @@ def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
 
 
 def _seldom() -> Callable[[str], None]:
-    """Writes what it hears to stderr when `QUIET` seconds have passed, then twice as many, and so on."""
+    """Return a function that writes its text to stderr after `QUIET` seconds, then after twice as many, and
+    so on.
+    """
     began, due = time.monotonic(), QUIET
 
     def tell(what: str) -> None:

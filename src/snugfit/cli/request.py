@@ -1,8 +1,7 @@
-"""What a command is asked: flags, `--set`, a job file and a user's own configuration, put
-together and checked.
+"""A command's request: flags, `--set`, a job file and a user's own configuration, merged and checked.
 
 The later overrides the earlier: another library's configuration, then a job file, then `--set` for one of its
-keys, then a flag. What none of them gives is the job's own default.
+keys, then a flag. A key that none of them gives has the job's own default.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ class Request:
     """A job, a recipe, and where it must fit."""
 
     job: Job
-    """What must be trained."""
+    """The training task of the request."""
 
     recipe: Recipe
-    """How it is trained; the rest of it where a search has to fill `auto` first."""
+    """The recipe of the training, without `auto`, which a search replaces first."""
 
     gpu: Gpu | None
     """The GPU that was named."""
 
     gpus: int
-    """How many such GPUs train together."""
+    """Number of such GPUs that train together."""
 
     memory_bytes: int | None
-    """The memory that was named; it goes before the GPU's own."""
+    """The named memory in bytes, which overrides the GPU's own."""
 
     headroom: str | None
-    """How much memory to leave free, as it was written; None for the usual."""
+    """Memory to leave free, as the user's text; None for the usual amount."""
 
     keep: str | None
     """Techniques that a plan must use, as a recipe."""
@@ -60,7 +59,7 @@ class Request:
     """The training loop, by name."""
 
     software: str
-    """The software profile, by name; `installed` for what is here."""
+    """The software profile, by name; `installed` for the installed packages."""
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The options as they were given."""
@@ -72,18 +71,20 @@ class Request:
     """The model as it was named."""
 
     training: Mapping[str, Any] = field(default_factory=dict)
-    """What `snugfit train` is asked beside the job: data, folders, and the options of the run."""
+    """Settings of `snugfit train` beyond the job: data, folders, and the options of the run."""
 
     has_auto: bool = False
-    """Whether the recipe names `auto`, which is not resolved yet."""
+    """True if the recipe has `auto`, which is not resolved yet."""
 
     lengths: Lengths | None = None
     """A dataset's, when a file of them was given: the longest is then the job's length."""
 
     @classmethod
     def read(cls, flags: Mapping[str, Any], *, takes_auto: bool = False) -> Self:
-        """The request in a command's parameters; raises `UsageError` for every mistake in it, `auto` in the
-        recipe too unless the command takes that."""
+        """Return the request in a command's parameters. Raises `UsageError` for every mistake in it.
+
+        `auto` in the recipe is a mistake too, unless `takes_auto`.
+        """
         from snugfit.cli.jobfile import training_keys
         from snugfit.job.gpu import find_gpu
         from snugfit.techniques.recipe import Recipe, without_auto
@@ -118,8 +119,11 @@ class Request:
     def with_least(
         self, local_gpu: Callable[[], Gpu | str | None] = lambda: None, *, fresh: bool = False
     ) -> Request:
-        """The same with what `auto` in its recipe stands for on its GPU, or else on the local one; stderr
-        says what. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
+        """Return the same request with `auto` replaced, for its GPU or else the local one.
+
+        The choice is printed on stderr. Raises `UsageError` where there is no GPU, and `NothingFits` if no
+        choice fits it.
+        """
         if not self.has_auto:
             return self
         from snugfit.cli.plan_cache import answer
@@ -152,14 +156,16 @@ class Request:
 
     @property
     def stands_for_another(self) -> bool:
-        """Whether the job has the sizes of a preset that is not the model that was named."""
+        """True if the job has the sizes of a preset other than the named model."""
         from snugfit.job.find import preset_named
 
         return self.job.model.origin == "preset" and not preset_named(self.model_name)
 
     def refuse_recipe_and_loop(self) -> None:
-        """Raises `UsageError` for a recipe or a loop that a plan was given, unless it came from the user's
-        own configuration: there it is what the plan starts from."""
+        """Raise `UsageError` for a recipe or a loop that a plan was given.
+
+        A recipe of the user's own configuration is allowed: the plan starts from it.
+        """
         from snugfit.techniques.recipe import Recipe
 
         if self.recipe != Recipe() and not self.configuration:
@@ -170,8 +176,9 @@ class Request:
         self.refuse_loop()
 
     def refuse_loop(self) -> None:
-        """Raises `UsageError` for a loop that a plan was given, unless it came from the user's own
-        configuration."""
+        """Raise `UsageError` for a loop that a plan was given, unless it came from the user's own
+        configuration.
+        """
         if self.loop != "plain" and not self.configuration:
             raise UsageError(
                 f"--loop {self.loop}: a plan is for the plain loop. Leave --loop out, then use snugfit "
@@ -180,14 +187,14 @@ class Request:
 
 
 def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | None:
-    """The run's steps, where the user said its length. Raises `UsageError` when it was said twice."""
+    """Return the run's steps, if the user gave its length. Raises `UsageError` when it was given twice."""
     if samples is not None and steps is not None:
         raise UsageError("--samples and --steps both give the length of the run. Give one of them.")
     return math.ceil(samples / batch_size) if samples is not None else steps
 
 
 def _on_mesh(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe and the number of GPUs that a mesh means; nothing where none was given."""
+    """Return the recipe and the number of GPUs of a mesh; empty without one."""
     if "mesh" not in settings:
         return {}
     from snugfit.techniques.mesh import on_mesh
@@ -222,7 +229,7 @@ def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Config
 
 
 def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
-    """A dataset's lengths; raises `UsageError` for a flag that contradicts them."""
+    """Return a dataset's lengths. Raises `UsageError` for a flag that contradicts them."""
     if flags.get("lengths") is None:
         return None
     from snugfit.data.lengths import Lengths
@@ -235,7 +242,7 @@ def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
 
 
 def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mapping[str, Any]:
-    """The settings of the longest batch."""
+    """Return the settings of the longest batch."""
     if lengths is None:
         return settings
     longest = min(lengths.longest, settings.get("truncate") or lengths.longest)
@@ -268,17 +275,19 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 
 
 def _may_ask_hub(flags: Mapping[str, Any]) -> bool:
-    """Whether a config may come from the hub. Raises `UsageError` for flags that contradict each other."""
+    """Return True if a config may come from the hub. Raises `UsageError` for contradicting flags."""
     if flags.get("online") and flags.get("offline"):
         raise UsageError(
             "--online and --offline contradict each other. Give one of them, or neither: then the hub "
-            "is asked if needed."
+            "is used if needed."
         )
     return not flags.get("offline")
 
 
 def _task(model: Model) -> str:
-    """The task that the model's architecture says, told on stderr. Raises `UsageError` where it says none."""
+    """Return the architecture's task, and print it on stderr. Raises `UsageError` if the architecture names
+    none.
+    """
     from snugfit.job.architectures import tasks_of
 
     if task := model.task:
@@ -290,7 +299,7 @@ def _task(model: Model) -> str:
 
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
-    """Raises `UsageError` for settings that the task has no use for: pictures have no sequence length."""
+    """Raise `UsageError` for settings that the task does not use: pictures have no sequence length."""
     from snugfit.job.inputs import has_classes, has_sequence, has_target
 
     unused = {

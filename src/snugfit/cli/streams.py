@@ -1,14 +1,14 @@
-"""stdout and stderr that survive a reader who has gone: a closed terminal, a log on a full disk.
+"""stdout and stderr that survive the loss of their reader: a closed terminal, a log on a full disk.
 
-stderr holds progress and messages. A training of days does not end because nobody reads them: what cannot be
-written there is lost, and everything that matters stands in files. stdout holds the answer, so there the
-command fails when it cannot be written, unless its reader went away by itself (`| head`).
+stderr has progress and messages. A training of days does not end when they have no reader. Text that cannot
+be written there is lost, and everything important is in files. stdout has the answer, so a failed write there
+ends the command with an error. The exception is a reader that went away by itself (`| head`).
 
-A descriptor that was closed before we began (`2>&-`) is opened on /dev/null: the next file that the process
-opens would get its number, and messages would be written into it.
+A descriptor that was closed before the start (`2>&-`) is opened on /dev/null. Otherwise the next file that
+the process opens would get its number, and messages would be written into it.
 
-DeepSpeed logs to stdout. accelerate and the HF Trainer import it where it is installed, so its messages would
-stand before an answer and break its JSON: they go to stderr.
+DeepSpeed logs to stdout. accelerate and the HF Trainer import it where it is installed. Its messages would
+precede an answer and break its JSON, so they go to stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StandardOutput(io.TextIOWrapper):
     """stdout. Raises `BrokenPipeError` when its reader is gone, `SnugfitError` when it takes nothing."""
 
     def write(self, text: str) -> int:
-        """Writes all of `text`; gives its length."""
+        """Write all of `text` and return its length."""
         try:
             return super().write(text)
         except OSError as refusal:
@@ -34,7 +34,7 @@ class StandardOutput(io.TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Writes what is buffered."""
+        """Write the buffered text."""
         try:
             super().flush()
         except OSError as refusal:
@@ -48,14 +48,14 @@ class StandardOutput(io.TextIOWrapper):
 
 
 class StandardError(StandardOutput):
-    """stderr, which goes on without a reader: what cannot be written there is lost."""
+    """stderr, which continues without a reader: text that cannot be written there is lost."""
 
     def _give_up(self, refusal: OSError) -> None:
         forget(self)
 
 
 def forget(stream: TextIO) -> None:
-    """Points the stream at /dev/null, so that no later flush fails."""
+    """Point the stream at /dev/null, so that no later flush fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)
@@ -65,8 +65,10 @@ class _ToStderr(logging.Filter):
     """Writes a logger's messages to stderr, and keeps them from its own handlers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always False. What DeepSpeed says of the accelerator that it found is left out: snugfit tells it
-        which GPU a step is for."""
+        """Print the record on stderr, and return False.
+
+        DeepSpeed's message about the accelerator that it found is dropped: snugfit chooses the GPU of a step.
+        """
         if record.filename != "real_accelerator.py":
             print(escape_controls(f"{record.name}: {record.getMessage()}"), file=sys.stderr)
         return False
@@ -76,13 +78,14 @@ _TO_STDERR = _ToStderr()
 
 
 def keep_libraries_off_stdout() -> None:
-    """From here on, what DeepSpeed logs goes to stderr."""
+    """Redirect DeepSpeed's logs to stderr from here on."""
     logging.getLogger("DeepSpeed").addFilter(_TO_STDERR)
 
 
 def say_last(text: str) -> None:
-    """Prints how a command ended; a stdout that takes nothing is ignored, because the exit code says it
-    too."""
+    """Print the outcome of a command. A stdout that fails is ignored, because the exit code gives the outcome
+    too.
+    """
     try:
         print(escape_controls(text), flush=True)
     except (BrokenPipeError, SnugfitError):
@@ -90,7 +93,7 @@ def say_last(text: str) -> None:
 
 
 def open_all() -> None:
-    """Replaces the process's streams by ones that can be written to, whatever they were opened on."""
+    """Replace the process's streams by writable ones, for any state of their descriptors."""
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)

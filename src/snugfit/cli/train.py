@@ -1,7 +1,8 @@
 """`snugfit train`: a recipe over a dataset, here and now, with checkpoints that cannot be lost.
 
-Started again with the same words it goes on where it stopped. Exit code 75 when a signal stopped it (130 for
-Ctrl-C) and it can be resumed, 4 when no recipe is left that needs less memory.
+A second start with the same arguments continues where the first stopped. Exit code 75 means that a signal
+stopped the run (130 for Ctrl-C) and that it can be resumed. Exit code 4 means that no recipe is left that
+needs less memory.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ Tokenizer = Annotated[str | None, given.option(DATA, "Folder of the tokenizer. \
 Processor = Annotated[
     str | None, given.option(DATA, "Folder of the processor for images and audio. \\[the model's]")
 ]
-Columns = Annotated[
-    str | None, given.option(DATA, 'Which column has which role: "text=review, label=stars".')
-]
+Columns = Annotated[str | None, given.option(DATA, 'Role of each column: "text=review, label=stars".')]
 Pack = Annotated[
     bool | None, given.option(DATA, "Packing: join texts until each sequence is full.", "--pack")
 ]
@@ -122,7 +121,7 @@ def train(
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
         return _launch(request, processes)
-    if is_started_again():  # what follows was done when this run was started first
+    if is_started_again():  # the first start of this run did the rest
         restart, resume_from_checkpoint = False, None
     with Watching(logged) as shown:
         trained = run(
@@ -140,14 +139,14 @@ def train(
 
 
 def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the run that were given, by name."""
+    """Return the given options of the run, by name."""
     from snugfit.training.options import TrainOptions
 
     return {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
 
 
 def _run_arguments(request: Request) -> dict[str, Any]:
-    """The other arguments of `snugfit.train`, but the data."""
+    """Return the arguments of `snugfit.train` other than the data."""
     asked = request.training
     return {
         "output_dir": _require(asked, "output_dir"),
@@ -162,8 +161,10 @@ def _run_arguments(request: Request) -> dict[str, Any]:
 
 
 def _launch(request: Request, processes: int) -> int:
-    """The same command in so many processes; gives their exit code. Raises `UsageError` for what all of them
-    would refuse."""
+    """Run the same command in so many processes, and return their exit code.
+
+    Raises `UsageError` for mistakes that all of them would refuse.
+    """
     from snugfit.frontends.own import refuse_more_than_here
 
     setup = on_gpus(request.recipe.setup(), processes)
@@ -174,8 +175,10 @@ def _launch(request: Request, processes: int) -> int:
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
-    """The checkpoint that a run in this folder would start from. Raises `UsageError` for one that is not
-    there."""
+    """Return the checkpoint that a run in this folder would start from.
+
+    Raises `UsageError` for one that does not exist.
+    """
     from snugfit.training.checkpoint.manager import named_step
 
     if resume_from is not None:
@@ -186,8 +189,7 @@ def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | No
 
 
 def _show_run(request: Request, run: Run, start: Path | None) -> int:
-    """Says what would be run from which checkpoint, and what is predicted of it on the GPU that is named, or
-    else the one here."""
+    """Print the run, its first checkpoint and its prediction on the named GPU, or else the local one."""
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     gpu = request.gpu or gpu_here(str(run.device))
@@ -207,7 +209,7 @@ def _show_run(request: Request, run: Run, start: Path | None) -> int:
 
 
 def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: int) -> bool | None:
-    """Says what is predicted of a run on this GPU, and gives whether it fits."""
+    """Print the prediction of a run on this GPU, and return whether it fits."""
     from snugfit.prediction.predict import predict
     from snugfit.units import show_bytes, show_seconds
 
@@ -227,8 +229,10 @@ def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: i
 
 
 def _refuse(request: Request) -> None:
-    """Raises `UsageError` for what training does not take. A GPU may be named: one file serves predictions
-    too."""
+    """Raise `UsageError` for settings that training does not take.
+
+    A GPU may be named: one file serves predictions too.
+    """
     if request.loop != "plain" and not request.configuration:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
     if request.software != "installed":
@@ -236,8 +240,10 @@ def _refuse(request: Request) -> None:
 
 
 def _processes(request: Request, gpus: int | None) -> int:
-    """How many processes train: as many as were started together, else as many as GPUs were named. Raises
-    `UsageError` where both are said and differ."""
+    """Return the number of processes that train: those started together, else one for each named GPU.
+
+    Raises `UsageError` if both are given and differ.
+    """
     process, named = world(), request.gpus if gpus is None else gpus
     if process is None or (gpus is None and named == 1):
         processes = process.size if process else named
@@ -264,8 +270,10 @@ def _require(asked: Mapping[str, Any], key: str) -> str:
 
 
 def _weights(request: Request) -> str | None:
-    """The folder of weights that was asked for, or the word for random ones; None leaves it to the model. A
-    tuned model that is taken by the sizes of another has weights of its own, which are not the other's."""
+    """Return the folder of the requested weights, or the word for random ones; None leaves it to the model.
+
+    A tuned model that is taken by the sizes of another has weights of its own, which are not the other's.
+    """
     from snugfit.frontends.own import RANDOM
 
     asked = request.training
@@ -280,7 +288,7 @@ def _weights(request: Request) -> str | None:
 
 
 def _own_folder(request: Request) -> str | None:
-    """The model's folder, when it came from one that holds a tokenizer."""
+    """Return the model's folder, if it has a tokenizer."""
     from snugfit.job.weights import own_folder
 
     folder = own_folder(request.job.model.name, request.job.model.origin)
@@ -288,7 +296,7 @@ def _own_folder(request: Request) -> str | None:
 
 
 def _columns(text: str | None) -> dict[str, str] | None:
-    """The columns by role in `text=review, label=stars`."""
+    """Return the columns by role in `text=review, label=stars`."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]

@@ -1,6 +1,6 @@
 """`snugfit plan --verify K`: the plan's best recipes measured on the GPU here.
 
-What cannot be verified is refused before anything is searched: a search takes a minute.
+A request that cannot be verified is refused before any search: a search takes a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def with_gpu_here(request: Request) -> Request:
-    """The request for the GPU of this machine. Raises `GpuError` when there is none, or another was named."""
+    """Return the request for the GPU of this machine. Raises `GpuError` when there is none, or another was
+    named.
+    """
     from snugfit.job.gpu import find_gpu
 
     name = gpu_here()
@@ -43,10 +45,11 @@ def with_gpu_here(request: Request) -> Request:
 
 
 def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
-    """Measures the plan's listed recipes here, and with `peers` what a user of the plain Trainer would run,
-    and prints them below the plan; as JSON both are one document.
-    Raises `OutsideBand` when a run's bytes differ from the prediction by more than `snugfit accuracy`
-    allows."""
+    """Measure the plan's listed recipes here, and print them below the plan; as JSON both are one document.
+
+    With `peers`, the recipes of a user of the plain Trainer are measured too. Raises `OutsideBand` when a
+    run's bytes differ from the prediction by more than `snugfit accuracy` allows.
+    """
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.verify import verify
     from snugfit.report.plan.verify import document, render
@@ -66,7 +69,7 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
 
 
 def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
-    """The peers of the plan's first choice."""
+    """Return the peers of the plan's first choice."""
     from snugfit.evaluation.peers import measure_peers
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
@@ -80,7 +83,7 @@ def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
 
 
 def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
-    """A plan's choice as the prediction of a run."""
+    """Return a plan's choice as the prediction of a run."""
     from snugfit.evaluation.predict_runs import PlannedRecipe
     from snugfit.results.footprint import Footprint
     from snugfit.techniques.recipe import Recipe
@@ -101,5 +104,8 @@ def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRe
 
 
 def usual_workers() -> int:
-    """Processes that predict while the GPU is measured: more would crowd the host while steps are timed."""
+    """Return the number of processes that predict while the GPU is measured.
+
+    More would crowd the host while steps are timed.
+    """
     return min(4, os.cpu_count() or 1)

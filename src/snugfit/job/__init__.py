@@ -1,1 +1,1 @@
-"""What must be trained, and on what: the job, its model, its batches, and the table of GPUs."""
+"""The job, its model and batches, and the table of GPUs."""

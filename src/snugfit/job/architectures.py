@@ -1,9 +1,9 @@
-"""Which architectures the installed transformers knows, and with which heads, without importing it.
+"""Architectures of the installed transformers and their heads, without importing it.
 
 A job is refused early, before anything heavy is imported, when its architecture has no such head. The truth
 is transformers' own tables of names, but importing them imports torch, which takes two seconds. They are
 literals, so they are read as such: the source files are parsed, nothing in them runs. `tests/test_model.py`
-holds the tables read here against the imported ones.
+compares the parsed tables with the imported ones.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ def heads() -> Mapping[str, tuple[str, str]]:
 
 @cache
 def model_types() -> frozenset[str]:
-    """Every `model_type` that the installed transformers can configure."""
+    """Return every `model_type` that the installed transformers can configure."""
     files = ("auto_mappings.py", "configuration_auto.py")
     return frozenset().union(*(_table(file, "CONFIG_MAPPING_NAMES") for file in files))
 
 
 def tasks_of(model_type: str) -> tuple[str, ...]:
-    """The tasks for which transformers has a head on this architecture."""
+    """Return the tasks for which transformers has a head on this architecture."""
     return tuple(task for task in heads() if class_names(task, model_type))
 
 
 def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
-    """The task whose head the classes in `architectures` are, or the only one that the architecture has; None
-    where both leave a choice.
+    """Return the task whose head is named in `architectures`, or the only task that the architecture has.
 
-    Of two tasks that share a class (BART's), the one that is no pretraining objective.
+    The result is None where both leave a choice. If two tasks share a class (BART's), the pretraining
+    objective is excluded.
     """
     possible = tasks_of(model_type)
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
@@ -69,7 +69,7 @@ def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
 
 
 def class_of(task: str, config: Any) -> Any:
-    """The class that transformers builds for a task and a config, without building it."""
+    """Return the class that transformers builds for a task and a config, without building it."""
     import transformers
 
     with only_errors(once=(task, type(config))):  # its code may import torchao
@@ -78,18 +78,18 @@ def class_of(task: str, config: Any) -> Any:
 
 
 def transformers_version() -> str:
-    """The installed version of transformers, for messages."""
+    """Return the installed version of transformers, for messages."""
     return version("transformers")
 
 
 def class_names(task: str, model_type: str) -> frozenset[str]:
-    """Names of the classes that transformers has for a task on an architecture."""
+    """Return the names of the classes that transformers has for a task on an architecture."""
     return _table("modeling_auto.py", heads()[task][1]).get(model_type, frozenset())
 
 
 @cache
 def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
-    """The table `name` as class names by model type: its literal pairs and dicts, updates included."""
+    """Return the table `name` as class names by model type: its literal pairs and dicts, updates included."""
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
     for statement in _syntax_tree(file).body:
         if name not in _names_in(statement):
@@ -106,13 +106,13 @@ def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
 
 
 def _texts(node: ast.expr | None) -> frozenset[str]:
-    """The texts in a literal: a text alone, or a tuple of them."""
+    """Return the texts in a literal: a text alone, or a tuple of them."""
     constants = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)] if node else []
     return frozenset(text for text in constants if isinstance(text, str))
 
 
 def _names_in(statement: ast.stmt) -> set[str]:
-    """Names that a top-level statement assigns or calls a method of."""
+    """Return the names that a top-level statement assigns or calls a method of."""
     if isinstance(statement, ast.Assign):
         return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -128,8 +128,9 @@ def _syntax_tree(file: str) -> ast.Module:
 
 
 def source(file: str) -> str:
-    """The text of a source file of the installed transformers, which is not imported for it. Raises
-    `ModelError` where it is not installed."""
+    """Return the text of a source file of the installed transformers, which is not imported for it. Raises
+    `ModelError` where it is not installed.
+    """
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         raise ModelError("transformers is not installed. Try: pip install snugfit")

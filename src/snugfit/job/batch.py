@@ -1,6 +1,6 @@
 """Synthetic batches, as the Hugging Face guide makes them: random token ids in [100, 30000), random labels.
 
-What is in a batch is decided by the task, how large it is by the job and the architecture. Memory and time
+The task decides the tensors of a batch. The job and the architecture decide their sizes. Memory and time
 depend on shapes and dtypes only, so random content is as good as text. Everything is made on the CPU, as a
 data loader would.
 
@@ -16,9 +16,9 @@ Shapes: B samples, S sequence length, T target length.
 
 Other inputs are those of features (`inputs.py`).
 
-With padding, the last part of every sequence is padding: `attention_mask` is 0 there (it is passed only
-then), ids are the pad token, and labels of tokens are -100, which losses leave out. Encoder-decoder
-classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
+With padding, the last part of every sequence is padding. There `attention_mask` is 0 and ids are the pad
+token. Labels of tokens are -100, which losses leave out. The mask is passed only with padding.
+Encoder-decoder classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
 
 FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-"""What a shorter micro-batch is filled up with, by input; other inputs must be as long as each other."""
+"""Fill values of a shorter micro-batch, by input. All tensors of another input must have equal lengths."""
 
 REAL_VALUES = "_snugfit_real_values"
-"""Attribute of a tensor of a rehearsed batch: a function that makes what a real one would hold."""
+"""Attribute of a tensor of a rehearsed batch: a function that returns the values of a real one."""
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
-    """A batch of B = `samples` random samples on the CPU; the same seed gives the same batch."""
+    """Return a batch of B = `samples` random samples on the CPU; the same seed gives the same batch."""
     return BatchShapes.of(job).batch(samples, seed)
 
 
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
-    """How many items the model's loss is a mean over in this batch on the CPU.
+    """Return the number of items over which the model's loss of this CPU batch is a mean.
 
-    Samples for classification of sequences and images; labels that are not -100 for tasks with a label per
-    token, after the shift by one for decoders (the first token is never predicted). A module from Python is
-    taken to average over samples.
+    Items are samples for classification of sequences and images. For tasks with a label per token they are
+    labels other than -100. Decoders count after the shift by one, since the first token is never predicted. A
+    module from Python is taken to average over samples.
     """
     if job.task is Task.CUSTOM:
         return job.model.layout(job.batch_size).count(batch)
@@ -73,12 +73,12 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """How many tokens of a batch are not padding; 0 for pictures and sound. Waits for the device."""
+    """Return the number of tokens that are not padding; 0 for pictures and sound. Waits for the device."""
     return int(token_count(batch))
 
 
 def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """The same as a scalar tensor on the batch's device, so that nothing waits until it is read."""
+    """Return the number as a scalar tensor on the batch's device, which waits only when it is read."""
     if "attention_mask" in batch:
         counted: torch.Tensor = batch["attention_mask"].sum()
         return counted
@@ -86,11 +86,11 @@ def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
 
 
 class SyntheticDataset:
-    """A map-style dataset of random samples for torch's `DataLoader`, with its default collator; for a module
-    from Python, of its example's samples one after the other, which `BatchLayout.join` collates.
+    """A map-style dataset of random samples for torch's `DataLoader`, with its default collator.
 
-    Each sample is made when it is asked for, from its own seed, so that pictures and sound of a whole
-    dataset never lie in memory, and so that workers agree on them.
+    For a module from Python, the samples are those of its example in turn, collated by `BatchLayout.join`.
+    Each sample is made on access from its own seed. Pictures and sound of a whole dataset therefore never
+    occupy memory, and all workers produce the same samples.
     """
 
     def __init__(self, job: Job, samples: int = 512, *, seed: int = 0) -> None:
@@ -122,7 +122,7 @@ class SyntheticDataset:
 
     @cached_property
     def _layout(self) -> BatchLayout | None:
-        """Of a user's example, whose samples stay in batches of one; None for other jobs."""
+        """The layout of a user's example, whose samples stay in batches of one; None for other jobs."""
         return self.job.model.layout(self.job.batch_size) if self.job.task is Task.CUSTOM else None
 
 
@@ -152,7 +152,7 @@ class BatchShapes:
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
-        """The shapes for this job."""
+        """Return the shapes for this job."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
         config = job.config_to_read()
@@ -170,7 +170,7 @@ class BatchShapes:
         )
 
     def batch(self, samples: int, seed: int) -> Batch:
-        """Random tensors of B = `samples` rows on the CPU."""
+        """Return random tensors of B = `samples` rows on the CPU."""
         if self.job.task is Task.CUSTOM:
             dataset = SyntheticDataset(self.job, samples)
             return self.job.model.layout(self.job.batch_size).join([dataset[row] for row in range(samples)])
@@ -182,7 +182,7 @@ class BatchShapes:
         return {**inputs, "labels": labels}
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
-        """Token ids (B, S) with their mask where there is padding, or a feature's inputs."""
+        """Return token ids (B, S) with their mask where there is padding, or a feature's inputs."""
         import torch
 
         if self.other is not None:
@@ -200,7 +200,7 @@ class BatchShapes:
         return {"input_ids": ids, "attention_mask": mask}
 
     def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
-        """Labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
+        """Return labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
         import torch
 
         job = self.job
@@ -224,7 +224,7 @@ class BatchShapes:
         return labels
 
     def ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Random token ids of shape (B, `length`), int64."""
+        """Return random token ids of shape (B, `length`), int64."""
         import torch
 
         high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none
@@ -232,7 +232,9 @@ class BatchShapes:
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
 
     def padding_of(self, ids: torch.Tensor) -> slice:
-        """Columns of `ids` (B, length) that are padding: the job's fraction, at the end, but never all."""
+        """Return the columns of `ids` (B, length) that are padding: the job's fraction, at the end, but never
+        all.
+        """
         length = ids.shape[1]
         padded = min(round(self.job.padding * length), length - 1)
         return slice(length - padded, length)

@@ -1,18 +1,19 @@
-"""Which tensors of a batch hold its samples, and along which dimension: decided once, for every loop.
+"""The tensors of a batch that contain its samples, and the sample dimension of each, decided once for every
+loop.
 
-A prediction repeats the samples of an example until there is a batch of the job's size; a recipe and a
-recovery cut a batch into micro-batches. Only tensors that hold samples may be cut or repeated: the edges of a
-graph, a table, or the patches of all pictures in a row have a first dimension that is something else.
+A prediction repeats the samples of an example until there is a batch of the job's size. A recipe and a
+recovery cut a batch into micro-batches. Only tensors that contain samples may be cut or repeated. The first
+dimension of some tensors is not that of samples: a graph's edges, a table, the patches of all pictures.
 
-The rule, for the tensors (and lists) of a batch, those in nested mappings by their dotted names:
+The rule applies to the tensors (and lists) of a batch, and to those in nested mappings by their dotted names:
 
-1. what the user names (`batch_dims`) is as named: its dimension, or None for what goes along whole. The
-   shortest named one says how many samples there are; one that is a multiple of it has as many rows for each
-   sample (the patches of a picture);
-2. where no dimension is named, the first one that is common to all other tensors is that of the samples;
-3. where they differ, the labels or token ids say how many samples there are, or the job does if a tensor is
-   as long as its batch. What is as long holds samples, and the rest is unclear: it goes along whole while
-   nothing must be cut or repeated, and is refused where something must.
+1. An entry of the user's `batch_dims` decides for its tensor: a dimension, or None for a tensor that is never
+   cut. The shortest named dimension is the number of samples. A multiple of it has as many rows for each
+   sample (the patches of a picture).
+2. If no dimension is named, the first one that is common to all other tensors is that of the samples.
+3. If they differ, the labels or token ids give the number of samples. Without those the job does, if a
+   tensor is as long as its batch. Tensors of that length contain samples, and the rest is unclear. Unclear
+   tensors are passed whole while no cut or repetition is needed, and are refused otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ONE_A_SAMPLE = ("labels", "input_ids")
 
 
 class SampleRows(NamedTuple):
-    """Where a tensor holds samples."""
+    """Position of the samples in a tensor."""
 
     dimension: int
     """Along which they lie."""
@@ -41,7 +42,7 @@ class SampleRows(NamedTuple):
 
 
 def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a batch that is no mapping, with its dotted name."""
+    """Yield every value of a batch that is no mapping, with its dotted name."""
     for name, value in batch.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -52,7 +53,7 @@ def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def map_leaves(
     batch: Mapping[str, Any], change: Callable[[str, Any], Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """The batch with `change(dotted name, value)` in the place of each value that is no mapping."""
+    """Return the batch with `change(dotted name, value)` in the place of each value that is no mapping."""
     return {
         name: map_leaves(value, change, f"{prefix}{name}.")
         if isinstance(value, Mapping)
@@ -63,23 +64,25 @@ def map_leaves(
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the samples of batches like one example lie."""
+    """Position of the samples in batches like one example."""
 
     samples: int
-    """Of the example; 1 where no tensor holds any."""
+    """Number of samples in the example; 1 where no tensor has any."""
 
     rows: Mapping[str, SampleRows]
-    """By name, of what holds samples."""
+    """Rows of each tensor that contains samples, by its name."""
 
     unclear: Mapping[str, int]
-    """Length of what may or may not hold samples, by name."""
+    """Length of each tensor that may or may not contain samples, by name."""
 
     @classmethod
     def of(
         cls, example: Mapping[str, Any], named: BatchDims | None = None, *, samples: int | None = None
     ) -> Self:
-        """The layout of batches like this one, of which a job takes `samples` samples where that is known.
-        Raises `JobError` for a name or a dimension that the example has not."""
+        """Return the layout of batches like this one, for jobs of `samples` samples if that is known.
+
+        Raises `JobError` for a name or a dimension that the example does not have.
+        """
         named, tensors = named or {}, {name: value for name, value in leaves(example) if _has_rows(value)}
         dimensions = {name: _dimension(tensors, name, at) for name, at in named.items() if at is not None}
         sizes = {name: _length(value, 0) for name, value in tensors.items() if name not in named}
@@ -100,7 +103,7 @@ class BatchLayout:
         )
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """How many samples this batch holds."""
+        """Return the number of samples in this batch."""
         lengths = [
             _length(value, self.rows[name].dimension) // self.rows[name].per_sample
             for name, value in leaves(batch)
@@ -109,7 +112,7 @@ class BatchLayout:
         return max(lengths, default=1)
 
     def part(self, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The samples from `start` up to `stop`; what holds none goes along whole."""
+        """Return the samples from `start` up to `stop`. Tensors without samples are passed whole."""
 
         def cut(name: str, value: Any) -> Any:
             if name not in self.rows or not _has_rows(value):
@@ -121,7 +124,7 @@ class BatchLayout:
         return map_leaves(batch, cut)
 
     def join(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One batch of these parts; what holds no samples is the first part's."""
+        """Join these parts into one batch. Tensors without samples are taken from the first part."""
         import torch
 
         parts = [dict(leaves(sample)) for sample in samples]
@@ -136,7 +139,9 @@ class BatchLayout:
         return map_leaves(samples[0], concatenate)
 
     def refuse_unclear(self, purpose: str, cure: str = "") -> None:
-        """Raises `JobError`, which says how to name them, where it is unclear what holds samples."""
+        """Raise `JobError` where it is unclear which tensors contain samples. The message shows the notation
+        for them.
+        """
         if not self.unclear:
             return
         known = {name: self.samples * rows.per_sample for name, rows in self.rows.items()}
@@ -153,7 +158,9 @@ class BatchLayout:
 
 
 def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
-    """How many samples there are: by what is named, by what all agree on, or by what is known of them."""
+    """Return the number of samples from the named dimensions, from a common size, or from labels and token
+    ids.
+    """
     lengths = set(named.values()) or set(sizes.values())
     if named or len(lengths) == 1:
         return max(1, min(lengths))
@@ -162,7 +169,7 @@ def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | No
 
 
 def _dimension(tensors: Mapping[str, Any], name: str, dimension: int) -> int:
-    """The named dimension of a tensor, counted from the front."""
+    """Return the named dimension of a tensor, counted from the front."""
     if name not in tensors:
         raise JobError(
             f"batch_dims names {name!r}, which is not a tensor with dimensions in the example batch. It "

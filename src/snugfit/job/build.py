@@ -1,8 +1,8 @@
 """From a job to its real model: transformers' own class, built from the facts of the config.
 
-The model is built under the ambient `torch.device`: on `meta` it has shapes and no data, on a GPU random
-weights or those of a folder. A failure inside transformers is reported as what it nearly always is, a config
-that the installed version cannot use, with the key that it stumbled over.
+The model is built under the ambient `torch.device`. On `meta` it has shapes and no data, on a GPU random
+weights or those of a folder. A failure inside transformers is reported as its usual cause: a config that the
+installed version cannot use. The message names the offending key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 OnLoaded = Callable[[LoadedWeights], None]
-"""Hears how a folder of weights differs from the model."""
+"""Callback that receives the differences between a folder of weights and the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Construction:
         return self.dtype
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model that `make` gives, with random weights, on the ambient device."""
+        """Return the model from `make`, with random weights, on the ambient device."""
         return make()
 
     def loading_arguments(self, model: Any) -> dict[str, Any]:
@@ -73,12 +73,12 @@ def instantiate(
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> nn.Module:
-    """The real model of a job on the ambient `torch.device`, in train or eval mode, its weights in `dtype`,
-    or as the job has them loaded. `construct(dtype=, autocast=)` gives the way to make it.
+    """Return the real model of a job on the ambient `torch.device`, in train or eval mode.
 
-    Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a config
-    that transformers cannot use or weights that the folder lacks, `RecipeError` for an attention that the
-    architecture does not have.
+    Its weights are in `dtype`, or as the job has them loaded. `construct(dtype=, autocast=)` gives the way to
+    make it. Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a
+    config that transformers cannot use or weights that the folder does not have. Raises `RecipeError` for an
+    attention that the architecture does not have.
     """
     import torch
     from safetensors import SafetensorError
@@ -108,14 +108,17 @@ def instantiate(
         if attention != "sdpa":
             message = f"{job.model.name} cannot use the attention {attention!r}: {one_line(error, 1000)}"
             raise RecipeError(message) from None
-    # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
-    # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
+    # transformers chooses the same by default: some architectures (Gemma 2) have no
+    # scaled_dot_product_attention. `model.config._attn_implementation` names the model's choice.
     return build("eager")
 
 
 @contextlib.contextmanager
 def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]:
-    """On shapes no kernel runs, so that of a package need not be there, and none is fetched from the hub."""
+    """Let a model on `meta` name an attention of a missing package, and fetch no kernel from the hub.
+
+    On `meta` no kernel runs, so the package is not needed.
+    """
     if not attention.startswith("flash_attention") or device.type != "meta":
         yield
         return
@@ -162,7 +165,7 @@ def _from_facts(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # and says which; `check_loaded` refuses them by name
+            ignore_mismatched_sizes=True,  # `check_loaded` refuses them by name
             **asked,
             **construction.loading_arguments(built),
         )
@@ -179,11 +182,12 @@ def _from_facts(
 
 
 def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:
-    """The model that transformers makes of a config alone, its head and its dtypes as those of a checkpoint.
+    """Return the model that transformers builds from a config alone, with the head and dtypes of a
+    checkpoint.
 
-    FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs say `tie_word_embeddings:
-    false`. transformers 5 ties the head all the same (`configuration_t5.py`), until it loads weights and
-    finds two different ones (`tie_weights`), which is the model that people fine-tune.
+    FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs have `tie_word_embeddings:
+    false`. transformers 5 ties the head all the same (`configuration_t5.py`). It unties the head when it
+    loads weights and finds two different ones (`tie_weights`), and that is the model that people fine-tune.
     """
     import torch
 
@@ -199,7 +203,7 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    """A weight's copy; of one that DeepSpeed keeps elsewhere (`zero.Init`), with its numbers fetched."""
+    """Return a copy of a weight. The values of one outside of the device (`zero.Init`) are fetched."""
     if not hasattr(weight, "ds_id"):
         return weight.detach().clone()
     import deepspeed
@@ -209,9 +213,11 @@ def _copy_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts what `from_pretrained` leaves in fp32 when weights of 16 bits are asked for, and `from_config`
-    does not (`_get_dtype_plan` and `core_model_loading.py` of transformers): what overflows in fp16, such as
-    `wo` of T5, and what an architecture keeps strictly, such as the bias of DeepSeek-V3's router."""
+    """Cast to fp32 the weights that `from_pretrained` leaves in fp32 when weights of 16 bits are requested.
+
+    `from_config` does not do so (`_get_dtype_plan` and `core_model_loading.py` of transformers). Some weights
+    overflow in fp16, such as `wo` of T5. Others are strictly fp32, such as the bias of DeepSeek-V3's router.
+    """
     import torch
 
     suffixes = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(dtype, ())
@@ -224,7 +230,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _blame_config(model: Model, error: Exception) -> NoReturn:
-    """Raises `ModelError` that names the config: a constructor of transformers that fails could not use it.
+    """Raise `ModelError` that names the config: a constructor of transformers that fails could not use it.
 
     Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
     our own mistakes, because a rehearsal runs our code while a model is built.
@@ -250,13 +256,13 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
 
 
 def _is_from(package: str, error: Exception) -> bool:
-    """Whether this package's own code raised it, rather than a library that it calls."""
+    """Return True if this package's own code raised the error, rather than a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")
 
 
 def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
-    """The key, or the dotted path to it, whose value is this text; None when there is none."""
+    """Return the key, or the dotted path to it, whose value is this text; None when there is none."""
     for key, content in config.items():
         if isinstance(content, dict) and (inner := _key_of(value, content)):
             return f"{key}.{inner}"

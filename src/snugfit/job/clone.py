@@ -1,12 +1,12 @@
 """A second module like the first, on the ambient device, for modules that come from Python.
 
 On `meta` no weight may be copied: every parameter and buffer gets a counterpart without data before
-`copy.deepcopy` starts, through its memo. Deepcopy then carries over everything else: ties (one tensor, one
-counterpart), the modules' hooks, `requires_grad`, and plain attributes.
+`copy.deepcopy` starts, through its memo. Deepcopy then copies the rest: ties (one tensor, one counterpart),
+the modules' hooks, `requires_grad`, and plain attributes.
 
-Deepcopy leaves functions as they are, and a function that closes over a module (one that TRL's fused loss
-puts in the place of `forward`, a hook, an attribute such as `self.call = lambda x: self.block(x)`) would run
-the original from the copy. So such a function is built anew, with the copy in the original's place.
+Deepcopy leaves functions as they are. A function that closes over a module would run the original from the
+copy. Examples are TRL's fused loss in the place of `forward`, a hook, or an attribute such as `self.call =
+lambda x: self.block(x)`. So such a function is rebuilt, with the copy in the original's place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def clone_to_device(module: nn.Module) -> nn.Module:
-    """A copy of `module` on the ambient `torch.device`; the original is left as it is."""
+    """Return a copy of `module` on the ambient `torch.device`; the original is left as it is."""
     import torch
 
     device = torch.get_default_device()
@@ -37,7 +37,7 @@ def clone_to_device(module: nn.Module) -> nn.Module:
 
 
 def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
-    """The clone, whose functions call its modules where the original's call the original's."""
+    """Rebind functions of the clone that refer to the original's modules to its own, and return it."""
     pairs = list(zip(module.modules(), clone.modules(), strict=True))
     clones: dict[int, Any] = {id(original): copied for original, copied in pairs}
     for _, copied in pairs:
@@ -50,7 +50,7 @@ def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What a function, a method or a list holds."""
+    """Yield the parts of a function, a method or a list."""
     if isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif type(value) is functools.partial:
@@ -64,7 +64,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
-    """Whether a module of the original's is held by `value`, a function or a list of them."""
+    """Return True if `value`, a function or a list of them, refers to a module of the original."""
     if id(value) in clones or id(value) in visited:
         return id(value) in clones
     visited.add(id(value))
@@ -72,8 +72,10 @@ def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
 
 
 def _rebind(value: Any, clones: dict[int, Any]) -> Any:
-    """`value` with clones in the places of modules; itself when it has none. `clones` are the copies of
-    modules, functions and the cells of closures, by the originals' identities."""
+    """Return `value` with clones in the places of modules; itself if it has none.
+
+    `clones` are the copies of modules, functions and the cells of closures, by the originals' identities.
+    """
     if id(value) in clones:
         return clones[id(value)]
     if not _reaches(value, clones, set()):
@@ -98,8 +100,10 @@ def _rebind(value: Any, clones: dict[int, Any]) -> Any:
 
 
 def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor or parameter of the same shape on `meta`. A buffer is copied: a rehearsal knows what it
-    holds."""
+    """Return a tensor or parameter of the same shape on `meta`.
+
+    The values of a buffer are copied, since a rehearsal reads them.
+    """
     import torch
     from torch import nn
 

@@ -1,20 +1,20 @@
 """A config.json as facts: read within limits, checked before any library sees it.
 
-A config.json is untrusted input, and transformers trusts it: a key may name code on the hub, a size may be
+A config.json is untrusted input, and transformers trusts it. A key may name code on the hub, a size may be
 10**12, a file may be a pipe that never ends. So it is read here first, with one error type, in three steps:
 
-1. the file: a regular file of at most 4 MiB, opened without blocking, UTF-8;
-2. the text: one JSON object, no key twice, no NaN, nested at most 32 deep. An infinite number, which Python
-   writes as `Infinity` and transformers as `{"__float__": "Infinity"}`, is kept in the second form, so that
-   the facts stay strict JSON;
-3. the facts: every size is a whole number in its range (1200.0 is one: transformers writes it), the
-   architecture is known, and nothing in it chooses code, weights or kernels. What a recipe decides
-   (attention and expert kernels) and what names things without changing a byte (labels, versions, paths) is
-   left out of the facts. The checkpoint's dtype stands in them once, under "dtype".
+1. The file: a regular file of at most 4 MiB, opened without blocking, UTF-8.
+2. The text: one JSON object, no key twice, no NaN, nested at most 32 deep. An infinite number is `Infinity`
+   in Python's JSON and `{"__float__": "Infinity"}` in transformers'. It is stored in the second form, so that
+   the facts stay strict JSON.
+3. The facts: every size is a whole number in its range (1200.0 is one: transformers writes it). The
+   architecture is known, and no key chooses code, weights or kernels. The facts leave out settings of a
+   recipe (attention and expert kernels) and names that change no byte (labels, versions, paths). The
+   checkpoint's dtype is in them once, under "dtype".
 
-`auto_map` (code of the model's own) and `quantization_config` beside an architecture that transformers has
-are ignored when a model is built, as transformers ignores the first without trust_remote_code. The facts keep
-both keys, so that every answer can say so (`ignored_keys`).
+`auto_map` (code of the model's own) is ignored when a model is built, as transformers does without
+trust_remote_code. So is `quantization_config` of an architecture that transformers has. The facts keep both
+keys, so that every answer can report them (`ignored_keys`).
 
 Anchors: CVE-2026-4372 (`_attn_implementation_internal` led to code from the hub), CVE-2026-5241 (a nested
 config switched remote code on).
@@ -84,11 +84,13 @@ DTYPES = frozenset({
 """Names of torch's floating-point dtypes."""
 
 IGNORED_KEYS = ("auto_map", "quantization_config")
-"""Keys that no model is built from, and that are said to be ignored."""
+"""Keys that no model is built from, and that answers report as ignored."""
 
 FLOAT_TAG = "__float__"
 INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""How transformers writes a number that JSON does not know: alone in an object, under this key."""
+"""Numbers that JSON does not have. transformers writes their names as the only value of an object, under this
+key.
+"""
 
 NAMES_ONLY = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id",
@@ -100,7 +102,7 @@ Facts = dict[str, Any]
 
 
 def read_config(path: Path) -> Facts:
-    """The facts of the config.json at `path`. Raises `ModelError`, whatever the file is."""
+    """Return the facts of the config.json at `path`. Raises `ModelError` for any file that cannot be used."""
     try:
         content = read_limited(path, LARGEST_FILE)
     except OSError as error:
@@ -111,7 +113,7 @@ def read_config(path: Path) -> Facts:
 
 
 def parse_config(content: bytes, *, where: str) -> Facts:
-    """The facts in `content`; `where` begins every error message."""
+    """Return the facts in `content`; `where` begins every error message."""
     try:
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
@@ -127,7 +129,7 @@ def parse_config(content: bytes, *, where: str) -> Facts:
 
 
 def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
-    """The facts that decide a model's sizes, everything in them checked, the rest left out."""
+    """Return the facts that decide a model's sizes, all of them checked, without the rest."""
     model_type = document.get("model_type")
     if not isinstance(model_type, str):
         lacks = "has no" if model_type is None else f"{_show(model_type)} is not a"
@@ -149,8 +151,10 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
 
 
 def without_ignored(facts: str) -> Facts:
-    """What a model is built from: the facts, canonical JSON text, without what is ignored, and with infinite
-    numbers as floats."""
+    """Return the input of a model's construction from `facts`, which is canonical JSON text.
+
+    It excludes the ignored keys, and has infinite numbers as floats.
+    """
 
     def build(node: dict[str, Any]) -> Any:
         if node.keys() == {FLOAT_TAG} and node[FLOAT_TAG] in INFINITE:
@@ -162,12 +166,12 @@ def without_ignored(facts: str) -> Facts:
 
 
 def ignored_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, with their contents, that the facts hold anywhere and that no model is built from."""
+    """Return the keys, with their contents, that occur in the facts and that no model is built from."""
     return {key: node[key] for node in _configs(facts) for key in IGNORED_KEYS if node.get(key)}
 
 
 def _tag_infinite(value: Any) -> Any:
-    """The JSON value with infinite numbers as transformers writes them; raises `ValueError` for NaN."""
+    """Return the JSON value with infinite numbers in transformers' notation. Raises `ValueError` for NaN."""
     if isinstance(value, dict):
         return {key: _tag_infinite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -180,7 +184,7 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with one config or nested config, most dangerous first."""
+    """Yield the faults of one config or nested config, most dangerous first."""
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
         yield from _out_of_range(key, config[key], MOST_LAYERS)
@@ -207,10 +211,12 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that ask for code, weights or kernels from outside the installed transformers."""
+    """Yield a message for each key that names code, weights or kernels from outside the installed
+    transformers.
+    """
     if config.get("trust_remote_code"):
         yield (
-            '"trust_remote_code" asks for custom code, and snugfit does not run code from a config. '
+            '"trust_remote_code" enables custom code, and snugfit does not run code from a config. '
             "Remove the key to use the architecture that transformers has for this model_type."
         )
     if config.get("use_pretrained_backbone"):
@@ -221,7 +227,9 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Iterator[str]:
-    """Complains unless `value` is absent (null), a whole number in [lowest, limit], or a list of such."""
+    """Yield a complaint unless `value` is absent (null), a whole number in [lowest, limit], or a list of
+    such.
+    """
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
@@ -231,7 +239,7 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
 
 
 def _no_base(key: str, value: Any) -> Iterator[str]:
-    """Complain unless `value` is absent (null), a number above 0, or a list of such."""
+    """Yield a complaint unless `value` is absent (null), a number above 0, or a list of such."""
     for number in value if isinstance(value, list) else (value,):
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if number is not None and not (is_number and number > 0):
@@ -255,8 +263,11 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> bool:
-    """Whether heads of this architecture have a width of their own when its config names none (GLM's 128), or
-    its own defaults do not divide (GLM-4.5's 96 of 4096, of which the rest is cut). Imports transformers."""
+    """Return True if heads of this architecture may have a width other than an even share.
+
+    Some have a width of their own when the config names none (GLM's 128). The defaults of others do not
+    divide (GLM-4.5's 96 of 4096, of which the rest is cut). Imports transformers.
+    """
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -272,8 +283,10 @@ def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> b
 
 
 def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
-    """Complains unless each head of keys and values serves equally many queries, and a token goes to no more
-    experts than exist."""
+    """Yield a complaint for uneven heads of keys and values, and for more experts per token than exist.
+
+    Each head of keys and values must serve equally many queries.
+    """
     shared, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
     if isinstance(shared, int) and isinstance(heads, int) and heads % shared:
         yield f'"num_key_value_heads" is {shared}, which does not divide "num_attention_heads", {heads}.'
@@ -285,7 +298,7 @@ def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The config itself and every object nested in it."""
+    """Yield the config itself and every object nested in it."""
     yield document
     for value in document.values():
         for item in value if isinstance(value, list) else (value,):
@@ -294,7 +307,7 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Facts:
-    """The config without what a recipe decides, without dtypes, and without names that change no size."""
+    """Return the config without settings of a recipe, dtypes, and names that change no size."""
     return {
         key: _sizes_of(value) if isinstance(value, dict) else value
         for key, value in config.items()

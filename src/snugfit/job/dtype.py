@@ -1,7 +1,8 @@
-"""In which dtype a model's weights are: its checkpoint's, its module's, or the one that is asked for.
+"""The dtype of a model's weights: its checkpoint's, its module's, or the requested one.
 
-Names are torch's (`bfloat16`). transformers 5 loads a checkpoint in the dtype that its config names, and
-where that names none in that of its first floating-point tensor (`modeling_utils._get_dtype`, dtype "auto").
+Names are torch's (`bfloat16`). transformers 5 loads a checkpoint in the dtype that its config names. If the
+config names none, it uses the dtype of the first floating-point tensor (`modeling_utils._get_dtype`, dtype
+"auto").
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""In which weights are loaded; the first where nothing says it."""
+"""Dtypes in which weights can be loaded. The first is the default."""
 
 KEYS = ("dtype", "torch_dtype")
-"""Where a config says it; the second is the older name."""
+"""Keys of a config that name its dtype. The second is the older name."""
 
 SHORT_NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "bf16": "bfloat16", "fp16": "float16",
@@ -30,20 +31,24 @@ STORED_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 """safetensors' names for the dtypes that a model can be made in."""
 
 LOST_BELOW = {"bfloat16": "1/256", "float16": "1/2048"}
-"""Share of a weight below which adding an update to it changes nothing, by the dtype of 16 bits that both are
-in: they have 8 and 11 significant bits (Micikevicius et al., arXiv 1710.03740, section 3.1, on why mixed
-precision keeps a copy of the weights in fp32)."""
+"""Share of a weight below which adding an update to it changes nothing, by the 16-bit dtype of both.
+
+The dtypes have 8 and 11 significant bits. Micikevicius et al. (arXiv 1710.03740, section 3.1) therefore keep
+a copy of the weights in fp32 under mixed precision.
+"""
 
 
 def dtype_name(dtype: object) -> str:
-    """torch's own name for a dtype: `float16` for `torch.float16` and for `half`."""
+    """Return torch's own name for a dtype: `float16` for `torch.float16` and for `half`."""
     name = str(dtype).removeprefix("torch.")
     return SHORT_NAMES.get(name, name)
 
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a config.json names; None where it names none. A model of several parts may say it of
-    its text model alone."""
+    """Return the dtype that a config.json names; None where it names none.
+
+    The config of a model with several parts may name it only in its text model.
+    """
     for part in (config, config.get("text_config") or {}):
         for key in KEYS:
             if name := part.get(key):
@@ -52,8 +57,10 @@ def config_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def file_dtype(file: Path) -> str | None:
-    """The dtype of the first floating-point tensor in a file of safetensors; None where it has none, or
-    cannot be read."""
+    """Return the dtype of the first floating-point tensor in a file of safetensors.
+
+    It is None if the file has none, or cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -65,8 +72,9 @@ def file_dtype(file: Path) -> str | None:
 
 
 def main_dtype(module: nn.Module) -> str | None:
-    """The dtype of most of a module's floating-point weights; None where it has none. Weights of a lazy
-    module have no size yet."""
+    """Return the dtype of most of a module's floating-point weights; None where it has none. Weights of a
+    lazy module have no size yet.
+    """
     from torch.nn.parameter import is_lazy
 
     sizes: Counter[str] = Counter()
@@ -79,11 +87,11 @@ def main_dtype(module: nn.Module) -> str | None:
 def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     """Cast the floating-point weights of a module in place, and return it.
 
-    Adapters of a model that peft has adapted stay as they are: peft makes them fp32 beside weights of 16 bits
-    too (`autocast_adapter_dtype`), and its layers cast their inputs. Copies of whole modules that train
-    (`modules_to_save`) are cast like those that they replace, since nothing casts inputs for them. The
-    frequencies of transformers' rotary embeddings stay fp32 as in a model that is built in 16 bits: 8 bits
-    of them would turn queries and keys by other angles.
+    Adapters of a model that peft has adapted stay as they are. peft makes them fp32 next to weights of 16
+    bits too (`autocast_adapter_dtype`), and its layers cast their inputs. Copies of whole modules that train
+    (`modules_to_save`) are cast like the modules that they replace, since nothing casts inputs for them. The
+    frequencies of transformers' rotary embeddings stay fp32, as in a model that is built in 16 bits. With 8
+    bits, they would turn queries and keys by other angles.
     """
     import torch
 

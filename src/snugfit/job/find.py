@@ -1,4 +1,4 @@
-"""Where a model's facts come from: presets, folders, the hub's local cache, the hub. See `model.py`."""
+"""Sources of a model's facts: presets, folders, the hub's local cache, the hub. See `model.py`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from snugfit.job.names import presets_like, same_sizes, unquantized_name
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
 ONE_MODEL = 0.9
-"""How like a name must be to one that is known, to be taken for a slip of the pen (1 is equal)."""
+"""Least similarity to a known name at which a name is taken for a typing mistake (1 is equal)."""
 HUB_SECONDS = 4.0
-"""How long the hub may take to say what it has."""
+"""Seconds that the hub may take to answer."""
 
 
 class ModelFacts(NamedTuple):
@@ -30,14 +30,16 @@ class ModelFacts(NamedTuple):
     name: str
     """The full name of the model, with its owner."""
     origin: str
-    """`preset`, `path` or `hub cache`, where a config from the hub lies too."""
+    """`preset`, `path` or `hub cache`. A config that was fetched from the hub is in that cache too."""
     facts: dict[str, Any]
     """The checked config, as a dict of JSON values."""
 
 
 def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
-    """The facts that `name` stands for. Raises `ModelError` with the names that are allowed. `tell` hears
-    what was fetched."""
+    """Return the facts of the model called `name`. `tell` receives a sentence about each fetched file.
+
+    Raises `ModelError` with the names that are allowed.
+    """
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
         raise ModelError(f"{name[:80]!r} is not the name of a model. {_ALLOWED}")
     if name.endswith(".py"):
@@ -61,7 +63,7 @@ _ALLOWED = (
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """Full names of the bundled presets, as the hub writes them."""
+    """Return the full names of the bundled presets, as the hub writes them."""
     owners = [owner for owner in _presets().iterdir() if owner.is_dir()]
     names = [
         f"{owner.name}/{file.name.removesuffix('.json')}"
@@ -73,7 +75,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(full_name: str) -> dict[str, Any]:
-    """The facts of a bundled preset."""
+    """Return the facts of a bundled preset."""
     owner, bare = full_name.split("/")
     content = _presets().joinpath(owner, f"{bare}.json").read_bytes()
     return parse_config(content, where=f"preset {full_name}")
@@ -84,7 +86,7 @@ def _presets() -> Traversable:
 
 
 def preset_named(name: str) -> str | None:
-    """The full name of the preset of this name, with or without its owner, in any case of letters."""
+    """Return the full name of the preset of this name, with or without its owner, in any case of letters."""
     lowered = name.lower()
     for full_name in preset_names():
         if lowered in (full_name.lower(), full_name.lower().split("/")[1]):
@@ -101,8 +103,10 @@ def _refuse_two_meanings(name: str, full_name: str) -> None:
 
 
 def _config_file(path: str) -> Path:
-    """The config.json that `path` means: itself, or the one in the folder. Raises `ModelError` when there is
-    neither."""
+    """Return the config.json at `path`: itself, or the one in the folder.
+
+    Raises `ModelError` when there is neither.
+    """
     if not os.path.isdir(path):
         if _is_missing(path):
             raise ModelError(f"{path}: no such file or folder. {_ALLOWED}")
@@ -116,7 +120,9 @@ def _config_file(path: str) -> Path:
 
 
 def _is_missing(path: str | Path) -> bool:
-    """Whether nothing has this path. For a path that may not be looked at, reading it will raise."""
+    """Return True if the path does not exist. A path without permission counts as present: reading it will
+    raise.
+    """
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -127,7 +133,7 @@ def _is_missing(path: str | Path) -> bool:
 
 
 def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
-    """A model of the local cache, one with the sizes of a preset, or one whose config the hub has."""
+    """Return the facts from the local cache, from a preset of the same sizes, or from the hub's config."""
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
     if cached := _cached_config(name):
@@ -141,7 +147,7 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
 
 
 def _unknown_model(name: str, why: str) -> ModelError:
-    """That no such model is known: why, what may have been meant, and presets of like names."""
+    """Return the error for an unknown model: the reason, the likely name, and presets of similar names."""
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
     swapped = [preset for preset in names if sorted(preset.lower()) == sorted(name.lower())]
@@ -157,8 +163,7 @@ def _unknown_model(name: str, why: str) -> ModelError:
 
 
 def _refuse_quantized(name: str) -> None:
-    """Raises `ModelError` for a name that says its weights are quantized, when the unquantized model's sizes
-    are known."""
+    """Raise `ModelError` for a name of quantized weights, when the unquantized model's sizes are known."""
     plain_name = unquantized_name(name)
     if plain_name and (base := same_sizes(plain_name, preset_names())):
         raise ModelError(
@@ -168,7 +173,9 @@ def _refuse_quantized(name: str) -> None:
 
 
 def _sizes(name: str) -> list[str]:
-    """The numbers in a model's name. Where they differ, another model is meant, and no slip of the pen."""
+    """Return the numbers in a model's name. Names with different numbers are different models, not typing
+    mistakes.
+    """
     return re.findall(r"\d+", name)
 
 
@@ -180,8 +187,10 @@ def _cached_config(name: str) -> Path | None:
 
 
 def cached_file(name: str, file: str) -> Path | None:
-    """A file of a hub model that was downloaded before; opens no socket. Raises `ValueError` for a name that
-    is no hub id."""
+    """Return a file of a hub model that was downloaded before; open no socket.
+
+    Raises `ValueError` for a name that is no hub id.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(name, file)
@@ -189,8 +198,11 @@ def cached_file(name: str, file: str) -> Path | None:
 
 
 def _download_config(name: str, *, online: bool) -> Path:
-    """Downloads the config.json of a hub model and no other file. Raises `ModelError` when the hub may not be
-    asked, does not answer within `HUB_SECONDS`, or has none."""
+    """Download the config.json of a hub model and no other file.
+
+    Raises `ModelError` when a download is not allowed, when the hub has no such file, or after `HUB_SECONDS`
+    without an answer.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -224,8 +236,11 @@ def _download_config(name: str, *, online: bool) -> Path:
 
 
 def _fetch_config(name: str) -> str:
-    """The path, in the local cache, of a config from the hub. Asked for its size first: that fails at once
-    without a network, where a download would try again for 20 s."""
+    """Return the path, in the local cache, of a config from the hub.
+
+    The request for its size comes first. It fails at once without a network, where a download would try again
+    for 20 s.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)

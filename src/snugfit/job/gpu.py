@@ -1,19 +1,19 @@
-"""The table of GPUs: what a device is, as facts with sources, and how its name is found.
+"""The table of GPUs: facts about each device with their sources, and the lookup by name.
 
-The facts stand in `gpus.json`. Three sizes of memory are told apart, because they are often mixed up: what
-nvidia-smi shows (`nvml_total_bytes`), what the driver keeps for itself (`driver_reserved_bytes`), and what is
-left for processes, which is torch's total (`memory_bytes`). Drivers before R510 hid their reserve from
-nvidia-smi: a V100 of 16,384 MiB then read 16,160.
+`gpus.json` contains the facts. It distinguishes three sizes of memory, because they are often mixed up. The
+total of nvidia-smi is `nvml_total_bytes`, and the driver's reserve `driver_reserved_bytes`. The rest for
+processes is torch's total, `memory_bytes`. Drivers before R510 hid their reserve from nvidia-smi: a V100 of
+16,384 MiB then read 16,160.
 
 Names are matched loosely. Vendor words, case, spaces and punctuation do not count; `a100-80gb` means the
 model A100 with 80 GB. When several entries still match:
 
-- entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is meant, because training
-  machines have it; `a100-80gb-pcie` finds the other;
+- entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is chosen, because training
+  machines have it. `a100-80gb-pcie` finds the other;
 - entries that differ in memory (`a100`, `v100`): refused, with the choices.
 
-A name that fits no entry is refused with the nearest ones. No figure is ever guessed: what is not known is
-None, and what was estimated says so in `doubts`.
+A name that fits no entry is refused with the nearest ones. No figure is ever guessed: an unknown one is None,
+and `doubts` names each estimate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gpu:
     """Short name, unique in the table: `H200-SXM`."""
 
     names: tuple[str, ...]
-    """What the driver calls it."""
+    """The driver's names for it."""
 
     vendor: str
     """`NVIDIA`, `AMD`, `Intel` or `Apple`."""
@@ -72,7 +72,7 @@ class Gpu:
     """CUDA's, (9, 0) for Hopper; None on other platforms."""
 
     target: str | None
-    """What other platforms have instead: `gfx942`."""
+    """Name of the compilation target on other platforms: `gfx942`."""
 
     release_year: int | None
     """The year in which it was released."""
@@ -81,19 +81,19 @@ class Gpu:
     """Streaming multiprocessors, or compute units, or cores, as the vendor counts."""
 
     nvml_total_bytes: int | None
-    """What nvidia-smi shows as the total, with a current driver."""
+    """Total memory in bytes according to nvidia-smi, with a current driver."""
 
     memory_bytes: int | None
-    """What processes can use: torch's total."""
+    """Bytes available to processes: torch's total."""
 
     driver_reserved_bytes: int | None
-    """What the driver keeps for itself."""
+    """Bytes that the driver reserves for itself."""
 
     memory_type: str | None
     """`HBM3e`, `GDDR6` and the like."""
 
     bandwidth: int | None
-    """Of the memory, in bytes per second, by data sheet."""
+    """Memory bandwidth in bytes per second, by data sheet."""
 
     l2_cache_bytes: int | None
     """Bytes of the second-level cache."""
@@ -105,16 +105,16 @@ class Gpu:
     """Operations per second without sparsity, by `fp32 tf32 fp16 fp16_accumulate_fp16 bf16 fp8 int8`."""
 
     bf16_native: bool
-    """Whether bfloat16 is computed by hardware; False where it is emulated."""
+    """True if hardware computes bfloat16; False where it is emulated."""
 
     tf32: bool
-    """Whether float32 matrix products can run as TensorFloat-32."""
+    """True if float32 matrix products can run as TensorFloat-32."""
 
     fp8: bool
-    """Whether 8-bit floating point is computed by hardware."""
+    """True if hardware computes 8-bit floating point."""
 
     tensor_cores: bool
-    """Whether it has matrix units for float16."""
+    """True if it has matrix units for float16."""
 
     host_link: Mapping[str, Any] | None
     """Connection to the host: `type`, `bytes_per_second` in one direction."""
@@ -132,7 +132,7 @@ class Gpu:
     """Taken further once a forward pass has loaded its kernels and libraries; measured, or None."""
 
     context_source: str | None
-    """Where these were measured, and with which software."""
+    """Device and software of the measurement of `context_bytes` and `libraries_bytes`."""
 
     backward_bytes: int | None = None
     """Taken further by a backward pass, which runs in a thread of its own; measured, or None."""
@@ -144,39 +144,41 @@ class Gpu:
     """Rates that others measured, each with its source."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where the figures come from, by what they are about."""
+    """Sources of the figures, by subject."""
 
     doubts: tuple[str, ...] = ()
     """Sentences on which figures are estimates, unverified or vary."""
 
     notes: tuple[str, ...] = ()
-    """Sentences on what else to know."""
+    """Further sentences about this GPU for the user."""
 
     @property
     def name(self) -> str:
-        """What the driver calls it first."""
+        """The driver's first name for it."""
         return self.names[0]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Gpu.from_json` reads it back."""
+        """Return a JSON object; `Gpu.from_json` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The GPU that `to_json` wrote."""
+        """Return the GPU that `to_json` wrote."""
         return decode_fields(cls, document)
 
 
 @cache
 def all_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the table, oldest architecture first."""
+    """Return every GPU of the table, oldest architecture first."""
     content = resources.files("snugfit.job").joinpath("gpus.json").read_text(encoding="utf-8")
     return tuple(Gpu.from_json(entry) for entry in json.loads(content)["gpus"])
 
 
 def find_gpu(text: Gpu | str) -> Gpu:
-    """The one GPU that `text` means; a GPU is itself. Raises `GpuError` with the choices when it is none or
-    several."""
+    """Return the one GPU called `text`; a GPU is returned as it is.
+
+    Raises `GpuError` with the choices for no match or several.
+    """
     if isinstance(text, Gpu):
         return text
     candidates = find_gpus(text)
@@ -186,7 +188,7 @@ def find_gpu(text: Gpu | str) -> Gpu:
 
 
 def find_gpus(text: str) -> list[Gpu]:
-    """The GPUs that `text` can mean, at least one: 'h100' has three forms. Raises `GpuError` for none."""
+    """Return the GPUs that `text` can name: 'h100' has three forms. Raises `GpuError` for none."""
     if not isinstance(text, str):
         raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
@@ -197,7 +199,7 @@ def find_gpus(text: str) -> list[Gpu]:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Entries whose model is named, and whose memory and form factor are the ones named, if any."""
+    """Return the entries whose model matches, and whose memory and form factor do so too if given."""
     lowered = text.lower().replace("_", " ")
     memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
     model = _normalize(_FORM.sub(" ", _MEMORY.sub(" ", lowered)))
@@ -211,14 +213,16 @@ def _matches(text: str) -> list[Gpu]:
 
 
 def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
-    """Only the SXM one of entries that differ in nothing but their form factor."""
+    """Return only the SXM entry of those that differ only in their form factor."""
     if len({(gpu.model, gpu.marketed_gb) for gpu in gpus}) == 1:
         return [gpu for gpu in gpus if gpu.form == PREFERRED_FORM] or gpus
     return gpus
 
 
 def _normalize(text: str) -> str:
-    """Lower-case letters and digits only, without vendor words: `NVIDIA GeForce RTX 4090` -> `rtx4090`."""
+    """Return lower-case letters and digits only, without vendor words: `rtx4090` for `NVIDIA GeForce RTX
+    4090`.
+    """
     words = re.findall(r"[a-z0-9]+", text.lower())
     return "".join(word for word in words if word not in _VENDOR_WORDS)
 
@@ -228,13 +232,13 @@ def _exact_names(gpu: Gpu) -> set[str]:
 
 
 def _model_names(gpu: Gpu) -> set[str]:
-    """The model's name, and without its family: `4090`, `a6000`."""
+    """Return the model's name with and without its family: `4090`, `a6000`."""
     model = _normalize(gpu.model)
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 
 
 def _has_memory(gpu: Gpu, gigabytes: int) -> bool:
-    """Whether people would say so: the marketed size, or what nvidia-smi shows, to the next GiB."""
+    """Return True if the GPU has this marketed size, or if its total in nvidia-smi is within 1 GiB of it."""
     shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
     return gigabytes == gpu.marketed_gb or abs(gigabytes - shown) <= 1
 

@@ -20,10 +20,10 @@ class ModelInputs:
     """Tasks that these inputs add, as `HEADS` of `architectures.py` has them."""
 
     has_classes: ClassVar[bool] = False
-    """Whether the labels of these tasks are classes."""
+    """True if the labels of these tasks are classes."""
 
     has_target: ClassVar[bool] = False
-    """Whether they are tokens of a target, which has a length of its own."""
+    """True if the labels are tokens of a target, which has a length of its own."""
 
     def serves(self, task: str, architecture: str) -> bool:
         """Return whether a model of this architecture takes them in this task."""

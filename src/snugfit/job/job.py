@@ -1,8 +1,8 @@
-"""The job: what must be trained, and nothing about how.
+"""The job: the training task, independent of the recipe that runs it.
 
-Everything here is what no recipe may change: the model, the task, the lengths and the padding, the global
-batch, what is clipped and which parameters decay. The GPU is no part of it: one job, many GPUs. A recipe may
-cut the global batch into micro-batches, but their sum is the job's batch, always.
+No recipe may change its fields: the model, the task, the lengths and the padding, the global batch, clipping,
+the decaying parameters. The GPU is no part of it: one job, many GPUs. A recipe may cut the global batch into
+micro-batches, but their sum is the job's batch, always.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TASKS_ELSEWHERE = {
 
 
 class Task(StrEnum):
-    """What the model's head computes; named after transformers' heads."""
+    """The output of the model's head, named after transformers' heads."""
 
     SEQUENCE_CLASSIFICATION = "sequence-classification"
     TOKEN_CLASSIFICATION = "token-classification"
@@ -59,8 +59,11 @@ class Task(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        """The task called `text`, here or on the hub; raises `JobError` with the legal names. `custom` is
-        understood and not listed: it belongs to modules from Python, which `_refuse_task` says to others."""
+        """Return the task called `text`, here or on the hub. Raises `JobError` with the legal names.
+
+        `custom` is parsed but not listed. It is for modules from Python, and `_refuse_task` rejects it for
+        other models.
+        """
         legal = [task.value for task in cls if task is not cls.CUSTOM]
         if text not in (*legal, cls.CUSTOM.value):
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
@@ -71,14 +74,14 @@ class Task(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which part of a model's life is asked about."""
+    """The phase of a model's life: training or evaluation."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
 
     @classmethod
     def parse(cls, text: str) -> Phase:
-        """The phase called `text`; raises `JobError` with the legal names."""
+        """Return the phase called `text`. Raises `JobError` with the legal names."""
         legal = [phase.value for phase in cls]
         if text not in legal:
             raise JobError(f"Unknown phase {text!r}.{did_you_mean(text, legal)} Phases: {', '.join(legal)}.")
@@ -87,13 +90,15 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What must be trained: model, task, lengths, global batch, clipping, decay groups."""
+    """A training task: model, task, lengths, global batch, clipping, decay groups."""
 
     model: Model
     """The architecture, from a preset, a config, a directory, the hub's cache, or Python."""
 
     task: Task = ""  # type: ignore[assignment]  # becomes a Task
-    """The head on top of it, and so the shapes of a batch; left out, the one that the architecture says."""
+    """The model's head, which decides the shapes of a batch. The default is the one that the architecture
+    names.
+    """
 
     phase: Phase = Phase.TRAIN
     """`train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
@@ -118,27 +123,33 @@ class Job:
     clip, the HF Trainer clips at 1.0. 0 never clips."""
 
     decay_groups: bool = False
-    """True when biases and norms are kept out of weight decay: two parameter groups instead of one."""
+    """True when biases and norms are excluded from weight decay: two parameter groups instead of one."""
 
     learning_rate: float = 5e-5
-    """Of the optimizer; changes no byte, but a run needs one."""
+    """The optimizer's learning rate. It changes no byte, but a run needs one."""
 
     build_on: str = "device"
     """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
 
     dtype: str = "auto"
-    """In which dtype the weights are loaded: `float32`, `bfloat16` or `float16`. `auto`, or None, is the
-    model's own, as transformers loads it, and `float32` where the model says none."""
+    """The dtype in which the weights are loaded: `float32`, `bfloat16` or `float16`.
+
+    `auto`, or None, is the model's own, as transformers loads it, and `float32` where the model names none.
+    """
 
     mixes_samples: str = field(default="", compare=False, repr=False)
-    """Why its loss is no mean over samples, where that was found with data; `mixing_of` asks the model."""
+    """Reason for which its loss is no mean over samples, found with data. `mixing_of` also examines the
+    model.
+    """
 
     unclear_cut: str = field(default="", compare=False, repr=False)
     """Reason for which data could not show if its batch may be cut; empty where no data was used, too."""
 
     routing: str = "balanced"
-    """How a rehearsal takes routers to choose, which depends on weights: `balanced` (tokens go evenly to
-    experts) or `worst` (all to the same ones)."""
+    """A rehearsal's assumption about the choices of routers, which depend on weights.
+
+    `balanced` sends tokens evenly to experts, `worst` all to the same ones.
+    """
 
     def __post_init__(self) -> None:
         _refuse_what_is_no_model(self.model)
@@ -186,7 +197,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether the job takes optimizer steps."""
+        """True if the job takes optimizer steps."""
         return self.phase is Phase.TRAIN
 
     @property
@@ -199,37 +210,39 @@ class Job:
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
 
     def transformers_config(self) -> Any:
-        """A fresh transformers config of the model for this job's task and labels."""
+        """Return a fresh transformers config of the model for this job's task and labels."""
         return self.model.transformers_config(self.task, self.labels)
 
     def config_to_read(self) -> Any:
-        """The same config, one object for all who ask and change nothing of it: a rehearsal asks often."""
+        """Return the same config as one shared, read-only object, since a rehearsal reads it often."""
         return _config_to_read(self.model, self.task, self.labels)
 
     def stated_dropout(self, of: str = "") -> str:
-        """The dropout of the model, or of what has this in its name, as its config names it; empty where it
-        has none, or no config."""
+        """Return the dropout that the config names, for the model or for its parts whose names contain `of`.
+
+        The result is empty where the model has no dropout, or no config.
+        """
         return "" if self.model.module is not None else dropout_among(vars(self.config_to_read()), of)
 
     def ties_embeddings(self) -> bool:
-        """Whether the model's head is its embedding, one matrix for both."""
+        """Return True if the model's head and its embedding are one matrix."""
         return bool(getattr(self.config_to_read().get_text_config(), "tie_word_embeddings", False))
 
     def model_class(self) -> Any:
-        """The class of its model, whatever adapters stand around one from Python."""
+        """Return the class of its model, without any adapters around a module from Python."""
         module: Any = self.model.module
         if module is None:
             return class_of(self.task, self.config_to_read())
         return type(module.get_base_model() if hasattr(module, "get_base_model") else module)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Job.from_json` reads it back."""
+        """Return a JSON object; `Job.from_json` reads it back."""
         document = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
         return {**document, "model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """The job that `to_json` wrote. Raises `JobError` when the model lived only in Python."""
+        """Return the job that `to_json` wrote. Raises `JobError` when the model existed only in Python."""
         if not isinstance(document, dict):
             raise JobError(f"This is not a job document of snugfit, but of type {type(document).__name__}.")
         if lacking := {"model", "task"} - set(document):
@@ -251,7 +264,7 @@ def _config_to_read(model: Model, task: str, labels: int) -> Any:
 
 
 def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
-    """The dropout among these keys of a config that have `of` in them; empty where there is none."""
+    """Return the dropout among these keys of a config that have `of` in them; empty where there is none."""
     return next(
         (
             f"{key}={value}"
@@ -263,7 +276,7 @@ def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
 
 
 def refuse_what_is_no_job(job: object) -> None:
-    """Raises `JobError` for what people give instead of a `Job`: a model's name, a `Model`."""
+    """Raise `JobError` for other objects in the place of a `Job`: a model's name, a `Model`."""
     if isinstance(job, Job):
         return
     shown = repr(job) if isinstance(job, str | os.PathLike) else type(job).__name__
@@ -275,7 +288,7 @@ def refuse_what_is_no_job(job: object) -> None:
 
 
 def _refuse_what_is_no_model(model: object) -> None:
-    """What people give instead: a name, a path, a module."""
+    """Raise `JobError` for a name, a path or a module in the place of a `Model`."""
     if isinstance(model, Model):
         return
     shown = repr(model) if isinstance(model, str | os.PathLike) else type(model).__name__
@@ -286,7 +299,7 @@ def _refuse_what_is_no_model(model: object) -> None:
 
 
 def _loaded_dtype(asked: object, model: Model) -> str:
-    """In which dtype a model's weights are loaded. Raises `JobError` for one that no job has."""
+    """Return the dtype in which a model's weights are loaded. Raises `JobError` for one that no job has."""
     name = dtype_name("auto" if asked is None else asked)
     if model.module is not None:
         if name not in ("auto", model.dtype):
@@ -305,10 +318,10 @@ def _loaded_dtype(asked: object, model: Model) -> str:
 
 
 def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
-    """Raises `JobError` when a sequence of the job is longer than the positions of its model.
+    """Raise `JobError` when a sequence of the job is longer than the positions of its model.
 
-    The keys of `config` decide. Only when they say no, the architecture's complete config is asked too (which
-    imports transformers): old files leave out what their class implies.
+    The keys of `config` decide first. If they are too short, the architecture's complete config decides,
+    since old files leave out defaults of their class. That imports transformers.
     """
     lengths = (job.task, job.sequence_length, job.target_length)
     if length_problem(config, *lengths) is None:
@@ -318,7 +331,7 @@ def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_task(job: Job) -> None:
-    """Raises `JobError` when the model has no head for the task; imports nothing heavy when it has."""
+    """Raise `JobError` when the model has no head for the task; imports nothing heavy when it has."""
     model = job.model
     if model.module is not None:
         if job.task is not Task.CUSTOM:
@@ -349,8 +362,9 @@ def _in_range(what: str, value: object, high: int) -> None:
 
 
 def _task_of(model: Model) -> str:
-    """The task of a model that was given without one. Raises `JobError` where its architecture leaves a
-    choice."""
+    """Return the task of a model that was given without one. Raises `JobError` where its architecture leaves
+    a choice.
+    """
     task = "custom" if model.module is not None else model.task
     if task is None:
         possible = ", ".join(tasks_of(model.architecture))

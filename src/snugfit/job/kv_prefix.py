@@ -1,9 +1,9 @@
 """Adapters that train a prompt before a sequence, which some techniques would drop or misplace.
 
-A prefix stands before the keys and values of every layer. peft hands the model such a prefix as its cache
-(`past_key_values`). A layer that is computed again would write to that cache twice, so transformers gives
-checkpointed layers none (`GradientCheckpointingLayer`), and ours get none either (`step/checkpointing.py`):
-the step runs, and trains another model, or a prefix that has no gradient.
+A prefix precedes the keys and values of every layer. peft passes it to the model as its cache
+(`past_key_values`). A layer that is computed again would write to that cache twice. So transformers gives
+checkpointed layers no cache (`GradientCheckpointingLayer`), and neither does `step/checkpointing.py`. The
+step runs, and trains another model, or a prefix that has no gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ a model whose checkpointing is on, and does not look again."""
 
 
 def dropped_prefix(job: Job) -> Iterator[str]:
-    """The objection of a technique that computes layers again, where the job trains such adapters."""
+    """Yield the objection of a technique that computes layers again, if the job trains such adapters."""
     if job.trains and job.model.module is not None and (kind := _prefix_kind(job.model.module)):
         yield (
             f"the model's {kind} adapters give its layers a cache of keys and values. Recomputed layers do "
@@ -38,7 +38,7 @@ def prompt_kind(module: torch.nn.Module) -> str:
 
 
 def _prefix_kind(module: torch.nn.Module) -> str:
-    """peft's name for the module's adapters of this kind, or for those of a module inside; empty for none."""
+    """Return peft's name for the adapters of this kind in the module or inside of it; empty for none."""
     configs = list(_configs(module))
     return next((kind for kind in KINDS if any(config.peft_type == kind for config in configs)), "")
 

@@ -1,10 +1,13 @@
-"""How long a sequence an architecture can take, decided from its config.
+"""The longest sequence that an architecture accepts, from its config.
 
 Learned (or tabulated) positions end: token `max_position_embeddings` has no row. Rotary, relative and ALiBi
-positions go on; for those `max_position_embeddings` only says what the model was trained with. A config tells
-which it is: rotary ones hold `rope_parameters` (older files: `rope_theta`, `rope_scaling`, `rotary_pct`),
-relative ones `relative_attention_num_buckets` without a table of positions (T5) or `position_biased_input:
-false` (DeBERTa-v2 and later), ALiBi ones `alibi`.
+positions have no end. For those `max_position_embeddings` is only the length of the training. The keys of a
+config show the kind:
+
+- rotary positions: `rope_parameters` (older files: `rope_theta`, `rope_scaling`, `rotary_pct`);
+- relative positions: `relative_attention_num_buckets` without a table of positions (T5), or
+  `position_biased_input: false` (DeBERTa-v2 and later);
+- ALiBi positions: `alibi`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ WITHOUT_TABLE = frozenset({
 def length_problem(
     config: Mapping[str, Any], task: str, sequence_length: int, target_length: int
 ) -> str | None:
-    """What is too long for the positions of this config, in tokens, as a sentence; None when all fits."""
+    """Return a sentence about the length, in tokens, that exceeds the positions of this config; None when all
+    fits.
+    """
     text = config.get("text_config") or config
     if has_sequence(task):
         limit = input_limit(text)
@@ -53,7 +58,7 @@ def _complaint(what: str, length: int, limit: Limit) -> str:
 
 
 def input_limit(config: Mapping[str, Any]) -> Limit | None:
-    """The key that limits an input sequence and the longest it allows; None when nothing does."""
+    """Return the key that limits an input sequence, and the longest length; None without a limit."""
     if _endless(config):
         return None
     for key in ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions"):
@@ -64,7 +69,7 @@ def input_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def target_limit(config: Mapping[str, Any]) -> Limit | None:
-    """The same for the decoder's sequence."""
+    """Return the same for the decoder's sequence."""
     for key in ("max_target_positions", "max_decoder_position_embeddings"):
         rows = config.get(key)
         if isinstance(rows, int | float) and rows > 0:
@@ -73,7 +78,7 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def _endless(config: Mapping[str, Any]) -> bool:
-    """Whether positions are computed for any length."""
+    """Return True if positions are computed for any length."""
     computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
     rotary = any(key.startswith(computed) for key in config)
     relative = "relative_attention_num_buckets" in config and "max_position_embeddings" not in config

@@ -1,20 +1,20 @@
 """The model: an architecture as a frozen value. `build.py` makes an `nn.Module` of it.
 
-A model is its facts, the sizes and switches of a config.json, kept as canonical text inside the value: what
-was found once can be predicted anywhere, without the files it came from. Or it is a module of the user's own,
-from Python, together with an example batch; such a model lives in one process only.
+A model is its facts, the sizes and switches of a config.json, as canonical text inside the value. It can
+therefore be predicted anywhere, without the files of its origin. Or it is a module of the user's own, from
+Python, with an example batch. Such a model exists in one process only.
 
 `Model.find` looks in this order, and the first that applies decides:
 
-1. text written as a path (begins with `.`, `/` or `~`, or ends in `.json`): that file, or the config.json in
-   that folder;
-2. the name of a bundled preset, with or without its owner, in any case of letters. When a folder of that name
-   with a config.json also stands in the working directory, the two could be meant: it is refused, and the
-   message says how to write each;
-3. an existing folder or file;
-4. a hub id whose config lies in the local cache;
-5. a tuned model's, a mirror's or a distilled model's name (`names.py`): the preset that has its sizes;
-6. a hub id: its config.json, a few kB, from the hub, and no other file. HF_HUB_OFFLINE=1 and `online=False`
+1. Text written as a path: that file, or the config.json in that folder. A path begins with `.`, `/` or `~`,
+   or ends in `.json`.
+2. The name of a bundled preset, with or without its owner, in any case of letters. The name is ambiguous, and
+   refused, when the working directory also has a folder of that name with a config.json. The message gives
+   the notation for each.
+3. An existing folder or file.
+4. A hub id whose config is in the local cache.
+5. A tuned model's, a mirror's or a distilled model's name (`names.py`): the preset that has its sizes.
+6. A hub id: its config.json, a few kB, from the hub, and no other file. HF_HUB_OFFLINE=1 and `online=False`
    forbid it, and no socket is opened.
 """
 
@@ -47,8 +47,10 @@ class Model:
     """As the hub, the path or the class calls it."""
 
     origin: str
-    """`preset`, `path`, `hub cache`, where a config from the hub lies too, `config` for keys that were given
-    in Python, or `python` for a module."""
+    """`preset`, `path`, `hub cache`, `config` for keys given in Python, or `python` for a module.
+
+    A config that was fetched from the hub is in the hub's cache too.
+    """
 
     facts: str = field(default="{}", repr=False)
     """The checked config as canonical JSON text; `{}` for a module from Python."""
@@ -57,8 +59,8 @@ class Model:
     """The user's own module; None for models that are built from facts."""
 
     dtype: str | None = None
-    """In which dtype the checkpoint's weights are, by torch's name, or those of `module`; None where nothing
-    says it."""
+    """The dtype of the checkpoint's weights, or of those of `module`, by torch's name; None if it is unknown.
+    """
 
     example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """A batch that `module` takes as keyword arguments."""
@@ -74,8 +76,11 @@ class Model:
         online: bool = True,
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> Self:
-        """The model that `name` stands for; `tell` hears of a config that was fetched from the hub. Raises
-        `ModelError` with what is allowed."""
+        """Return the model called `name`. `tell` receives a sentence about a config that was fetched from the
+        hub.
+
+        Raises `ModelError` with the allowed names.
+        """
         if not isinstance(name, str | os.PathLike):
             raise ModelError(f"{name!r} is not the name of a model: give text or a path.")
         full_name, origin, facts = find_facts(os.fspath(name), online=online, tell=tell)
@@ -85,7 +90,7 @@ class Model:
 
     @classmethod
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
-        """The model of a config's keys; they must have passed `check_facts`."""
+        """Return the model of a config's keys; they must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
         return cls(
             name=name, origin=origin, facts=json.dumps(sizes, sort_keys=True), dtype=facts.get("dtype")
@@ -95,13 +100,14 @@ class Model:
     def from_module(
         cls, module: nn.Module, example: Mapping[str, Any], *, batch_dims: BatchDims | None = None
     ) -> Self:
-        """Any module, with a batch it takes as keyword arguments; it gives an output with a `loss`.
+        """Return a model from any module, with a batch that it takes as keyword arguments.
 
-        A prediction repeats the example's samples and cuts them into micro-batches. They lie along the first
-        dimension of every tensor, where that is equally long in all. Otherwise `batch_dims` names it: a
-        dimension for each tensor that holds samples, None for one that goes along whole, such as a graph's
-        edges. A tensor in a nested mapping has a dotted name (`"vision.pixels"`). Raises `ModelError` for
-        what is no module or no batch, `JobError` for a dimension that is not there.
+        The module's output must have a `loss`. A prediction repeats the example's samples and cuts them into
+        micro-batches. Samples are along the first dimension of every tensor, where that is equally long in
+        all. Otherwise `batch_dims` names it for each tensor that contains samples. None is for a tensor that
+        is never cut, such as a graph's edges. A tensor in a nested mapping has a dotted name
+        (`"vision.pixels"`). Raises `ModelError` for an invalid module or batch, `JobError` for a dimension
+        that does not exist.
         """
         import torch
 
@@ -127,12 +133,12 @@ class Model:
         )
 
     def layout(self, samples: int) -> BatchLayout:
-        """Where the samples of batches like the example lie, for jobs of so many samples."""
+        """Return the position of the samples in batches like the example, for jobs of so many samples."""
         return BatchLayout.of(self.example or {}, self.batch_dims, samples=samples)
 
     @property
     def layers(self) -> int:
-        """Of the deepest stack, as the config says; 0 where that does not say."""
+        """The number of layers in the deepest stack, by the config; 0 where it does not give one."""
         stated = {} if self.module is not None else self.config
         return max((stated[key] for key in LAYERS if isinstance(stated.get(key), int)), default=0)
 
@@ -155,7 +161,7 @@ class Model:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Sentences on what the config asks for and no model is built from."""
+        """Sentences about requests of the config that no model is built from."""
         ignored = ignored_keys(self.config)
         sentences = []
         if "auto_map" in ignored:
@@ -173,14 +179,16 @@ class Model:
         return tuple(sentences)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Model.from_json` reads it back, except for a module from Python."""
+        """Return a JSON object; `Model.from_json` reads it back, except for a module from Python."""
         dtype = {"dtype": self.dtype} if self.dtype else {}
         return {"name": self.name, "origin": self.origin, "config": self.config, **dtype}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The model that `to_json` wrote. Raises `JobError` when it lived only in Python, `ModelError` for
-        what is no such document."""
+        """Return the model that `to_json` wrote.
+
+        Raises `JobError` when it existed only in Python, `ModelError` for any other document.
+        """
         if not isinstance(document, Mapping):
             raise ModelError(
                 f"This is not a model document of snugfit, but of type {type(document).__name__}."
@@ -198,7 +206,7 @@ class Model:
         return cls.from_config(facts, name=document["name"], origin=document["origin"])
 
     def transformers_config(self, task: str, labels: int) -> Any:
-        """A fresh transformers config: the facts, with the architecture's own defaults for the rest.
+        """Return a fresh transformers config: the facts, with the architecture's own defaults for the rest.
 
         `labels` are the classes of a classification head; other tasks ignore them.
         """
@@ -212,7 +220,7 @@ class Model:
             raise ModelError(
                 f"{self.name}: transformers cannot use this config: {one_line(error, 1000)}"
             ) from error
-        # Where an architecture has two heads for one task (DeiT), from_config looks here for the choice.
+        # If an architecture has two heads for one task (DeiT), from_config reads the choice here.
         config.architectures = config.architectures or []
         if task == "sequence-classification":
             _name_a_pad_token(config.get_text_config())
@@ -230,7 +238,10 @@ class Model:
         return config
 
     def _refuse_without_end_token(self, config: Any, task: str) -> None:
-        """A classifier with a decoder reads the hidden state of the end token."""
+        """Raise `ModelError` for a classifier with a decoder but no end token.
+
+        It reads the hidden state of that token.
+        """
         end, rows = first_end_token(config), getattr(config, "vocab_size", None)
         if task == "sequence-classification" and (end is None or (rows and not 0 <= end < rows)):
             raise ModelError(
@@ -241,14 +252,16 @@ class Model:
 
 
 def first_end_token(config: Any) -> int | None:
-    """The token that ends a sequence; some architectures have several."""
+    """Return the token that ends a sequence; some architectures have several."""
     end = getattr(config, "eos_token_id", None)
     return end[0] if isinstance(end, list) else end
 
 
 def _name_a_start_token(config: Any) -> None:
-    """What T5's documentation says, and what configs of its kind leave out: the pad token starts the decoder.
-    No byte depends on which token it is."""
+    """Let the pad token start the decoder, as T5's documentation gives it and configs of its kind omit it.
+
+    No byte depends on the choice of the token.
+    """
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
     if getattr(config, "decoder_start_token_id", None) is None:
@@ -256,10 +269,11 @@ def _name_a_start_token(config: Any) -> None:
 
 
 def _name_a_pad_token(config: Any) -> None:
-    """Decoders find a sequence's last token by the pad token; without one they take batches of 1 only.
+    """Set the pad token, by which decoders find a sequence's last token. Without one they take batches of 1
+    only.
 
-    What every user of GPT-2 or Llama as a classifier writes: the end token pads, or token 0 where the
-    vocabulary of a small config does not reach it.
+    Users of GPT-2 or Llama as a classifier do the same. The end token pads, or token 0 where the vocabulary
+    of a small config does not include it.
     """
     if getattr(config, "pad_token_id", None) is None:
         first, rows = first_end_token(config), getattr(config, "vocab_size", 0)

@@ -1,8 +1,8 @@
-"""Names that people bring: which bundled preset has the sizes of a model that is no preset itself.
+"""Names of models that have the sizes of a bundled preset without being one.
 
-A tuned model has its base's sizes (`Qwen2.5-7B-Instruct`), a mirror its original's (`unsloth/Llama-3.2-1B`),
-and a distilled one those of the model that it started from. Quantized weights have none of these: their bytes
-are others, so such a name has no base here and is refused by name.
+A tuned model has its base's sizes (`Qwen2.5-7B-Instruct`), a mirror its original's (`unsloth/Llama-3.2-1B`).
+A distilled model has those of the model that it started from. Quantized weights have none of these sizes,
+since their bytes differ. Such a name has no base here and is refused by name.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ _TUNED = re.compile(
     r"^meta-(?=llama)|-(coder|math)(?=-)|-(instruct|it|base|chat|pt|thinking)(?=-v\d|-hf|-\d{4}|$)",
     re.IGNORECASE,
 )
-"""What one name of the same sizes has and another has not: Mistral-7B-Instruct-v0.3, gemma-2-2b-it,
-Mistral-Nemo-Base-2407, Qwen2.5-Coder-7B; Meta-Llama-3.1-8B is Llama-3.1-8B's first name."""
+"""Parts in which names of models of the same sizes differ.
+
+Examples: Mistral-7B-Instruct-v0.3, gemma-2-2b-it, Mistral-Nemo-Base-2407, Qwen2.5-Coder-7B; Meta-Llama-3.1-8B
+is Llama-3.1-8B's first name.
+"""
 
 _QUANTIZED = re.compile(
     r"-(?:(?:unsloth-)?bnb-[48]bit|gptq|awq|gguf|fp8|nvfp4|mxfp4|w[48]a\d+|int[48]|[48]bit)(?:-.*)?$",
     re.IGNORECASE,
 )
-"""How a name says that the weights are quantized."""
+"""Endings of names that mark quantized weights."""
 
 MIRRORS = ("unsloth", "NousResearch")
 """Owners who publish others' models under the same names."""
@@ -46,12 +49,14 @@ SAME_SIZES = {
     "unsloth/gemma-2-9b": "google/gemma-2-9b-it",
     "unsloth/gemma-2-27b": "google/gemma-2-27b-it",
 }
-"""Models by the preset of their sizes and dtype, where the names do not say it. unsloth's Gemma 2 is in
-bfloat16, as Google's tuned ones are and its base models are not."""
+"""Models by the preset of their sizes and dtype, where the names do not show it.
+
+unsloth's Gemma 2 is in bfloat16, as Google's tuned ones are and its base models are not.
+"""
 
 
 def same_sizes(name: str, presets: Iterable[str]) -> str | None:
-    """The preset whose sizes the model `name` has; None when none is known.
+    """Return the preset whose sizes the model `name` has; None when none is known.
 
     An exact name goes before one that a tuning or a base adds to, since a tuned model's dtype may differ.
     """
@@ -72,14 +77,16 @@ def same_sizes(name: str, presets: Iterable[str]) -> str | None:
 
 
 def unquantized_name(name: str) -> str | None:
-    """The name without what says that its weights are quantized; None for one that says no such thing."""
+    """Return the name without its mark of quantized weights; None for a name without such a mark."""
     rest = _QUANTIZED.sub("", name)
     return rest if rest != name else None
 
 
 def presets_like(name: str, presets: Iterable[str]) -> str:
-    """A sentence with the presets of the same family as `name`, by the letters in front, or else with the
-    families that there are."""
+    """Return a sentence with the presets of the same family as `name`, by its first letters.
+
+    Without such a family, the sentence names all families.
+    """
     families: dict[str, list[str]] = {}
     for preset in presets:
         families.setdefault(_family(preset), []).append(preset.split("/")[1])

@@ -1,15 +1,16 @@
-"""Whether a batch in pieces is the whole batch: not where samples of a batch look at each other.
+"""Evidence on whether a batch in pieces equals the whole batch: not if its samples depend on each other.
 
-Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. It is none where
+Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. Two kinds are
+none:
 
-    layers of a batch norm    normalise by the mean and variance of the batch that they are given
-    a loss over the batch     compares each sample with the others (CLIP, SimCLR, in-batch negatives), or
-                              takes statistics of all (Barlow Twins, the balance of experts)
+- layers of a batch norm normalise by the mean and variance of the batch that they are given;
+- a loss over the batch compares each sample with the others (CLIP, SimCLR, in-batch negatives). Or it takes
+  statistics of all (Barlow Twins, the balance of experts).
 
 A model of transformers with one of our tasks has a loss of samples or tokens, so its layers decide. A module
-from Python is run on `meta` with two numbers of samples: a tensor that grows with their square holds pairs,
-and a product or a mean over the samples that is no single number is a statistic. Whoever has data compares
-gradients themselves (`frontends/cut_loss.py`), which finds the rest, and writes it into the job
+from Python is run on `meta` with two numbers of samples. A tensor that grows with their square contains
+pairs. A product or a mean over the samples that is no single number is a statistic. Frontends with data
+compare gradients themselves (`frontends/cut_loss.py`). They find the other cases, and record them in the job
 (`Job.mixes_samples`).
 """
 
@@ -39,17 +40,19 @@ STATISTICS = ("mm", "addmm", "bmm", "mean", "sum", "var", "var_mean", "std", "st
 
 
 OF_OTHERS = re.compile(r"sub_configs|backbone|from \.\.\w")
-"""What the file of a config has that is made of others, or inherits from another architecture's."""
+"""Parts of a config's file that are made of other models, or that inherit from another architecture."""
 
 
 class Mixing(NamedTuple):
-    """What is known of how the samples of a batch look at each other; both are empty where they do not."""
+    """Evidence on whether the samples of a batch depend on each other. Both fields are empty where they do
+    not.
+    """
 
     reason: str = ""
-    """Why the loss is no mean over samples."""
+    """Reason for which the loss is no mean over samples."""
 
     unknown: str = ""
-    """Why it could not be found out."""
+    """Reason for which the dependence could not be determined."""
 
 
 _OF_FACTS: dict[tuple[str, str, int], str] = {}
@@ -57,7 +60,9 @@ _OF_MODULES: weakref.WeakKeyDictionary[Any, Mixing] = weakref.WeakKeyDictionary(
 
 
 def mixing_of(job: Job) -> Mixing:
-    """Whether this job's samples look at each other when it is trained. Moves no random generator."""
+    """Return evidence on whether this job's samples depend on each other in training. Moves no random
+    generator.
+    """
     if not job.trains:
         return Mixing()
     if job.mixes_samples:
@@ -71,8 +76,11 @@ def mixing_of(job: Job) -> Mixing:
 
 
 def _of_architecture(job: Job) -> str:
-    """By the layers of transformers' own model. It is built only where its file has a batch norm, or it is
-    made of other models; and nothing is imported where its files say as text that neither is so."""
+    """Return the reason for which the layers of transformers' own model mix samples, or an empty string.
+
+    The model is built only where its file has a batch norm, or where it is made of other models. Nothing is
+    imported where the text of its files rules out both.
+    """
     key = (job.model.facts, job.task, job.labels)
     if key not in _OF_FACTS:
         _OF_FACTS[key] = "" if is_plain_by_source(job.model, job.task) else norm_layers_of_job(job)
@@ -80,7 +88,10 @@ def _of_architecture(job: Job) -> str:
 
 
 def norm_layers_of_job(job: Job) -> str:
-    """Those of transformers' own model for this job, which is built only where there may be some."""
+    """Return the layers of transformers' own model for this job that normalise by the batch.
+
+    The model is built only where there may be some.
+    """
     import torch
 
     from snugfit.job.build import instantiate
@@ -95,8 +106,10 @@ def norm_layers_of_job(job: Job) -> str:
 
 
 def is_plain_by_source(model: Model, task: str) -> bool:
-    """Whether transformers' files of this architecture show, without being imported, that its model has no
-    batch norm and is not made of others. What they do not show is no."""
+    """Return True if transformers' files show that this model has no batch norm and is not made of others.
+
+    The files are not imported. The result is False where they leave it open.
+    """
     folder = model.architecture.replace("-", "_")
     try:
         config, code = (
@@ -111,8 +124,11 @@ def is_plain_by_source(model: Model, task: str) -> bool:
 
 
 def norm_layers(module: nn.Module) -> str:
-    """The layers that normalise by the batch when this module is trained, in words; or nothing. Where the
-    module itself is in training, those that are not have been frozen."""
+    """Return, in words, the layers that normalise by the batch when this module is trained; or an empty
+    string.
+
+    If the module itself is in training, layers that are not in training have been frozen.
+    """
     from torch.nn.modules.batchnorm import _BatchNorm
 
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
@@ -139,7 +155,7 @@ def _of_module(module: nn.Module, model: Model) -> Mixing:
         with torch.device("meta"):
             copy = clone_to_device(module).train()
             runs = [_shapes(copy, layout.join([first] * samples)) for samples in SAMPLES]
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # any error of a user's module
         return Mixing(unknown=f"it could not be run without data ({type(error).__name__})")
     return Mixing(reason=_mixing_operator(*runs))
 
@@ -163,7 +179,7 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
         def __torch_dispatch__(
             self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
-            if function is torch.ops.aten._local_scalar_dense.default:  # what `if` and `.item()` ask
+            if function is torch.ops.aten._local_scalar_dense.default:  # for `if` and `.item()`
                 return arguments[0].dtype is torch.bool
             output = function(*arguments, **(keywords or {}))
             inputs = [value.numel() for value in tree_leaves(arguments) if torch.is_tensor(value)]
@@ -179,7 +195,7 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
 
 
 def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str:
-    """The first operator that lets samples look at each other, in words; or nothing."""
+    """Return the first operator through which samples depend on each other, in words; or an empty string."""
     growth = SAMPLES[1] / SAMPLES[0]
     if [call.name for call in few] != [call.name for call in many]:
         return ""

@@ -1,11 +1,11 @@
-"""Where a model's trained weights are, and whether they may be read.
+"""The folder of a model's trained weights, and the checks before they are read.
 
 Weights must be safetensors in a folder with a config.json: reading a pickle runs code. An index may name
-files of its own folder only (transformers follows `../` out of it), and a tensor is a name and never a path.
-The safetensors library checks the content of a file when it is opened.
+files of its own folder only (transformers follows `../` out of it). A tensor is a name and never a path. The
+safetensors library checks the content of a file when it is opened.
 
-A model is loaded whole. transformers draws at random what a folder lacks, leaves out what it does not know
-and puts adapters in that lie beside; here only a head may be new, and what is new or left out is told.
+A model is loaded whole. transformers initialises missing weights at random, skips unknown tensors and adds
+adapters from the same folder. Here only a head may be new, and the user sees new weights and skipped tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 ADAPTER = "adapter_config.json"
-"""What peft writes beside an adapter's weights."""
+"""The file that peft writes next to an adapter's weights."""
 
 LARGEST_INDEX = 64 << 20
 """Bytes; the index of a model of 2,000 layers has two million."""
 
 
 def find_weights(name: str | os.PathLike[str]) -> Path:
-    """The folder of safetensors that `name` stands for: a folder, or a hub id of the local cache.
+    """Return the folder of safetensors called `name`: a folder, or a hub id of the local cache.
 
     Raises `ModelError` when there is none, or when one of its files may not be read.
     """
@@ -62,8 +62,10 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
 
 
 def own_folder(name: str, origin: str) -> Path | None:
-    """The folder in which the model of this name and origin stands, whether it holds weights or not; None
-    for a model that has none of its own."""
+    """Return the folder of the model with this name and origin, with or without weights.
+
+    The result is None for a model that has no folder of its own.
+    """
     if origin == "hub cache":
         file = cached_file(name, "config.json")
         return file and file.parent
@@ -72,7 +74,7 @@ def own_folder(name: str, origin: str) -> Path | None:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The dtype of the weights in a folder, by torch's name; None where it has none that can be read."""
+    """Return the dtype of the weights in a folder, by torch's name; None if no weight can be read."""
     try:
         return file_dtype(next(iter(_files(folder))))
     except ModelError:
@@ -96,8 +98,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _conversion(folder: Path) -> str:
-    """The command line that writes a folder's pickled weights as safetensors, by the class that its config
-    names."""
+    """Return the command line that writes a folder's pickled weights as safetensors, by the class that its
+    config names.
+    """
     try:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -109,8 +112,10 @@ def _conversion(folder: Path) -> str:
 
 
 def _is_of(folder: Path, file: Path) -> bool:
-    """Whether the file lies in the folder; in the hub's cache, where a snapshot's files are links, in the
-    folder of its model."""
+    """Return True if the file is in the folder.
+
+    In the hub's cache, where a snapshot's files are links, the folder of its model counts.
+    """
     own = folder.resolve()
     root = own.parents[1] if own.parent.name == "snapshots" else own
     return file.resolve().is_relative_to(root)
@@ -156,7 +161,7 @@ def _cached_folder(name: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWeights:
-    """What was not as it is in the folder that a model was loaded from."""
+    """Differences between a loaded model and the folder of its weights."""
 
     new: Sequence[str]
     """Weights of a head that the folder has not, which were drawn at random."""
@@ -165,7 +170,7 @@ class LoadedWeights:
     """Tensors of the folder that the model has no place for."""
 
     def lines(self, folder: Path) -> Iterator[str]:
-        """A sentence on each."""
+        """Yield a sentence on each difference."""
         if self.new:
             yield f"{folder} has no {some_of(self.new)}, so they are newly initialised."
         if self.unused:
@@ -173,8 +178,10 @@ class LoadedWeights:
 
 
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
-    """What transformers' `info` says of loading `model`. Raises `ModelError` when weights are missing that
-    are no new head's, or have another shape."""
+    """Return the differences that transformers' `info` lists after loading `model`.
+
+    Raises `ModelError` when weights outside a new head are missing, or have another shape.
+    """
     if wrong := sorted(info["mismatched_keys"]):
         name, saved, due = wrong[0]
         more = f" {len(wrong) - 1} more have other shapes too." if len(wrong) > 1 else ""
@@ -196,8 +203,11 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
 
 
 def _new_heads(model: Any, missing: set[str]) -> set[str]:
-    """Of the missing weights those that tasks add to a model: all outside of its base, and inside of that
-    poolers, heads and the embedding of a mask. A module of which a part is there is none of them."""
+    """Return the missing weights that belong to heads which tasks add to a model.
+
+    These are all weights outside of its base. Inside of the base they are poolers, heads and the embedding of
+    a mask. A module with any present weight is excluded.
+    """
     from torch import nn
 
     without = missing | set(getattr(model, "all_tied_weights_keys", ()))  # a tied weight comes from elsewhere
@@ -224,9 +234,12 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
 
 
 def freeze_as(built: nn.Module, loaded: nn.Module) -> None:
-    """Freezes the parameters that an architecture is built with frozen (the sine positions of Whisper's
-    encoder): transformers makes trainable ones of all that it loads. Otherwise a run that is resumed would
-    train what it did not train before, and more than was predicted."""
+    """Freeze the parameters that an architecture is built with frozen (the sine positions of Whisper's
+    encoder).
+
+    transformers makes all loaded parameters trainable. A resumed run would otherwise train parameters that
+    were frozen before, and more of them than were predicted.
+    """
     fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     for name, parameter in loaded.named_parameters():
         if name in fixed:

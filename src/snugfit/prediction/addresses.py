@@ -1,28 +1,28 @@
-"""Where the CUDA driver maps segments: the order of addresses decides which free block is reused.
+"""Addresses of the segments that the CUDA driver maps. Their order decides which free block is reused.
 
 The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
-which that is when it maps segments. No document says how; these rules are inferred from nine recorded runs on
-H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22), from single operators
-(`results/h200-2026-11-22/holes.json`), and where they say so from runs on an H100 (2026-11-26). Replayed with
-the recorded addresses, the allocator of `allocator.py` gives every block its recorded address; with the rules
-below it reserves and hands out what was recorded in all nine, and makes the same choice at every block in
-five.
+that order when it maps segments. The order is not documented. These rules are inferred from nine recorded
+runs on H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22). Further evidence is single operators
+(`results/h200-2026-11-22/holes.json`), and runs on an H100 (2026-11-26) where a rule names them. Replayed
+with the recorded addresses, the allocator of `allocator.py` gives every block its recorded address. With the
+rules below, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them it
+makes the same choice at every block.
 
-1. The driver keeps address space in chunks of whole 32 MiB. A segment goes to the lowest hole that it fits
-   in, at the hole's lower end.
-2. Where none fits, a new chunk is made right below all others, and its upper rest is a hole.
-3. From the start there is one chunk of 416 MiB, above all that are to come, of which the context holds the
-   lower 414, and 64 MiB higher one of 32, of which it holds the lower 8.
+1. The driver divides address space into chunks of whole 32 MiB. A segment goes to the lowest hole that
+   it fits in, at the hole's lower end.
+2. If none fits, a new chunk is made right below all others, and its upper rest is a hole.
+3. From the start there is one chunk of 416 MiB above all later ones. The context occupies its lower 414 MiB.
+   Another chunk of 32 MiB is 64 MiB higher. The context occupies its lower 8 MiB.
 4. The context releases its 414 MiB before the first kernel of most kinds (`rehearsal/record/kernels.py`). If
-   a segment lies in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made
-   in the upper 384 MiB of its place, downwards: two runs on an H100 left its lowest 32 MiB empty.
-5. The code of kernels takes 2 MiB at a time from the holes: once before that first kernel, twice when the
-   first forward pass begins, five times when the first backward pass does. Two ViTs show it so; a BERT took
-   as much, but before its backward pass.
-6. cuBLAS takes 64 MiB of its own from the holes when it starts, 2 MiB at a time: a hole of 52 MiB was full
-   then in a run on an H100 (a Whisper, 2026-11-26), where with it each block of three steps lies as recorded.
-   The libraries that it loads take 192 MiB of what is left in that place: another run on an H100 shows that
-   much, with three new chunks below it.
+   a segment is in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made in
+   the upper 384 MiB of its place, downwards. Two runs on an H100 left its lowest 32 MiB empty.
+5. The code of kernels takes 2 MiB at a time from the holes. It does so once before that first kernel. It does
+   so twice when the first forward pass begins, and five times when the first backward pass does. Two ViTs
+   show these counts. A BERT took as much, but before its backward pass.
+6. cuBLAS takes 64 MiB of its own from the holes when it starts, 2 MiB at a time. A hole of 52 MiB was full
+   then in a run on an H100 (a Whisper, 2026-11-26). With this rule each block of its three steps has its
+   recorded place. The libraries that cuBLAS loads take 192 MiB of the rest in that place. Another run on an
+   H100 shows that amount, with three new chunks below it.
 
 Other mappings of the driver and of libraries only shift addresses and change no order.
 """
@@ -34,17 +34,20 @@ import bisect
 MIB = 1 << 20
 CHUNK = 32 * MIB
 TOP = 1 << 46
-"""Where the context's own chunk begins; all later ones lie below, except those in its place."""
+"""Address at which the context's own chunk begins. All later ones are below, except those in its place."""
 OWN_CHUNK, OWN, LOWEST = 416 * MIB, 414 * MIB, 32 * MIB
-"""Bytes of the context's own chunk, of the part that it holds, and of what stays empty when it is gone."""
+"""Bytes of the context's own chunk, of its occupied part, and of the part that stays empty after its release.
+"""
 ABOVE_OWN = (TOP + OWN, OWN_CHUNK - OWN)
 HIGHEST = (TOP + 488 * MIB, 24 * MIB)
 """Holes from the start: addresses, of which only the order matters, and sizes in bytes."""
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
 """Bytes that the code of kernels takes at a time, and how often it does so when each pass first begins."""
 CUBLAS, LIBRARIES = 64 * MIB, 192 * MIB
-"""Bytes of address space that cuBLAS takes when it starts, as many at a time as code does, and the libraries
-that it loads."""
+"""Bytes of address space that cuBLAS takes when it starts, and those of the libraries that it loads.
+
+It takes as many at a time as code does.
+"""
 
 
 class DeviceAddresses:
@@ -56,11 +59,11 @@ class DeviceAddresses:
         self._room = 0  # bytes left for new chunks where the context's own chunk was, above the lowest
 
     def map_segment(self, size: int) -> int:
-        """The address of a new segment of `size` bytes."""
+        """Return the address of a new segment of `size` bytes."""
         return self._reserve_space(size)
 
     def release_context(self) -> None:
-        """The context releases the part of its chunk that it held."""
+        """Release the context's part of its chunk."""
         self._reserve_space(CODE)
         if ABOVE_OWN in self._holes:
             self._holes.remove(ABOVE_OWN)
@@ -69,17 +72,17 @@ class DeviceAddresses:
             bisect.insort(self._holes, (TOP, OWN))
 
     def begin_forward(self) -> None:
-        """The first forward pass loads the code of its kernels."""
+        """Load the code of the first forward pass's kernels."""
         for _ in range(FORWARD_CODE):
             self._reserve_space(CODE)
 
     def begin_backward(self) -> None:
-        """The first backward pass loads the code of its kernels."""
+        """Load the code of the first backward pass's kernels."""
         for _ in range(BACKWARD_CODE):
             self._reserve_space(CODE)
 
     def start_cublas(self) -> None:
-        """cuBLAS takes its own address space, and its libraries some of the context's former chunk."""
+        """Map cuBLAS's own address space, and the libraries in the context's former chunk."""
         for _ in range(CUBLAS // CODE):
             self._reserve_space(CODE)
         self._room = max(0, self._room - LIBRARIES)

@@ -1,25 +1,25 @@
-"""The CUDA caching allocator, replayed: what requests become once they are rounded, split and cached.
+"""A replay of the CUDA caching allocator: requests are rounded, split and cached.
 
 A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` and `AllocatorConfig.h`, torch
 2.13, default configuration and `expandable_segments`:
 
 1. A size is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, above to the large one.
 2. Best fit: the smallest free block of the pool that is large enough, the lowest address among equals.
-3. On a miss a segment is taken from the device: 2 MiB for the small pool, 20 MiB for sizes under 10 MiB,
-   else the size rounded up to 2 MiB. Where the device has no more, whole free segments go back to it first.
-   (So it is replayed while the model is built, once and without harm. A step that does so again and again
-   is as good as one that does not fit: it fits when the peak of what is reserved does.)
-4. A block is split when what would remain is large enough: 512 B in the small pool, more than 1 MiB in the
+3. On a miss a segment is taken from the device. It has 2 MiB for the small pool and 20 MiB for sizes under 10
+   MiB. Larger sizes are rounded up to 2 MiB. If the device has no more, whole free segments are released
+   first. (So the release is replayed while the model is built, once and without harm. A step that releases
+   again and again is as good as one that does not fit. It fits when its peak of reserved bytes does.)
+4. A block is split when the rest is large enough. That is 512 B in the small pool, more than 1 MiB in the
    large one. An unsplit block is handed out whole, so `allocated` counts more than was requested.
-5. A freed block merges with free neighbours of its segment. Nothing else goes back to the device by itself.
-6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its
-   end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
-   out only when no other fits.
-7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments never go back.
-8. Each stream has pools of its own: what is freed in one is never handed out in another. A block that
-   another stream still works on when it is freed is back when that is done.
+5. A freed block merges with free neighbours of its segment. Nothing else is released to the device by itself.
+6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its end.
+   Every block splits at 512 B. The block at the end of the range, which could still grow, is handed out only
+   when no other fits.
+7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments are never released.
+8. Each stream has pools of its own: a block that is freed in one is never handed out in another. Another
+   stream may still use a block when it is freed. The block is free again when that use ends.
 
-Addresses matter only as an order; `addresses.py` says in which order the driver hands out segments.
+Addresses matter only as an order. `addresses.py` gives the order in which the driver hands out segments.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
 OF_GRAPHS, OF_STREAM = 2, 4
-"""How pools are numbered: 1 and 0 are the small and the large one, two more those of CUDA graphs, and each
-stream's begin four after those of the stream before it."""
+"""Offsets of pool numbers. 1 and 0 are the small and the large pool, and the next two those of CUDA graphs.
+
+The pools of each stream begin four after those of the stream before it.
+"""
 
 RANGE_BITS = 44
 """With expandable segments each pool has its own range of so many bits of addresses: more than any GPU."""
@@ -72,9 +74,9 @@ class Allocator:
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
         self.limit: int | None = None
-        """Bytes that it may reserve before it gives back what it keeps; None where that never ends."""
+        """Limit of the reserved bytes, at which cached segments are released; None for no limit."""
         self.retries = 0
-        """How often it has done so to go on."""
+        """Number of times that it has released cached segments in order to continue."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
         self._free = defaultdict[int, list[tuple[int, int, _PoolBlock]]](list)
@@ -83,7 +85,7 @@ class Allocator:
         self._range_next: dict[int, int] = {}
 
     def allocate(self, nbytes: int, memory: Memory = Memory.OWN, stream: int = 0) -> _PoolBlock:
-        """A block of at least `nbytes` bytes, from a pool of this memory and stream."""
+        """Return a block of at least `nbytes` bytes, from a pool of this memory and stream."""
         size = -(-nbytes // MINIMUM) * MINIMUM or MINIMUM
         small = size <= SMALL
         pool = small + OF_GRAPHS * (memory is Memory.GRAPHS) + OF_STREAM * stream
@@ -101,16 +103,16 @@ class Allocator:
         return block
 
     def release(self, block: _PoolBlock) -> None:
-        """Takes a block back."""
+        """Free an allocated block."""
         self.drop(block)
         self.take_back(block)
 
     def drop(self, block: _PoolBlock) -> None:
-        """Counts a block as allocated no longer; it stays where it is, and as requested."""
+        """Count a block as no longer allocated. It stays in place, and counts as requested."""
         self.allocated -= block.size
 
     def take_back(self, block: _PoolBlock) -> None:
-        """Takes a dropped block back and merges it with its free neighbours."""
+        """Free a dropped block and merge it with its free neighbours."""
         self.requested -= block.requested
         block.free = True
         if (before := block.before) is not None and before.free:
@@ -128,11 +130,11 @@ class Allocator:
         self._insert_free(block)
 
     def state(self) -> Hashable:
-        """Everything that its next decisions depend on, except the blocks that are handed out."""
+        """Return all inputs of the allocator's next decisions, except the blocks that are handed out."""
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
     def free_blocks(self) -> list[_PoolBlock]:
-        """The blocks that it keeps for later, of both pools."""
+        """Return the cached blocks of both pools."""
         return [block for pool in self._free.values() for _, _, block in pool]
 
     def _best_fit(self, size: int, number: int) -> _PoolBlock | None:
@@ -158,8 +160,7 @@ class Allocator:
         return _PoolBlock(segment, self.addresses.map_segment(segment), pool)
 
     def _grow(self, size: int, pool: int) -> _PoolBlock:
-        """Maps whole pages behind the pool's last block, which becomes part of the new block when it is
-        free."""
+        """Map whole pages behind the pool's last block, which becomes part of the new block if it is free."""
         last = self._range_end.get(pool)
         start = self._range_next.setdefault(pool, len(self._range_next) + 1 << RANGE_BITS)
         have = last.size if last is not None and last.free else 0
@@ -180,7 +181,7 @@ class Allocator:
         return block
 
     def empty_cache(self) -> None:
-        """Gives whole free segments back to the device. Those that grow in place are kept."""
+        """Release whole free segments to the device. Segments that grow in place stay."""
         if self.expandable:
             return
         for pool in [free for number, free in self._free.items() if number % OF_STREAM < OF_GRAPHS]:
@@ -224,7 +225,7 @@ class Replay:
     reserved: Sequence[int]
     """Reserved bytes after each event."""
     retries: int = 0
-    """How often the allocator gave back what it kept, to go on."""
+    """Number of times that the allocator released cached segments in order to continue."""
 
 
 def replay(
@@ -234,10 +235,12 @@ def replay(
     limit: int | None = None,
     late: Mapping[int, int] = NONE_LATE,
 ) -> Replay:
-    """Runs the trace's allocations and frees through the allocator, which while the model is built may
-    reserve `limit` bytes before it gives back what it keeps; and its last step again, until nothing changes
-    any more (`last_step.py`). Frees that are `late` are done before other events than their own
-    (`late_frees.py`)."""
+    """Run the trace's allocations and frees through the allocator, and return its statistics.
+
+    While the model is built, the allocator releases cached segments at `limit` reserved bytes. The last step
+    is repeated until nothing changes any more (`last_step.py`). Frees that are `late` are done before other
+    events than their own (`late_frees.py`).
+    """
     allocator = Allocator(expandable=expandable)
     frees = Frees(allocator, late)
     allocator.limit = limit
@@ -289,7 +292,7 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
-    """Before which events the blocks with these numbers are allocated."""
+    """Yield the events before which the blocks with these numbers are allocated."""
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
@@ -319,7 +322,7 @@ class Repeats:
         self._known: dict[int, dict[Hashable, int]] = defaultdict(dict)
 
     def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> Skipped:
-        """How many events from here on need no replay, in this state of the allocator."""
+        """Return the number of events from here on that need no replay, in this state of the allocator."""
         period = self.begins[index]
         time = (index - period.start) // period.events
         oldest = self._first_block(period)
@@ -346,7 +349,7 @@ class Repeats:
 def _replay_again(
     allocator: Allocator, frees: Frees, last: LastStep, emptied: Collection[int], began: set[Hashable]
 ) -> None:
-    """Replays the last step until it begins as it `began` before."""
+    """Replay the last step until its initial state is in `began`, the earlier ones."""
     for _ in range(MOST_REPEATED):
         begins = allocator.state(), last.begins()
         if begins in began:
@@ -356,13 +359,15 @@ def _replay_again(
 
 
 def is_small(pool: int) -> bool:
-    """Whether the pool of this number is for blocks of up to 1 MiB."""
+    """Return True if the pool of this number is for blocks of up to 1 MiB."""
     return pool % 2 == 1
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:
-    """What the driver does with addresses on its own, once each: when the context is released, or when this
-    phase or operator first allocates a block."""
+    """Return the driver's own actions on addresses, each of which happens once.
+
+    They happen when the context is released, or when this phase or operator first allocates a block.
+    """
     return {
         MarkKind.CONTEXT_RELEASED: addresses.release_context,
         "forward": addresses.begin_forward,
@@ -372,7 +377,7 @@ def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]
 
 
 def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
-    """The driver's actions by the number of the block before which they happen."""
+    """Return the driver's actions by the number of the block before which they happen."""
     pending = actions_by_word(addresses)
     release = next((mark for mark in trace.marks if mark.kind is MarkKind.CONTEXT_RELEASED), None)
     actions: dict[int, list[Callable[[], None]]] = {}

@@ -1,4 +1,4 @@
-"""The anatomy of a trace: where the bytes are at the peak, how they come and go, and what the step does."""
+"""The anatomy of a trace: bytes at the peak, bytes over time, and the operators of the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ POINTS = 240
 
 
 def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: Setup) -> Anatomy:
-    """The anatomy of `trace` at the event `peak`; `reserved` are the allocator's bytes after each event."""
+    """Return the anatomy of `trace` at the event `peak`; `reserved` are the allocator's bytes after each
+    event.
+    """
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
@@ -35,7 +37,7 @@ def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: S
 
 
 def by_kind(trace: Trace, peak: int) -> dict[str, int]:
-    """Bytes by kind at event `peak`, largest first; they add up to the requested bytes there."""
+    """Return the bytes by kind at event `peak`, largest first; they add up to the requested bytes there."""
     total: Counter[str] = Counter()
     for index in trace.alive_at(peak):
         total[trace.blocks[index].kind] += trace.blocks[index].nbytes
@@ -103,7 +105,7 @@ def _modules(alive: Iterable[Block]) -> Iterable[ModuleLine]:
 
 
 def _fold_layers(module: str) -> str:
-    """The name for all layers of one stack: `encoder.layer.3.output` becomes `encoder.layer.*.output`."""
+    """Return the common name for layers of a stack: `encoder.layer.*.output` for `encoder.layer.3.output`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
@@ -112,7 +114,7 @@ def _short(operator: str) -> str:
 
 
 def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
-    """The last step, reduced to the highest point of each of `POINTS` equal stretches."""
+    """Yield the last step, reduced to the highest point of each of `POINTS` equal stretches."""
     last = max((mark.step for mark in trace.marks), default=-1)
     marks = [mark for mark in trace.marks if mark.step == last]
     if not marks:
@@ -137,7 +139,7 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
 
 
 def _kinds_after(trace: Trace, positions: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Live bytes by kind after each of these events, which ascend."""
+    """Yield the live bytes by kind after each of these events, which ascend."""
     live: dict[str, int] = {}
     begin = 0
     for position in positions:

@@ -1,8 +1,8 @@
-"""From a GPU of the table to what a prediction needs of it: a policy, and the bytes of its context.
+"""From a GPU of the table to the inputs of a prediction: a policy, and the bytes of its context.
 
-NVML counts three things for a process: what the allocator reserved, the CUDA context, and the libraries that
-were loaded into it. The last two are measured per GPU; where nobody measured, the middle of the measured ones
-is taken, and the prediction says so.
+NVML counts three things for a process: the allocator's reserved bytes, the CUDA context, and the loaded
+libraries. The last two are measured per GPU. Without a measurement, the middle of the measured ones is taken,
+and the prediction reports it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ USUAL_CONTEXT = 600 * MIB
 """Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
 
 CONTEXT_ERROR = 200 * MIB
-"""By how much such a context may be off."""
+"""Possible error in bytes of such a context."""
 
 USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
 """Bytes that loading kernels and libraries adds, where it was not measured: an H200's figures."""
@@ -47,19 +47,26 @@ LINK_STREAM = 70 * MIB
 """NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
 
 MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
-"""NVML bytes that each GiB of page-locked memory adds, 8 for a page of 4 KiB, and how much of the first GiB
-is taken before activations are: with this, six runs on one H200 with 2 to 145 slabs of 128 MiB are met to the
-byte (results/h200-2026-11-23/activation-offload)."""
+"""NVML bytes that each GiB of page-locked memory adds, and the part of the first GiB that is taken before.
+
+Each page of 4 KiB takes 8 bytes. The second figure counts allocations before those of activations. Six runs
+on one H200 with 2 to 145 slabs of 128 MiB are met to the byte with these figures
+(results/h200-2026-11-23/activation-offload).
+"""
 
 OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
-"""From a release of torch on, the oldest compute capability that any of its builds runs on, and the one that
-its usual build does: `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the last with a build for
-CUDA 11.8, and so with Kepler; the builds for CUDA 12.6 have Maxwell, Pascal and Volta up to 2.14."""
+"""Oldest compute capability of any build of torch, and of its usual build, from a release of torch on.
+
+The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the last with a build for CUDA
+11.8, and so with Kepler. The builds for CUDA 12.6 have Maxwell, Pascal and Volta up to 2.14.
+"""
 
 
 def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
-    """How CUDA decides on this GPU, or on an H200 when none is named. Raises `GpuError` for GPUs without
-    CUDA, and for those on which the installed torch does not run."""
+    """Return CUDA's policy on this GPU, or on an H200 when none is named.
+
+    Raises `GpuError` for GPUs without CUDA, and for those on which the installed torch does not run.
+    """
     from snugfit.rehearsal.device.policy import CudaPolicy
 
     if gpu is None:
@@ -86,7 +93,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
 
 
 def _free_bytes(gpu: Gpu) -> int | None:
-    """Bytes that an engine of the second stage, which asks, finds free on it beside its process group."""
+    """Return the bytes that an engine of stage 2 finds free on the GPU next to its process group."""
     if gpu.memory_bytes is None:
         return None
     return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT) - PROCESS_GROUP[2]
@@ -96,12 +103,12 @@ _INSTEAD = "Try a current CUDA GPU. For a rough answer, try snugfit predict --me
 
 
 def _torch() -> str:
-    """The installed release of torch, such as `2.13`."""
+    """Return the installed release of torch, such as `2.13`."""
     return ".".join((version_of("torch") or "2.0").split(".")[:2])
 
 
 def _oldest_capabilities() -> tuple[tuple[int, int], tuple[int, int]]:
-    """What `OLDEST_CAPABILITIES` says of the installed torch."""
+    """Return the entry of `OLDEST_CAPABILITIES` for the installed torch."""
     major, minor = map(int, _torch().split("."))
     return OLDEST_CAPABILITIES[max(first for first in OLDEST_CAPABILITIES if first <= (major, minor))]
 
@@ -111,8 +118,10 @@ def _text(capability: tuple[int, int]) -> str:
 
 
 def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
-    """That of the first of these GPUs, with one peer for each way in which others may decide that share a
-    search with it."""
+    """Return the policy of the first of these GPUs, with the different policies that share a search with it.
+
+    Each different set of decisions is one of its `peers`.
+    """
     policies = [policy_for(gpu, software) for gpu in gpus]
     by_decisions = {
         policy.decisions: policy for policy in policies if policy.may_share == policies[0].may_share
@@ -122,32 +131,34 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
 
 
 GRAPHS, GRAPH, NODES_OF_A_GRAPH = 60 * MIB, 4 * MIB, 1_500
-"""What the driver takes for the CUDA graphs of a step: once, for each graph, and for how many kernels of one
-so much again. Of eleven runs on an H200 and an H100 with torch 2.11, with three to six graphs of 3 to 2,376
-kernels each (2026-11-27, results/h200-2026-11-27/captured.json), all are met."""
+"""NVML bytes of the CUDA graphs of a step: once, for each graph, and the kernels of a graph per such amount.
+
+Eleven runs on an H200 and an H100 with torch 2.11 are all met. They had three to six graphs of 3 to 2,376
+kernels each (2026-11-27, results/h200-2026-11-27/captured.json).
+"""
 
 
 class ContextNeeds(NamedTuple):
-    """What a step needs of the context, the same on every GPU."""
+    """Requirements of a step on the context, the same on every GPU."""
 
     backward: bool
-    """Whether it has a backward pass."""
+    """True if the step has a backward pass."""
     cudnn: bool
-    """Whether it loads cuDNN."""
+    """True if the step loads cuDNN."""
     pinned_bytes: int
     """Page-locked memory of the host."""
     streams: int
-    """Streams beside torch's own."""
+    """Streams in addition to torch's own."""
     solver: bool = False
-    """Whether it loads cuSOLVER."""
+    """True if the step loads cuSOLVER."""
     feature_bytes: int = 0
     """Bytes that operators of features add."""
     graphs_bytes: int = 0
-    """What the driver takes for CUDA graphs."""
+    """Bytes that the driver takes for CUDA graphs."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """What the step of this trace needs."""
+        """Return the requirements of this trace's step."""
         operators = {kernel.operator for kernel in trace.kernels}
         return cls(
             any(mark.phase == "backward" for mark in trace.marks),
@@ -161,8 +172,10 @@ class ContextNeeds(NamedTuple):
 
 
 def graphs_bytes(kernels: Iterable[Kernel]) -> int:
-    """What the driver takes for the CUDA graphs that a step's kernels are played from, but for those of
-    compiled programs. Of the passes of many micro-batches only the first two are different graphs."""
+    """Return the driver's bytes for the CUDA graphs of a step's kernels, without graphs of compiled programs.
+
+    Among the passes of many micro-batches only the first two are different graphs.
+    """
     played: dict[str, list[int]] = {}
     for kernel in kernels:
         if not kernel.played or kernel.compiled:
@@ -176,15 +189,17 @@ def graphs_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int = 0) -> tuple[int, list[str]]:
-    """NVML bytes of the context and its libraries, with the bytes of a process `group`, and sentences on what
-    is uncertain about them."""
+    """Return the NVML bytes of the context and its libraries, and sentences on their uncertainty.
+
+    The bytes include those of a process `group`.
+    """
     return context_for(gpu, software, ContextNeeds.of(trace), group=group)
 
 
 def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
-    """The same for a step with these needs, which are found once for many GPUs."""
+    """Return the result of `context_of` for a step with these needs, found once for many GPUs."""
     if software.context_bytes is not None:
         return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None
@@ -208,8 +223,11 @@ def context_for(
 
 
 def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]:
-    """Sentences on what is less certain on this GPU than on an H200, on which everything was measured, and on
-    builds of torch that do not run on it; `software` is the installed one where None is given."""
+    """Return sentences on figures that are less certain on this GPU than on an H200, the reference of all
+    measurements.
+
+    They include builds of torch that do not run on it. `software` None means the installed packages.
+    """
     if gpu is None:
         return ["No GPU was named, so kernels are chosen for compute capability 9.0. Add --gpu NAME."]
     if gpu.compute_capability is None or gpu.compute_capability == (9, 0):

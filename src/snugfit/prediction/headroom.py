@@ -1,9 +1,9 @@
-"""How much of a GPU's memory an answer leaves free.
+"""The amount of a GPU's memory that an answer leaves free.
 
-A recipe that fits by a few MiB fits on paper. So a plan leaves 2 % of the GPU's memory by default; where a
-doubt about the bytes has a size (a context that nobody measured), that much more; and on a GeForce, which
-mostly drives a display as well, half a GiB. An amount of memory that the user names is theirs to divide:
-nothing is taken off it unless a headroom is asked for.
+A recipe that fits by a few MiB fits on paper. So a plan leaves 2 % of the GPU's memory by default. An
+uncertainty of known size about the bytes (an unmeasured context) is added. On a GeForce, which mostly drives
+a display as well, half a GiB is added. An amount of memory that the user names is used in full, unless a
+headroom is requested.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
 
 USUAL_SHARE = 0.02
-"""Of the GPU's memory (chosen): reserved bytes were predicted within 1 % of nearly all drawn runs
-(docs/accuracy.md), and a model's own code may keep a tensor that no rehearsal saw."""
+"""Share of the GPU's memory (chosen).
+
+Reserved bytes were predicted within 1 % of nearly all drawn runs (docs/accuracy.md). A model's own code may
+keep a tensor that no rehearsal recorded.
+"""
 
 DISPLAY_BYTES = GIB // 2
-"""What a desktop and its windows take (chosen)."""
+"""Bytes of a desktop and its windows (chosen)."""
 
 _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
@@ -31,9 +34,11 @@ _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 def headroom_of(
     asked: int | str | None, gpu: Gpu | None, memory_bytes: int | None = None, *, one_of_many: bool = False
 ) -> int:
-    """Bytes to leave free of `memory_bytes`, or where none were named, of the GPU's: what is `asked`, in
-    bytes or as text (`1GiB`, `2%`), or the usual. Raises `UsageError` for what is no headroom, and for all of
-    the memory, unless the GPU is `one_of_many`, of which others have more."""
+    """Return the bytes to leave free of `memory_bytes`, or of the GPU's memory if that is None.
+
+    `asked` is in bytes or text (`1GiB`, `2%`); None is the usual headroom. Raises `UsageError` for other
+    values. All of the memory is an error too, unless the GPU is `one_of_many`, since others may have more.
+    """
     if asked is None:
         return usual_headroom(gpu) if memory_bytes is None else 0
     limit = gpu.memory_bytes if memory_bytes is None and gpu else memory_bytes
@@ -44,8 +49,7 @@ def headroom_of(
 
 
 def usual_headroom(gpu: Gpu | None) -> int:
-    """Bytes that an answer for this GPU leaves free unless it is asked otherwise; 0 where no memory is
-    known."""
+    """Return the default bytes that an answer for this GPU leaves free; 0 if its memory is unknown."""
     if gpu is None or gpu.memory_bytes is None:
         return 0
     doubt = CONTEXT_ERROR if gpu.context_bytes is None else 0
@@ -53,14 +57,14 @@ def usual_headroom(gpu: Gpu | None) -> int:
 
 
 def at_most(needed_bytes: float, gpu: Gpu) -> int:
-    """So many bytes, but no more than this GPU has beside its usual headroom."""
+    """Return so many bytes, but no more than this GPU has without its usual headroom."""
     if gpu.memory_bytes is None:
         return int(needed_bytes)
     return min(int(needed_bytes), gpu.memory_bytes - usual_headroom(gpu))
 
 
 def may_drive_display(gpu: Gpu) -> bool:
-    """Whether the driver calls it a GeForce: a card that people have in the machine they sit at."""
+    """Return True if the driver calls it a GeForce, a card of desktop machines."""
     return any("geforce" in name.lower() for name in gpu.names)
 
 
@@ -72,7 +76,7 @@ def _as_bytes(asked: int | str, limit: int | None) -> int:
                     f"headroom: {asked!r} is a share of the memory, so name a GPU or an amount of memory."
                 )
             share = float(match[1]) / 100
-            if share >= 1:  # whatever the memory of other GPUs is
+            if share >= 1:  # for any memory of other GPUs
                 raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
             return int(share * limit)
         return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom", or_else=", or a share: 2%")

@@ -2,17 +2,17 @@
 rates.
 
 **Matrix products** are cut into tiles that the multiprocessors compute in waves. A wave that is not full
-takes as long as one that is, which is why a product a little larger can take a third longer, and why small
-ones reach a tenth of the peak. cuBLAS chooses tile and split of the inner dimension for the shape; here it is
-the fastest of a few tiles and splits, as a good choice would be. (The model is the usual one of tile and wave
+takes as long as a full one. So a product a little larger can take a third longer, and small ones reach a
+tenth of the peak. cuBLAS chooses tile and split of the inner dimension for the shape. Here the fastest of a
+few tiles and splits is taken, as a good choice would be. (The model is the usual one of tile and wave
 quantisation: NVIDIA, "Matrix Multiplication Background User's Guide".)
 
 **Attention** by its FLOPs, in waves of blocks of 64 queries.
 
 **Everything else** is bound by the bytes it moves, and a small one by the time that any kernel takes.
-Pointwise operators reach the bandwidth when their operands have the same layout; those that compute each
-element's address or cast on the way, reductions and norms reach less (`Rates.patterns`, by layout and by
-operator).
+Pointwise operators reach the bandwidth when their operands have the same layout. Operators that compute each
+element's address or cast on the way reach less, as do reductions and norms. `Rates.patterns` has their rates
+by layout and by operator.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ SHORTEST_SPLIT = 256
 """Least length of such a part."""
 
 PLAYED = 0.38
-"""What is left of a matrix product's start where it is played back from a CUDA graph: starts were fitted to
-kernels that are launched one by one, and a graph leaves no time between them. Recorded steps of BERT-large,
-RoBERTa-large and Qwen2.5-0.5B took 2.9 to 3.2 us less for each product
-(`results/h200-2026-11-27/profile-bert.json` and `profile-roberta.json`,
-`results/h100-2026-11-27/clocks.json`)."""
+"""Remaining share of a matrix product's start when it is replayed in a CUDA graph.
+
+Starts were fitted to kernels that are launched one by one, and a graph leaves no time between them. Recorded
+steps of BERT-large, RoBERTa-large and Qwen2.5-0.5B took 2.9 to 3.2 us less for each product. The sources are
+`profile-bert.json` and `profile-roberta.json` of `results/h200-2026-11-27`, and
+`results/h100-2026-11-27/clocks.json`.
+"""
 
 ADDING_UP = 1e-6
 """Seconds of the kernel that adds the parts, beside its traffic."""
@@ -75,8 +77,10 @@ QUERIES = 64
 """Queries of one block of an attention kernel."""
 
 PAGEABLE = 11e9
-"""Bytes per second from memory that is not page-locked: 8 to 13e9 were measured on the host of one H200
-(2026-11-21), 52e9 to 55e9 from page-locked memory."""
+"""Bytes per second from memory that is not page-locked.
+
+On the host of one H200, 8 to 13e9 were measured (2026-11-21), and 52e9 to 55e9 from page-locked memory.
+"""
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
@@ -85,24 +89,29 @@ alike, on one H200. Between 0.1 and 0.5 were measured in low precisions: the lar
 
 FEW_CHANNELS = 8
 FEW_CHANNELS_FLOPS = 0.4
-"""Share of fp32's matrix product rate that convolutions of a picture's three channels reach, in whichever
-precision (15 to 29e12 FLOPs per second were measured on one H200)."""
+"""Share of fp32's matrix product rate that convolutions of a picture's three channels reach, in any
+precision.
+
+On one H200, 15 to 29e12 FLOPs per second were measured.
+"""
 
 
 WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
-"""What takes this device no time, and exchanges, which take the link."""
+"""Operators without time on this device, and exchanges, which occupy the link."""
 
 
 class KernelClock:
-    """The seconds of kernels on one GPU, and of exchanges with others that are so `connected`; kernels of the
-    same shapes are computed once."""
+    """The seconds of kernels on one GPU, and of exchanges over the interconnect `connected`.
+
+    Kernels of the same shapes are computed once.
+    """
 
     def __init__(self, rates: Rates, connected: Interconnect | None = None) -> None:
         self.rates, self._connected = rates, connected
         self._cache: dict[tuple[object, ...], float] = {}
 
     def seconds(self, kernel: Kernel) -> float:
-        """Seconds of this kernel alone, when nothing else runs."""
+        """Return the seconds of this kernel while no other kernel runs."""
         key = (
             kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops, kernel.layout,
             kernel.leading, kernel.tensors, kernel.peers, kernel.played,
@@ -120,7 +129,7 @@ class KernelClock:
         if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)
             return self.rates.start + kernel.nbytes / 2 / link
-        if not kernel.operator.startswith(GENERATED):  # whose names list what was fused
+        if not kernel.operator.startswith(GENERATED):  # names of generated kernels list their fused operators
             if "convolution" in kernel.operator:
                 return self._convolution(kernel)
             if "attention" in kernel.operator and kernel.shapes:
@@ -129,7 +138,7 @@ class KernelClock:
         return start + kernel.nbytes / moved
 
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
-        """Bytes per second that this kernel reaches, and seconds to start it."""
+        """Return the bytes per second that this kernel reaches, and seconds to start it."""
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
         for name in (*(name for of in hooks("rate_names") for name in of(kernel)), *names):
@@ -160,8 +169,10 @@ class KernelClock:
         return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
 
     def _copy_first(self, kernel: Kernel) -> float:
-        """Seconds in which torch copies the matrix that a product is added to; a bias is not copied, nor a
-        matrix that is added to in place."""
+        """Return the seconds in which torch copies the matrix that a product is added to.
+
+        A bias is not copied, nor is a matrix that is added to in place.
+        """
         if kernel.operator not in WITH_BIAS or kernel.operator.endswith("_") or len(kernel.shapes[0]) < 2:
             return 0.0
         return self.rates.start + 2 * math.prod(kernel.shapes[0]) * kernel.itemsize / self.rates.bandwidth
@@ -195,10 +206,13 @@ class KernelClock:
         return start + max(kernel.flops / (flops * busy), kernel.nbytes / self.rates.bandwidth)
 
     def _busy_with_several(self, queries: int) -> float:
-        """The share of multiprocessors that work while sequences of several lengths, with so many queries in
-        all heads, are attended to in one row (N, H, D). Their blocks do not end together, so there is no last
-        wave that leaves some idle: with one, RoBERTa-large's attention over 8 x 288 tokens was predicted at
-        3.3 ms and took 2.6 (`results/h200-2026-11-28/profile-roberta-padding.json`)."""
+        """Return the share of busy multiprocessors during attention over sequences of several lengths in one
+        row (N, H, D).
+
+        `queries` is their number in all heads. Their blocks do not end together, so there is no last wave
+        that leaves some idle. With one, RoBERTa-large's attention over 8 x 288 tokens was predicted at 3.3 ms
+        and took 2.6 (`results/h200-2026-11-28/profile-roberta-padding.json`).
+        """
         return min(1.0, queries / QUERIES / self.rates.multiprocessors) or 1.0
 
 
@@ -210,9 +224,9 @@ def tile_seconds(
     sizes: tuple[int, int, int, int],
     share: float = 1.0,
 ) -> float:
-    """The shortest time over tiles and splits of a batch of matrix products.
+    """Return the shortest seconds over tiles and splits of a batch of matrix products.
 
-    `sizes` are (batch, rows, columns, inner length); `share` is the part of the rate that alignment leaves.
+    `sizes` are (batch, rows, columns, inner length). `share` is the part of the rate that alignment leaves.
     """
     batch, rows, columns, inner = sizes
     best = math.inf

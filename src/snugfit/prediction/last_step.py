@@ -1,9 +1,10 @@
-"""The last step of a trace, over and over: the third is not always the last that reserves more.
+"""Repeats of a trace's last step: the third step is not always the last that reserves more.
 
-A trace ends with the first step that is like all that follow. It finds what earlier ones left free and cuts
-it in its own way, so that the next may find a block in two pieces where it found it whole, and takes a
-segment more (a Llama and a Gemma 2 on an H100: 12 and 2 MiB in the fourth step). So the allocator replays it
-until it begins as it began before, block by block and address by address; from there on nothing changes.
+A trace ends with the first step that is like all that follow. That step splits the free blocks of earlier
+ones in its own way. The next step may then find a block in two pieces that was whole before, and takes a
+segment more. In a Llama and a Gemma 2 on an H100 these were 12 and 2 MiB in the fourth step. So the allocator
+replays the step until its initial state repeats, block by block and address by address. From there on nothing
+changes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet
 from snugfit.rehearsal.trace.trace import Memory, Trace
 
 MOST_REPEATED = 12
-"""How often the last step is replayed at most: one that never begins as before takes this long to show."""
+"""Largest number of replays of the last step, for steps whose initial state never repeats."""
 
 
 class Allocates(Protocol):
-    """What hands out blocks: an allocator."""
+    """An allocator: an object that hands out blocks."""
 
     def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
-        """A block of at least so many bytes, of this memory and stream."""
+        """Return a block of at least so many bytes, of this memory and stream."""
 
     def empty_cache(self) -> None:
-        """Gives whole free segments back to the device."""
+        """Release whole free segments to the device."""
 
 
 class LastStep:
@@ -51,12 +52,12 @@ class LastStep:
 
     @property
     def leaves_as_many(self) -> bool:
-        """Whether it leaves as many live blocks of each kind as it found: then the next is like it."""
+        """True if it leaves as many live blocks of each kind as it found: then the next is like it."""
         allocated = Counter([move.stack for move, *_ in self._moves if type(move) is Alloc])
         return allocated == Counter([move.stack for move, *_ in self._moves if type(move) is Free])
 
     def begins(self) -> Hashable:
-        """Where all blocks lie of which it will free some."""
+        """Return the addresses of all blocks of which it will free some."""
         blocks = self._blocks
         return frozenset(
             (stack, tuple([blocks[index].address for index in indices]))
@@ -65,8 +66,10 @@ class LastStep:
         )
 
     def run_again(self, allocator: Allocates, frees: Frees, emptied: Collection[int]) -> None:
-        """Runs it once more; its frees are done by `frees`, by the places of the events. Before those that
-        are `emptied` the allocator gives back what it keeps."""
+        """Run the step once more. `frees` does its frees, by the positions of the events.
+
+        Before the events in `emptied`, the allocator releases its cached segments.
+        """
         for index, (move, memory, stream) in enumerate(self._moves, start=self._start):
             if index in emptied:
                 allocator.empty_cache()
@@ -80,14 +83,14 @@ class LastStep:
 
 
 def begin_of_last_step(trace: Trace) -> int:
-    """How many events come before the last step; -1 where there is one step alone."""
+    """Return the number of events before the last step; -1 where there is one step alone."""
     phases = trace.phases
     last = phases[-1].step if phases else -1
     return next(mark.event for mark in phases if mark.step == last) if last > 0 else -1
 
 
 def places(trace: Trace, live: Mapping[int, Any]) -> Hashable:
-    """Where these blocks lie, oldest first, as `LastStep.begins` has it."""
+    """Return the addresses of these blocks, oldest first, in the form of `LastStep.begins`."""
     stacks: dict[Alloc, list[int]] = defaultdict(list)
     for number, block in live.items():
         stacks[_alloc_of(trace, number).stack].append(block.address)

@@ -1,5 +1,7 @@
-"""Bytes of the host in which a step's activations wait and its optimizer's states are, and of managed memory,
-which is on the host or the GPU."""
+"""Bytes of host memory for a step's offloaded activations and its optimizer's states, and of managed memory.
+
+Managed memory is on the host or the GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,18 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
 
 PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
-"""What only steps with page-locked memory have."""
+"""Operators that occur only in steps with page-locked memory."""
 
 STAGING_BYTES = 2 * STAGED_BYTES
 """Page-locked memory for weights and gradients that the host updates."""
 
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:
-    """Of the slabs that a step with these kernels takes: each micro-batch's activations go out in its forward
-    pass, and all of their places are free again when the next one begins."""
+    """Return the bytes of the slabs for offloaded activations in a step with these kernels.
+
+    Each micro-batch's activations are copied out in its forward pass. All of their places are free again when
+    the next one begins.
+    """
     slabs, taken = Slabs(), 0
     for kernel in kernels:
         if kernel.operator == COPY_OUT:
@@ -42,7 +47,7 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def pinned_bytes(kernels: Iterable[Kernel]) -> int:
-    """All of the step's page-locked memory, but for its loader's."""
+    """Return all of the step's page-locked bytes, except for its loader's."""
     kernels = tuple(kernels)
     if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
         return 0
@@ -53,8 +58,10 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def host_state_bytes(kernels: Iterable[Kernel]) -> int:
-    """Of what the host holds, beside page-locked memory, for weights that it updates: what the step told, or
-    two moments for each, of its dtype."""
+    """Return the host's bytes, beyond page-locked memory, for weights that it updates.
+
+    They are the bytes that the step reports, or else two moments for each weight, of its dtype.
+    """
     kernels = tuple(kernels)
     if held := _most(kernels, HELD_ON_HOST):
         return held - pinned_bytes(kernels)
@@ -62,8 +69,10 @@ def host_state_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def managed_bytes(kernels: Iterable[Kernel]) -> int:
-    """NVML bytes of optimizer states in pages, while all of them are on the GPU: an update asks for each page
-    once."""
+    """Return the NVML bytes of optimizer states in pages, while all of them are on the GPU.
+
+    An update requests each page once.
+    """
     return managed_on_gpu(sum(kernel.nbytes // 2 for kernel in kernels if kernel.operator == PREFETCH))
 
 

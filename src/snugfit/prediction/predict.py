@@ -1,4 +1,4 @@
-"""Predict: rehearse the step, replay its trace through the allocator, and add what lies outside both."""
+"""Predict: rehearse the step, replay its trace through the allocator, and add the bytes outside of both."""
 
 from __future__ import annotations
 
@@ -55,12 +55,16 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 PROCESS_BYTES = 1500 * MIB
-"""Resident memory of a process that has imported torch and transformers and holds a CUDA context: between
-1,326 and 1,828 MiB in 16 drawn runs on an H200 (2026-11-20, torch 2.11)."""
+"""Resident memory of a process that has imported torch and transformers and has a CUDA context.
+
+It was between 1,326 and 1,828 MiB in 16 drawn runs on an H200 (2026-11-20, torch 2.11).
+"""
 
 IMPORTED_BYTES = 930 * MIB
-"""The same before any kernel was loaded, while weights that are built on the host stand beside it: the HF
-Trainer's 2,207 MiB with BERT-large are this and the weights' 1,279 (2026-11-20)."""
+"""The same before any kernel was loaded, next to weights that are built on the host.
+
+The HF Trainer's 2,207 MiB with BERT-large are this and the weights' 1,279 (2026-11-20).
+"""
 
 WORKER_BYTES = 450 * MIB
 """Resident memory of one loader worker that its parent's pages do not share."""
@@ -70,19 +74,19 @@ PREFETCHED_BATCHES = 2
 
 
 RETRIED = (
-    "While the model is built the allocator runs out of memory and gives back what it keeps for later. On a "
-    "larger GPU it reserves more."
+    "While the model is built the allocator runs out of memory and releases its cached memory. On a larger "
+    "GPU it reserves more."
 )
 
 COMPILED_SECONDS = (
-    "Seconds of compiled layers rest on eleven runs on one H200: steps that the GPU bounds took 2 to 12 % "
+    "Seconds of compiled layers rest on eleven runs on one H200. Steps that the GPU bounds took 2 to 12 % "
     "longer than predicted, others up to 30 %. First steps without a cache took 6 to 15 s."
 )
 
 
 WHOLE_SECONDS = (
-    "Seconds of a model that is compiled whole rest on four runs on H200s: two that the GPU decided took 11 "
-    "and 12 % longer than predicted, and to two that the host decided its launches are fitted. First steps "
+    "Seconds of a model that is compiled whole rest on four runs on H200s. Two that the GPU bounds took 11 "
+    "and 12 % longer than predicted. The launches are fitted to two that the host bounds. First steps "
     "took 16 to 66 s."
 )
 
@@ -100,14 +104,16 @@ def predict(
     trainer_class: type[Any] | None = None,
     rates: Rates | None = None,
 ) -> Prediction:
-    """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text. On
-    several such `gpus` the global batch stays, and each takes its share.
+    """Return the prediction for `job` under `recipe` on `gpu`, made without a GPU.
 
-    `memory_bytes` is what may be used, when it is not all of the GPU's. What fits and leaves less of it than
-    `headroom` (bytes, or text such as `2%`) is marked as tight; by default 2 % of the GPU's, and more where
-    the bytes are in doubt. `loop` is `plain`, `accelerate` or `trainer`; `trainer_class` is a subclass of
-    `transformers.Trainer` to rehearse in its place; `rates` are by default this GPU's. Raises `UsageError`
-    for what cannot be, `RehearsalError` for a step without a trace.
+    Recipe and GPU may be given as text. On several such `gpus` the global batch stays, and each takes its
+    share.
+
+    `memory_bytes` is the usable memory, when it is not all of the GPU's. A step that fits and leaves less of
+    it than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
+    memory, and more where the bytes are uncertain. `loop` is `plain`, `accelerate` or `trainer`.
+    `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. `rates` are by default
+    this GPU's. Raises `UsageError` for an impossible request, `RehearsalError` for a step without a trace.
     """
     _refuse(job, memory_bytes)
     gpu, profile = None if gpu is None else find_gpu(gpu), find_software(software)
@@ -167,7 +173,7 @@ def _foresee_rank(
 
 
 def rehearse_again(prediction: Prediction) -> Trace:
-    """The trace that a prediction was made from, which it does not hold. Not for a subclass of Trainer."""
+    """Return the trace of a prediction, which does not contain it. Not for a subclass of Trainer."""
     profile = find_software(prediction.software)
     setup = on_gpus(profile.setup(prediction.recipe), prediction.gpus)
     part = job_of_rank(prediction.job, setup)
@@ -225,16 +231,16 @@ def _rehearse_once(
         keep_gradients=profile.keep_gradients,
         always_mask=profile.always_mask,
         trainer_class=trainer_class,
-        rank=rank or None,  # stages differ by number, and others by what they share out
+        rank=rank or None,  # stages differ by number, other ranks by their shares
     )
 
 
 def _host_bytes(job: Job, setup: Setup, shown: RankForeseen, ranks: Sequence[RankForeseen], loop: str) -> int:
-    """Largest resident memory in bytes of the process and its workers, to within 400 MiB.
+    """Return the largest resident memory in bytes of the process and its workers, to within 400 MiB.
 
-    Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors: a model
-    that is built on the host, until it moves, and then batches in the loader's hands, activations that wait
-    there, an optimizer's states. Of a model that is cut into stages that is the whole one.
+    Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors. First they
+    are a model that is built on the host, until it moves. Then they are the loader's batches, offloaded
+    activations, and an optimizer's states. If a model is cut into stages, the whole model counts.
     """
     trace, weights = shown.trace, weights_on_host(job, setup, ranks)
     batch = sum(block.nbytes for block in trace.blocks if block.kind == Kind.INPUTS and block.step == 0)
@@ -286,14 +292,14 @@ def _seconds(
     pipelined: PipelinedSteps | None,
     stage: int,
 ) -> tuple[StepSeconds | None, tuple[PhaseSpan, ...], tuple[str, ...]]:
-    """The steady step's seconds on this GPU, its timeline, and sentences on what is uncertain about them."""
+    """Return the steady step's seconds on this GPU, its timeline, and sentences on their uncertainty."""
     if gpu is None:
         return None, (), ()
     try:
         rates = rates or rates_for(gpu, ranks_of(setup))
     except GpuError as unknown:
         return None, (), (str(unknown),)
-    doubts = () if rates.measured else (f"Of this GPU no rates were measured: seconds are {rates.source}.",)
+    doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
     if setup.compile is not None and setup.compile.backend == CompileWish.backend:
         doubts = (*doubts, WHOLE_SECONDS if setup.compile.what == "model" else COMPILED_SECONDS)
     workers = setup.loader.workers
@@ -313,8 +319,7 @@ def _seconds(
 
 
 def _late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> Mapping[int, int]:
-    """The frees after which other streams still work on the block; none where this GPU's seconds are not
-    known."""
+    """Return the frees of blocks that other streams still use; none if this GPU's seconds are unknown."""
     if gpu is None or not trace.awaited:
         return NONE_LATE
     with contextlib.suppress(GpuError):
@@ -323,7 +328,7 @@ def _late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
-    """The start-up before the steady steps, on a host such as the H200's."""
+    """Return the start-up before the steady steps, on a host such as the H200's."""
     if timing is None:
         return None
     kernels, pinned = distinct_kernels(trace.kernels), pinned_bytes(trace.kernels)
@@ -338,7 +343,7 @@ def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -
 
 
 def _refuse(job: object, memory_bytes: object) -> None:
-    """Raises `UsageError` for what is no job, and for a bound that is no number of bytes."""
+    """Raise `UsageError` for an object that is no job, and for a bound that is no number of bytes."""
     refuse_what_is_no_job(job)
     if memory_bytes is None or (type(memory_bytes) is int and memory_bytes > 0):
         return

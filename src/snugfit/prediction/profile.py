@@ -1,8 +1,8 @@
 """The software that a prediction is for: the installed packages, or those of an earlier time, given as data.
 
-A profile says how the software of that time differed from today's: the bytes of a context, whether gradients
-were kept between steps, what softmax saved, which techniques existed. It never depends on a GPU's name; the
-same profile serves any GPU of the time.
+A profile gives the differences between the software of that time and today's. These are the bytes of a
+context, gradients kept between steps, the tensors that softmax saved, and the techniques that existed. It
+never depends on a GPU's name. The same profile serves any GPU of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REHEARSED_ON = (
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How the software of an earlier time differs from the installed packages."""
+    """Differences between the software of an earlier time and the installed packages."""
 
     name: str = INSTALLED
     """The name that `--software` takes."""
@@ -46,13 +46,13 @@ class Software:
     """Gradients were zeroed in place between steps, not dropped."""
 
     softmax_saves_input: bool = False
-    """Softmax kept its input for backward beside its output."""
+    """Softmax kept its input for backward in addition to its output."""
 
     always_mask: bool = False
-    """An attention mask was built and added also when nothing was padded."""
+    """An attention mask was built and added also without padding."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
-        """The recipe with this software's techniques in the slots where it is plain."""
+        """Return the recipe with this software's techniques in the slots where it is plain."""
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):
             if recipe[technique.slot] == plain[technique.slot]:
@@ -60,7 +60,7 @@ class Software:
         return recipe
 
     def setup(self, recipe: Recipe) -> Setup:
-        """The recipe's Setup, with this software's optimizers."""
+        """Return the recipe's Setup, with this software's optimizers."""
         setup = recipe.setup()
         path = self.optimizers.get(setup.optimizer.factory.path)
         if path is None:
@@ -69,7 +69,7 @@ class Software:
 
 
 def find_software(name: str) -> Software:
-    """The profile called `name`; raises `UsageError` with the known ones."""
+    """Return the profile called `name`. Raises `UsageError` with the known names."""
     known = {file.name.removesuffix(".json"): file for file in feature_files("software")}
     if name == INSTALLED:
         return Software()
@@ -82,6 +82,6 @@ def find_software(name: str) -> Software:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of those of `REHEARSED_ON` that are installed, and of snugfit."""
+    """Return the versions of the installed packages of `REHEARSED_ON`, and of snugfit."""
     installed = {package: version for package in REHEARSED_ON if (version := version_of(package))}
     return {"snugfit": __version__, **installed}

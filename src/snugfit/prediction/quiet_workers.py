@@ -1,9 +1,11 @@
-"""What the process that workers are copies of imports first: from here on, what nobody can act on is not
-logged in it, nor in them, and no GPU is seen. No user's own code runs there.
+"""The first import of the process that workers are copies of: it limits logs and hides all GPUs.
 
-A prediction asks no GPU anything. Yet libraries that transformers imports do: torchao looks up what kind of
-GPU there is. A process that has asked CUDA and is then copied leaves copies in which CUDA fails with
-"initialization error", so that a run on a machine with GPUs was told that it cannot be simulated.
+Log lines about which users can do nothing are suppressed from here on, in this process and in the workers. No
+user's own code runs there.
+
+A prediction queries no GPU. Yet libraries that transformers imports do: torchao looks up the kind of GPU.
+Copies of a process that has queried CUDA fail in CUDA with "initialization error". On a machine with GPUs, a
+run was therefore reported as impossible to simulate.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Rates: how fast one GPU runs kernels, and how long its host takes to launch them.
+"""Rates: the speed of kernels on one GPU, and the seconds in which its host launches them.
 
-Achieved rates, not those of a data sheet: a product of matrices reaches two thirds to nine tenths of the peak
-when it is large and a tenth when it is small, and which it is follows from its shape (`kernel_seconds.py`).
-`rates.json` holds what was measured, by the GPU's key. A GPU that was never measured gets the H200's shares
-of its own data sheet, or what others measured on it (`achieved` in the table of GPUs), and says so.
+The rates are achieved ones, not those of a data sheet. A large product of matrices reaches two thirds to nine
+tenths of the peak, a small one a tenth. Its shape decides (`kernel_seconds.py`). `rates.json` contains the
+measured rates, by the GPU's key. A GPU that was never measured gets the H200's shares of its own data sheet.
+Or it gets rates of other people (`achieved` in the table of GPUs). Its answers report it.
 
-The host is apart from the GPU: how long a launch takes depends on the machine, and on what else runs there.
+The host is apart from the GPU: the seconds of a launch depend on the machine, and on other programs there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ PRECISIONS = {
     "torch.float8_e4m3fn": FP8,
     "torch.float8_e5m2": FP8,
 }
-"""A kernel's dtype, and the data sheet's name for what computes it. The reference's products in 8-bit floats
-were not measured: they reach the share of its data sheet that those in bfloat16 reach."""
+"""The data sheet's name of the arithmetic for a kernel's dtype.
+
+The reference's products in 8-bit floats were not measured: they reach the share of its data sheet that those
+in bfloat16 reach.
+"""
 
 REFERENCE = "H200-SXM"
 """The GPU whose achieved shares are taken for those that were never measured."""
@@ -45,21 +48,25 @@ ALIGNMENT = 16
 """Bytes to which the rows of a matrix product must be aligned for its fastest kernels."""
 
 FLASH_SHARES = {"flash": 0.55, "flash backward": 0.45}
-"""Of the 16-bit peak, on GPUs whose tensor cores FlashAttention-2 was written for: on an A100 it reaches 50
-to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's tensor cores want other instructions:
-there the same kernels reach a quarter, which is what was measured on the H200."""
+"""Shares of the 16-bit peak, on GPUs whose tensor cores FlashAttention-2 was written for.
+
+On an A100 it reaches 50 to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's tensor cores
+need other instructions. There the same kernels reach a quarter, as measured on the H200.
+"""
 
 FLASH_MAJORS = (8, 12)
 """Compute capabilities (before the point) of such GPUs: Ampere, Ada, and Blackwell without `wgmma`."""
 
 OTHER_HOST = 0.7
-"""How long the host of a GPU that was never measured takes, relative to the reference's, a rented machine.
-Chosen, not measured: at 1.0 the guide's published V100 rows come out in another order than printed."""
+"""Seconds of the host of a GPU that was never measured, relative to the reference's, a rented machine.
+
+Chosen, not measured: at 1.0 the guide's published V100 rows come out in another order than printed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulRate:
-    """How fast matrix products of one precision run: a grid of tiles over the multiprocessors."""
+    """Speed of matrix products of one precision: a grid of tiles over the multiprocessors."""
 
     flops: float
     """Per second, of the whole GPU while every multiprocessor works on a tile of 256 x 128."""
@@ -68,16 +75,17 @@ class MatmulRate:
     """Seconds before and after the tiles' work."""
 
     wave: float
-    """Seconds that a wave of tiles takes beside its arithmetic: filling the pipeline, writing the result."""
+    """Seconds of a wave of tiles without its arithmetic: filling the pipeline, writing the result."""
 
     efficiency: tuple[float, float, float, float]
-    """Of tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32, against the largest."""
+    """Efficiency of tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32, against the largest."""
 
     unaligned: tuple[float, float, float]
-    """What is left of the rate when rows of an operand are aligned to 2, to 4 and to 8 bytes, not to 16."""
+    """Remaining share of the rate when operand rows are aligned to 2, 4 and 8 bytes, not to 16.
+    """
 
     def share(self, alignment: int) -> float:
-        """What is left of the rate when all rows are aligned to so many bytes, a power of two up to 16."""
+        """Return the remaining share of the rate for rows aligned to a power of two of bytes, at most 16."""
         return 1.0 if alignment >= ALIGNMENT else self.unaligned[alignment.bit_length() - 2]
 
 
@@ -98,10 +106,10 @@ class HostLaunchCosts:
     """A kernel of the backward pass, launched by autograd's own thread."""
 
     checkpoint: float
-    """A checkpointed part that begins, or begins to be computed again, beside what runs in it."""
+    """A checkpointed part that begins, or begins to be computed again, without its kernels."""
 
     view: float
-    """An operator that runs no kernel: a view, an empty tensor, and what autograd does of such ones."""
+    """An operator that runs no kernel: a view, an empty tensor, and autograd's work on these."""
 
     update: float
     """A kernel of an optimizer or of clipping."""
@@ -131,29 +139,40 @@ class HostLaunchCosts:
     """Each time the host waits for the device, apart from the waiting itself: the round trip."""
 
     intercepted: float = 1.6e-05
-    """An operator that selective checkpointing looks at, in Python. Calibrations of before have none. On an
-    H200's host that was shared (2026-11-23) it took 5 to 40 microseconds, 23 in the mean of eight readings,
-    while launches took 1.45 times their rate; the least of many turns on another host were 16."""
+    """An operator that selective checkpointing inspects, in Python. Older calibrations have none.
+
+    On an H200's host that was shared (2026-11-23) it took 5 to 40 microseconds, 23 in the mean of eight
+    readings. Launches took 1.45 times their rate meanwhile. The least of many turns on another host were 16.
+    """
 
     product: float = 2e-05
-    """A matrix product of an optimizer, as in Muon's steps: most of them copy a matrix first, which is a
-    launch of its own. From one step of BERT-large on an H200's host that was shared (2026-11-23);
-    calibrations of before have none."""
+    """A matrix product of an optimizer, as in Muon's steps.
+
+    Most of them copy a matrix first, which is a launch of its own. The figure is from one step of BERT-large
+    on an H200's host that was shared (2026-11-23). Older calibrations have none.
+    """
 
     function: float = 7e-05
-    """An autograd Function that a library writes in Python, forward or backward, or one of DeepSpeed's hooks
-    around a module, beside what it launches. Calibrations of before have none. On two H200s' hosts
-    (2026-11-23 and 24) eight steps with Liger beside five without wanted 80 microseconds, four with
-    bitsandbytes' 4-bit weights 60 to 75, and two of ZeRO-3 65 and 90 for each of its hooks
-    (`rehearsal/sharded/engine.py`); by itself, on a CPU, such a hook took 28 to 50 and an autograd Function
-    of DeepSpeed's 25 to 75, without CUDA's streams, events and ranges."""
+    """An autograd Function of a library, forward or backward, or one of DeepSpeed's hooks around a module.
+
+    The function is written in Python. Its launches are not counted. Older calibrations have none. On two
+    H200s' hosts (2026-11-23 and 24) eight steps with Liger took 80 microseconds for each, against five steps
+    without. Four with bitsandbytes' 4-bit weights took 60 to 75. Two of ZeRO-3 took 65 and 90 for each of its
+    hooks (`rehearsal/sharded/engine.py`).
+
+    Alone, on a CPU, such a hook took 28 to 50. An autograd Function of DeepSpeed's took 25 to 75. Both ran
+    without CUDA's streams, events and ranges.
+    """
 
     generated: float = 1.03e-5
-    """A kernel that a compiler generated, launched by its program. This and the next three are fitted to ten
-    readings on the hosts of three H200s, torch 2.11: forward and backward passes of compiled layers
-    (results/h200-2026-11-23/compiled/host.json, against the same passes uncompiled) and two steps of BERT
-    that is compiled whole (tests/data/compiled-h200.json), whose 344 and 1,864 launches the host decides. All
-    ten are met within 6 %."""
+    """A kernel that a compiler generated, launched by its program.
+
+    This and the next three are fitted to ten readings on the hosts of three H200s, torch 2.11. Eight are
+    forward and backward passes of compiled layers, against the same passes uncompiled
+    (results/h200-2026-11-23/compiled/host.json). Two are steps of BERT that is compiled whole
+    (tests/data/compiled-h200.json), whose 344 and 1,864 launches the host decides. All ten are met within 6
+    %.
+    """
 
     in_program: float = 3.1e-5
     """A kernel of torch that a compiled program launches, with the views and buffers that its call makes."""
@@ -165,38 +184,47 @@ class HostLaunchCosts:
     """Calling one of a backward pass, which autograd does."""
 
     shard_hook: float = 3.4e-4
-    """One of FSDP2's hooks around a group of sharded weights, beside what it launches (`SHARD_HOOKS`): two
-    before a group computes, two after its backward pass, and one where it gathers. On two H200s, beside steps
-    of the same models without FSDP2, three models of 13, 20 and 27 groups with 10 to 20 weights each took
-    0.28 to 0.39 ms, however many weights a group had (results/h200-2026-11-26/host-2.json). `snugfit
-    calibrate --gpus N` measures it."""
+    """One of FSDP2's hooks around a group of sharded weights, without its launches (`SHARD_HOOKS`).
+
+    Two run before a group computes, two after its backward pass, and one where it gathers. The figure is from
+    two H200s, against steps of the same models without FSDP2. Three models of 13, 20 and 27 groups with 10 to
+    20 weights each took 0.28 to 0.39 ms. The number of weights in a group made no difference
+    (results/h200-2026-11-26/host-2.json). `snugfit calibrate --gpus N` measures it.
+    """
 
     sharded_operand: float = 1.7e-6
-    """A tensor in shards that an operator is given (`SHARDED_OPERANDS`): updates of three models took 1.6 to
-    1.9 microseconds for each (same file)."""
+    """A tensor in shards that an operator is given (`SHARDED_OPERANDS`).
+
+    Updates of three models took 1.6 to 1.9 microseconds for each (same file).
+    """
 
     part_operator: float = 5.5e-5
-    """An operator of DTensor's in forward and backward passes, beside what it launches (`PART_OPERATORS`).
-    Four steps with `tensor(2)` on two H100s, beside the rates that `snugfit calibrate --gpus 2` measured
-    there before, wanted 48 to 65 microseconds (results/h100-2026-11-26/several-gpus-2.json)."""
+    """An operator of DTensor's in forward and backward passes, without its launches (`PART_OPERATORS`).
+
+    Four steps with `tensor(2)` on two H100s took 48 to 65 microseconds for each
+    (results/h100-2026-11-26/several-gpus-2.json). The other rates were those of `snugfit calibrate --gpus 2`
+    there.
+    """
 
     weight_apart: float = 2.5e-4
-    """A weight whose gradient a pipeline computes apart from those of a stage's inputs, beside what it
-    launches (`WEIGHTS_APART`): torch walks the graph for each in Python. A rough figure: a step with 592 of
-    them took two H200s 438 ms, and 284 interleaved (results/h200-2026-11-26/several-gpus-x4.json), which is
-    0.19 to 0.37 ms for each, as that host was 1.3 times as slow as a calibrated one or as fast."""
+    """A weight whose gradient a pipeline computes apart from those of a stage's inputs, without its launches.
+
+    These are `WEIGHTS_APART`: torch walks the graph for each in Python. It is a rough figure. A step with 592
+    of them took two H200s 438 ms, and 284 interleaved (results/h200-2026-11-26/several-gpus-x4.json). That is
+    0.19 to 0.37 ms for each: the host was as fast as a calibrated one, or 1.3 times slower.
+    """
 
     def slower(self, factor: float) -> HostLaunchCosts:
-        """The costs of a host that takes `factor` times as long."""
+        """Return the costs of a host that takes `factor` times as long."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})
 
     def to_json(self) -> dict[str, float]:
-        """A JSON object of seconds; `HostLaunchCosts.from_json` reads it back."""
+        """Return a JSON object of seconds; `HostLaunchCosts.from_json` reads it back."""
         return {_HOST_KEYS.get(name, name): seconds for name, seconds in asdict(self).items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, float]) -> Self:
-        """The costs that `to_json` wrote."""
+        """Return the costs that `to_json` wrote."""
         fields = {key: name for name, key in _HOST_KEYS.items()}
         return cls(**{fields.get(key, key): seconds for key, seconds in document.items()})
 
@@ -213,15 +241,17 @@ class Rates:
     """The key of the GPU in the table."""
 
     multiprocessors: int
-    """How many streaming multiprocessors work at a time."""
+    """Number of streaming multiprocessors that work at a time."""
 
     products: Mapping[str, MatmulRate]
     """Matrix products by precision: `fp32 tf32 bf16 fp16 fp8`, as many as the GPU has."""
 
     attention: Mapping[str, tuple[float, float]]
-    """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start.
+    """FLOPs per second and seconds to start, by kernel (`cudnn flash efficient`, each also `... backward`).
+
     `efficient half` is efficient attention in 16 bits, which no H200 chooses: timed alone on one
-    (`lab/time_kernels.py`). `... with dropout` where that was measured."""
+    (`lab/time_kernels.py`). `... with dropout` exists where that was measured.
+    """
 
     bandwidth: float
     """Bytes per second of a large element-wise kernel."""
@@ -230,49 +260,57 @@ class Rates:
     """Seconds of the smallest kernel."""
 
     link: float
-    """Bytes per second to or from page-locked memory of the host. An H200's is what four steps that travel
-    both ways took (`results/h200-2026-11-23/activation-offload`); they tell the two ways not apart."""
+    """Bytes per second to or from page-locked memory of the host.
+
+    An H200's is from four steps with copies both ways (`results/h200-2026-11-23/activation-offload`). They do
+    not distinguish the two ways.
+    """
 
     patterns: Mapping[str, tuple[float, float]]
-    """By operator, for those that are slower: bytes per second, seconds to start."""
+    """Bytes per second and seconds to start, by operator, for those that are slower."""
 
     host: HostLaunchCosts
 
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
 
     measured: bool = True
     """False when they were scaled from another GPU's by data sheet."""
 
     gpus: int = 1
-    """How many GPUs of the host worked at once while it was calibrated."""
+    """Number of GPUs of the host that worked at once while it was calibrated."""
 
     bus: Mapping[str, float] = field(default_factory=dict)
-    """By NCCL's kernel: the share of the bytes per second of the link between GPUs that large exchanges
-    reach, where that was calibrated (`several_gpus/communication.py`)."""
+    """Share of the link's bytes per second that large exchanges between GPUs reach, by NCCL's kernel.
+
+    It has calibrated kernels only (`several_gpus/communication.py`).
+    """
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Rates.from_json` reads it back."""
+        """Return a JSON object; `Rates.from_json` reads it back."""
         return {**asdict(self), "host": self.host.to_json()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The rates of one entry of `rates.json`."""
+        """Return the rates of one entry of `rates.json`."""
         return decode_fields(cls, document)
 
 
 def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
-    """The rates of this GPU, of which so many work at once: the user's own calibration of so many, or of one,
-    else those measured by us, else the reference's shares of its data sheet.
+    """Return the rates of this GPU while so many of its kind work at once.
 
-    Raises `GpuError` when the table does not say how fast it is, or a calibration cannot be read.
+    The user's own calibration of so many comes first, then one of a single GPU. Next are our measurements,
+    and last the reference's shares of its data sheet. Raises `GpuError` when the table does not give its
+    speed, or when a calibration cannot be read.
     """
     calibrated = _read_calibration(calibration_file(gpu, gpus)) if gpus > 1 else None
     return calibrated or _read_calibration(calibration_file(gpu)) or packaged_rates(gpu)
 
 
 def packaged_rates(gpu: Gpu) -> Rates:
-    """The rates of this GPU without any calibration of the user's. Raises `GpuError` as `rates_for` does."""
+    """Return the rates of this GPU without any calibration of the user's. Raises `GpuError` as `rates_for`
+    does.
+    """
     measured = _measured_rates()
     if gpu.key in measured:
         return measured[gpu.key]
@@ -280,14 +318,19 @@ def packaged_rates(gpu: Gpu) -> Rates:
 
 
 def knows_alignment(gpu: Gpu) -> bool:
-    """Whether what unaligned rows cost (`MatmulRate.unaligned`) was measured on this GPU; on others the
-    reference's shares are assumed, calibrated or not."""
+    """Return True if the cost of unaligned rows (`MatmulRate.unaligned`) was measured on this GPU.
+
+    On others the reference's shares are assumed, calibrated or not.
+    """
     return gpu.key in _measured_rates()
 
 
 def calibration_file(gpu: Gpu, gpus: int = 1) -> Path:
-    """Where `snugfit calibrate` keeps the rates that it measured on this GPU, while so many of them worked at
-    once: in `$SNUGFIT_RATES`, else in the user's configuration folder."""
+    """Return the file of the rates that `snugfit calibrate` measured on this GPU, while `gpus` of them worked
+    at once.
+
+    It is in `$SNUGFIT_RATES`, else in the user's configuration folder.
+    """
     folder = os.environ.get("SNUGFIT_RATES")
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     name = f"{gpu.key}-x{gpus}.json" if gpus > 1 else f"{gpu.key}.json"
@@ -295,7 +338,7 @@ def calibration_file(gpu: Gpu, gpus: int = 1) -> Path:
 
 
 def _read_calibration(file: Path) -> Rates | None:
-    """The rates in this file; None when there is none. Raises `GpuError` for a file that is none of ours."""
+    """Return the rates in this file; None if it does not exist. Raises `GpuError` for an invalid file."""
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise ValueError("it is too large")
@@ -316,7 +359,7 @@ def _measured_rates() -> dict[str, Rates]:
 
 
 def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
-    """The rates `known`, measured on the GPU `of`, scaled to another GPU's data sheet."""
+    """Return the rates `known`, measured on the GPU `of`, scaled to another GPU's data sheet."""
     if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
             f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its seconds "
@@ -360,8 +403,7 @@ def _in_32_bits(attention: str) -> bool:
 
 
 def _attention_flops(name: str, gpu: Gpu) -> float | None:
-    """FLOPs per second of this kernel where a publication says; None takes the reference's share of the
-    peak."""
+    """Return this kernel's published FLOPs per second; None means the reference's share of the peak."""
     share, capability = FLASH_SHARES.get(name), gpu.compute_capability
     return share * _peak(gpu, "fp16") if share and capability and capability[0] in FLASH_MAJORS else None
 
@@ -371,7 +413,7 @@ def _peak(gpu: Gpu, precision: str) -> float:
 
 
 def link_of(gpu: Gpu | None) -> float | None:
-    """Bytes a second between this GPU and its host, in one direction; None where it has no rates."""
+    """Return the bytes per second between this GPU and its host, in one direction; None without rates."""
     try:
         return None if gpu is None else rates_for(gpu).link
     except GpuError:
@@ -379,15 +421,18 @@ def link_of(gpu: Gpu | None) -> float | None:
 
 
 def _link(gpu: Gpu) -> float:
-    """Bytes per second to the host, by data sheet; PCIe gen3 x16 where it is not known."""
+    """Return the bytes per second to the host, by data sheet; those of PCIe gen3 x16 if unknown."""
     return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
 
 
 def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -> float:
-    """The bytes per second of a kernel that reaches `rate` where the bandwidth allows `bandwidth`, on a GPU
-    with so many times that bandwidth, and so many times its instructions. What its bytes do not take of its
-    time there, its instructions do. On H100s the update of 26 bytes a weight moves 2.9 TB/s, and 2.89 by this
-    (`results/h100-2026-11-27/update-kernels.json`); recorded steps of four models: `docs/log.md`."""
+    """Return the bytes per second of a kernel on another GPU than the one where it was measured.
+
+    The kernel reaches `rate` where the bandwidth allows `bandwidth`. The other GPU has `wider` times that
+    bandwidth and `busier` times its instructions. The time that bytes do not take is that of instructions. On
+    H100s the update of 26 bytes a weight moves 2.9 TB/s, and 2.89 by this
+    (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four models: `docs/log.md`.
+    """
     if rate >= bandwidth:
         return rate * wider
     by_bytes, by_instructions = 1 / bandwidth, 1 / rate - 1 / bandwidth
@@ -395,5 +440,5 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
 
 
 def _instructions(gpu: Gpu) -> float:
-    """Proportional to the instructions that a GPU can begin in a second."""
+    """Return a figure proportional to the instructions that a GPU can begin in a second."""
     return float(gpu.sm_count or 1) * float(gpu.boost_clock_hz or 1e9)

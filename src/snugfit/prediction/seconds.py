@@ -1,13 +1,16 @@
 """Seconds of a step: a host that launches kernels, a device that runs them, and a queue between.
 
-The host launches one kernel after the other without waiting; the device runs them in order. A kernel starts
-when it has been launched and the one before it has ended. Where the host reads a value (`.item()`) it waits
-until the device has caught up. Activations that wait on the host travel beside all that, one copy after the
-other: a copy begins when it has been asked for, what came before it has been computed and the copy before it
-is done, and the device waits where it needs one. Nothing else is assumed: whether a step is bound by its
-host, its device or the link between them, and where, follows from the queue. Steps run one after the other
-without a pause, so the time of a step is the time between the ends of two, once the effect of the first step
-is over.
+The host launches one kernel after the other without waiting. The device runs them in order. A kernel starts
+when it has been launched and the one before it has ended. To read a value (`.item()`) the host waits until
+the device has caught up.
+
+Copies of offloaded activations run in parallel to all that, one after the other. A copy begins after its
+launch, after the kernels before it, and after the copy before it. The device waits where it needs one.
+Nothing else is assumed. The queue shows if and where a step is bound by its host, its device or the link
+between them.
+
+Steps run one after the other without a pause. So a step's time is the time between the ends of two steps,
+without the effect of the first.
 """
 
 from __future__ import annotations
@@ -47,23 +50,27 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
-"""What the device neither computes nor moves in its own memory."""
+"""Operators that neither compute on the device nor move data in its own memory."""
 
 UPDATE_PASSES, HOST_BANDWIDTH = 7, {4: 90e9, 2: 63e9}
-"""How often AdamW reads or writes as many bytes as the weights have (weights, gradients and both moments, of
-which gradients are only read), and bytes per second that the CPU does so, by bytes of a weight: with 8
-threads on the host of one H200 (2026-11-24) 84 to 108e9 in fp32 and 64e9 in bfloat16, alone. With these,
-whole steps of three models on another's host are met within 1 %, 1 % and, where the host decides the rest of
-the step too, 12 % (`results/h200-2026-11-23/host-adamw`)."""
+"""AdamW's passes over the bytes of the weights, and the CPU's bytes per second, by bytes of a weight.
+
+Its passes read and write weights and both moments, and only read gradients. With 8 threads on the host of one
+H200 (2026-11-24), 84 to 108e9 were measured in fp32 and 64e9 in bfloat16, alone. With these, whole steps of
+three models on another's host are met within 1 %, 1 % and 12 % (`results/h200-2026-11-23/host-adamw`). In the
+third, the host decides the rest of the step too.
+"""
 
 DISK_BANDWIDTH = 3e9
-"""Bytes per second of a disk that weights and states wait on: a guess, between the data sheets of NVMe disks
-on PCIe 3 and on PCIe 4. None was measured."""
+"""Bytes per second of a disk with offloaded weights and states: a guess, none was measured.
+
+It is between the data sheets of NVMe disks on PCIe 3 and on PCIe 4.
+"""
 
 CAST = "aten::_to_copy"
 
 CAST_ON_HOST = ("torch.bfloat16", "torch.float16")
-"""Of inputs: no loader makes them in 16 bits."""
+"""Dtypes of inputs that are cast on the host: no loader makes them in 16 bits."""
 
 LARGEST_SMALL_COPY = 1024 * 1024
 """Bytes that are copied from pageable memory without waiting for the device. On an H200 with CUDA 13.0
@@ -76,11 +83,13 @@ FEW_TENSORS = 8
 """Operands that any operator may have; more are lists."""
 
 COMPUTES, TRAVELS = -2, -1
-"""What a kernel is to the queue: it runs on the device, or it is a copy beside the computation. A number from
-0 up makes the device wait for such a copy: for the one behind which so many others were asked for."""
+"""Roles of a kernel in the queue: it runs on the device, or it is a copy in parallel to the computation.
+
+A number from 0 up makes the device wait for such a copy. The number counts the copies launched after it.
+"""
 
 LINK_BOUND_ABOVE = 1.05
-"""How many times as long as without its copies a step takes that is called bound by the link. A choice."""
+"""Ratio of a step's seconds to those without its copies, above which the link is its bound. A choice."""
 
 BY_PYTHON = {
     SHARD_HOOKS: "shard_hook",
@@ -88,7 +97,7 @@ BY_PYTHON = {
     PART_OPERATORS: "part_operator",
     WEIGHTS_APART: "weight_apart",
 }
-"""What the host does so many times (`Kernel.tensors`), and which of its costs each takes."""
+"""Field of the host's costs for each operator that the host repeats `Kernel.tensors` times."""
 
 HOST_BOUND_BELOW = 0.85
 """Share of the step in which the device works; below it the step is called bound by the host. A choice."""
@@ -103,10 +112,10 @@ def step_seconds(
     workers: int = 0,
     streams: StreamsRun | None = None,
 ) -> StepSeconds:
-    """The seconds of the trace's steady step on this GPU.
+    """Return the seconds of the trace's steady step on this GPU.
 
-    `workers` is the number of processes that make the batches, `streams` what was simulated of it before.
-    Raises `GpuError` when the GPU's rates are not known.
+    `workers` is the number of processes that make the batches, and `streams` an earlier simulation of the
+    step. Raises `GpuError` when the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
     clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host
@@ -163,11 +172,11 @@ class _Distinct:
 
 
 _LAST: list[_Distinct] = []
-"""Those of the last tuple of kernels: all of a step's seconds are asked about one after the other."""
+"""Cache for the last tuple of kernels, since all of a step's seconds are computed one after the other."""
 
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
-    """The value of each kernel, computed once for those that are one object."""
+    """Return the value of each kernel, computed once for all references to one object."""
     if type(kernels) is not tuple:
         distinct = _Distinct(kernels)
     elif _LAST and _LAST[0].kernels is kernels:
@@ -182,7 +191,7 @@ def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[
 def _by_phase(
     kernels: Sequence[Kernel], device: Sequence[float], launches: Sequence[float], gpu: Gpu
 ) -> tuple[PhaseSeconds, ...]:
-    """The seconds of the kernels added up by phase and operator group."""
+    """Return the seconds of the kernels, summed by phase and operator group."""
     from snugfit.rehearsal.record.kernels import group_of
 
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -203,7 +212,7 @@ def _by_phase(
 
 
 def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
-    """Seconds of the model's contractions at the data sheet's peaks, without what is computed again."""
+    """Return the seconds of the model's contractions at the data sheet's peaks, without recomputed ones."""
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 
     def seconds(kernel: Kernel) -> float | None:
@@ -214,7 +223,7 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """What each kernel is to the queue: `COMPUTES`, `TRAVELS`, or for which copy the device waits."""
+    """Return each kernel's role in the queue: `COMPUTES`, `TRAVELS`, or the awaited copy."""
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
         kernels,
@@ -228,11 +237,11 @@ def simulate_queue(
     host: HostLaunchCosts,
     roles: Sequence[int] = (),
 ) -> float:
-    """Seconds between the ends of two steady steps.
+    """Return the seconds between the ends of two steady steps.
 
-    `device` and `launches` are the seconds that each kernel takes the device, or the link, and the host;
-    before the kernels whose indices are in `syncs` the host waits for the device. `roles` are those of
-    `queue_roles`; without them all are kernels of the device.
+    `device` are the seconds of each kernel on the device or the link, and `launches` those on the host. The
+    host waits for the device before the kernels whose indices are in `syncs`. `roles` are those of
+    `queue_roles`. Without them all are kernels of the device.
     """
     syncs = sorted(syncs)
     roles = roles or [COMPUTES] * len(device)
@@ -278,13 +287,13 @@ class Stretch(NamedTuple):
     """Kernels of a step between which the host does not wait."""
 
     waits: int
-    """How often it waits before them."""
+    """Number of times that the host waits before them."""
     kernels: Sequence[tuple[float, float]]
     """Their seconds on the device, and those of their launches."""
 
 
 def between_syncs(device: Sequence[float], launches: Sequence[float], syncs: Sequence[int]) -> list[Stretch]:
-    """A step cut where the host waits: before the kernels whose numbers are in `syncs`, ascending."""
+    """Cut a step where the host waits: before the kernels whose numbers are in `syncs`, ascending."""
     both = list(zip(device, launches, strict=True))
     waits = Counter(min(sync, len(both)) for sync in syncs)
     starts = sorted({0, *waits})
@@ -293,11 +302,13 @@ def between_syncs(device: Sequence[float], launches: Sequence[float], syncs: Seq
 
 
 def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds that the host takes to launch this kernel, with what runs before it without a kernel.
+    """Return the seconds that the host takes to launch this kernel, with any code before it that runs no
+    kernel.
 
-    What travels together is awaited once, so the first of it and the wait take as long as a kernel that is
-    launched from Python and one of the backward pass: on the host of one H200 (2026-11-24) 1, 4 and 16 copies
-    out took 35, 102 and 187 us, and back 42, 75 and 222 us."""
+    Copies that run together are awaited once. So the first of them takes as long as a kernel launched from
+    Python. The wait takes as long as one of the backward pass. On the host of one H200 (2026-11-24) 1, 4 and
+    16 copies out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
+    """
     if kernel.operator == PREPARED:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
@@ -315,8 +326,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds of the launch alone."""
-    if kernel.played:  # the first kernel of a graph stands for its launch
+    """Return the seconds of the launch alone."""
+    if kernel.played:  # the first kernel of a graph carries its launch
         launch = host.python_launched if kernel.programs else 0.0
     elif kernel.compiled:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
@@ -343,15 +354,17 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _own_bytes(kernel: Kernel) -> float:
-    """Bytes that the host reads or writes of its memory, times the ranks that do so at once on one host."""
+    """Return the bytes of host memory that are read or written, times the ranks of one host that do so at
+    once.
+    """
     return kernel.nbytes / 2 * max(1, min(kernel.peers[0], GPUS_PER_HOST))
 
 
 def sync_points(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, ...]:
-    """Indices of the kernels before which the host waits for the device, in order.
+    """Return the indices of the kernels before which the host waits for the device, in order.
 
-    It waits where it reads a value (`waits`), and after it has copied a batch from memory that is not
-    page-locked, unless the copy is small.
+    It waits where it reads a value (`waits`). It also waits after it has copied a batch from memory that is
+    not page-locked, unless the copy is small.
     """
     waited = each_once(
         lambda kernel: kernel.operator == COPY_IN and kernel.nbytes // 2 > LARGEST_SMALL_COPY, kernels
@@ -361,7 +374,7 @@ def sync_points(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, .
 
 
 def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Kernel]:
-    """The kernels of a step whose batches this many worker processes make; the same object for none."""
+    """Return the kernels of a step whose batches come from `workers` processes; the same object for none."""
     if not workers:
         return kernels
     return tuple(
@@ -373,31 +386,33 @@ def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Ker
 
 
 def loader_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds in which worker processes make the batch that this kernel copies; 0 for any other kernel."""
+    """Return the seconds in which worker processes make the batch of this copy; 0 for any other kernel."""
     return _batch_seconds(kernel, host) / kernel.tensors if kernel.operator == PREPARED else 0.0
 
 
 def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds in which one process reads and collates the tensor that this kernel copies. Inputs of 16 bits
-    are made in 32 and cast (`step/batches.py`)."""
+    """Return the seconds in which one process reads and collates the tensor that this kernel copies.
+
+    Inputs of 16 bits are made in 32 and cast (`step/batches.py`).
+    """
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
     nbytes = kernel.nbytes // 2 * (2 if kernel.dtype in CAST_ON_HOST else 1)
     return host.sample * samples + host.byte * nbytes
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:
-    """Seconds that the data sheet would allow: the larger of arithmetic and memory traffic."""
+    """Return the seconds by the data sheet: the larger of arithmetic and memory traffic."""
     return max(_arithmetic(kernel, gpu), kernel.nbytes / gpu.bandwidth if gpu.bandwidth else 0.0)
 
 
 def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
-    """Seconds of the kernel's arithmetic at the data sheet's peak; 0 where that is not known."""
+    """Return the seconds of the kernel's arithmetic at the data sheet's peak; 0 if that is unknown."""
     peak = gpu.peak_dense.get(PRECISIONS.get(kernel.dtype, "fp32")) or gpu.peak_dense.get("fp32")
     return kernel.flops / peak if peak else 0.0
 
 
 def _bottleneck(length: float, busy: float, phases: Sequence[PhaseSeconds]) -> str:
-    """`host`, or the operator group that keeps the device longest; all in seconds."""
+    """Return `host`, or the operator group with the most seconds on the device; all in seconds."""
     if busy < HOST_BOUND_BELOW * length:
         return "host"
     groups: dict[str, float] = defaultdict(float)

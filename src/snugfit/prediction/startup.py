@@ -1,18 +1,18 @@
 """The start-up of a run: from the process's beginning until its steps are steady.
 
-    start-up = imports + context + building the model + what the first step takes longer than a steady one
+    start-up = imports + context + building the model + extra seconds of the first step
 
-Imports, the context and the first use of a kernel are the host's: which GPU it has changes little, which
-disk and processor much. So there is one set of constants (`StartupRates`), and no rates of a GPU in it.
+Imports, the context and the first use of a kernel depend on the host, above all on its disk and processor.
+The GPU changes little. So there is one set of constants (`StartupRates`), and no rates of a GPU in it.
 
-A model is built tensor by tensor, and every weight is drawn at random: on a GPU in no time, on one core of
-the host number by number. A recipe that holds the weights in fewer bytes or adds adapters changes this
-little, and that is left out.
+A model is built tensor by tensor, and every weight is drawn at random. That takes no time on a GPU. On one
+core of the host it takes time for each number. A recipe that stores the weights in fewer bytes or adds
+adapters changes this little, and that is left out.
 
 CUDA loads a kernel when it is first used, and cuBLAS chooses one when it first meets a shape. So the first
-step loads each different kernel of the trace: by operator and dtype, and for products by the magnitude of
-their sizes too. What comes with them (handles, the allocator's segments, the optimizer's states) is in the
-same constant: seven runs do not tell it apart.
+step loads each different kernel of the trace. Kernels differ by operator and dtype, and products by the
+magnitude of their sizes too. The same constant covers handles, the allocator's segments and the optimizer's
+states, since seven runs do not separate them.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class StartupRates:
     """Starting torch.compile: its imports, its processes, tracing."""
 
     generated: float = 0.115
-    """Compiling a kernel that torch.compile generates, and what its program takes per kernel."""
+    """Compiling a kernel that torch.compile generates, with the share of its program."""
 
     in_whole: float = 0.027
-    """Compiling what a program of a whole model launches: layers that are alike share nothing in it."""
+    """Compiling a kernel of a whole model's program, in which equal layers share nothing."""
 
     triton: float = 0.6
     """Compiling a kernel that a library wrote in Triton, which later processes find on the disk."""
@@ -91,26 +91,28 @@ STARTUP_RATES = StartupRates(
     kernel=8e-3,
     worker=0.1,
 )
-"""Fitted to seven runs on the host of one H200, 2026-11-21 (`tests/data/once-h200.json`): the whole start-up
-is met within 8 % in the median and 16 % at the worst, the first step within 17 % and 34 %. `package`
-(bitsandbytes), `host_number` and `worker` rest on one of the runs each. The runs timed importing the model's
-code and building together: `tensor` is from building BERT-large and Llama-3.1-8B without data on another
-host, and what is left counts as imports. Other hosts and disks are not measured; a process that is the first
-to read torch's files waits for the disk too.
+"""Fitted to seven runs on the host of one H200, 2026-11-21 (`tests/data/once-h200.json`).
 
-`triton`: with six of Liger's kernels, none on the disk, Llama-3.2-1B's first step took 3.4 s longer than
-without on the host of one H200, and with eight Qwen3-0.6B's took 5.8 s in all; with six that were on the disk
-it took 0.5 s longer (results/h200-2026-11-23/liger).
+The whole start-up is met within 8 % in the median and 16 % at the worst. For the first step these are 17 %
+and 34 %. `package` (bitsandbytes), `host_number` and `worker` rest on one of the runs each. The runs timed
+importing the model's code and building together. So `tensor` is from building BERT-large and Llama-3.1-8B
+without data on another host, and the rest counts as imports. Other hosts and disks are not measured. A
+process that is the first to read torch's files waits for the disk too.
 
-`compiler` and `generated`: seven models whose layers were compiled one by one on the host of one
-H200, torch 2.11 (results/h200-2026-11-23/compiled): without a cache first steps took 6.0 to 8.4 s, with one
-1.3 to 1.7 s. One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of
-BERT-large took 66 s, 4 layers 16 s and 4 layers of a Llama 19 s (2026-11-22,
-`tests/data/compiled-h200.json`); `in_whole` meets these within 30 %.
+`triton`: three runs with Liger's kernels on the host of one H200. With six, none on the disk, Llama-3.2-1B's
+first step took 3.4 s longer than without. With eight, Qwen3-0.6B's took 5.8 s in all. With six that were on
+the disk it took 0.5 s longer (results/h200-2026-11-23/liger).
 
-`pinned_byte`: the first steps of five runs with activations on the host of one H200 (2026-11-23) took 0.36 to
-0.86 s longer than predicted for each GiB that they lock, 0.36 s in the two largest; alone, 4 GiB took 0.35 s
-each (results/h200-2026-11-23/activation-offload)."""
+`compiler` and `generated`: seven models whose layers were compiled one by one on the host of one H200, torch
+2.11 (results/h200-2026-11-23/compiled). Without a cache first steps took 6.0 to 8.4 s, with one 1.3 to 1.7 s.
+One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of BERT-large took 66
+s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-22, `tests/data/compiled-h200.json`). `in_whole`
+meets these within 30 %.
+
+`pinned_byte`: five runs with activations on the host of one H200 (2026-11-23). For each GiB that they lock,
+first steps took 0.36 to 0.86 s longer than predicted. The two largest took 0.36 s. Alone, 4 GiB took 0.35 s
+each (results/h200-2026-11-23/activation-offload).
+"""
 
 
 def startup(
@@ -123,10 +125,10 @@ def startup(
     in_programs: int = 0,
     rates: StartupRates = STARTUP_RATES,
 ) -> Startup:
-    """The start-up of a run of this job in the plain loop, whose first step uses these kernels.
+    """Return the start-up of a run of this job in the plain loop, whose first step uses these kernels.
 
-    `step_seconds` is the steady step's length, `pinned_bytes` the page-locked memory that it takes,
-    `in_programs` how many kernels the programs of a model that is compiled whole launch.
+    `step_seconds` is the steady step's length, and `pinned_bytes` its page-locked memory. `in_programs` is
+    the number of kernels in the programs of a model that is compiled whole.
     """
     size = model_size(job)
     drawing = rates.host_number * size.numbers if job.build_on == "host" else 0.0
@@ -145,14 +147,16 @@ def startup(
 
 
 def compile_seconds(kernels: KernelSet, rates: StartupRates = STARTUP_RATES) -> float:
-    """Seconds that torch.compile takes with no cache of an earlier run."""
+    """Return the seconds that torch.compile takes with no cache of an earlier run."""
     generated = {kernel for kernel in kernels if _operator(kernel).startswith(GENERATED)}
     return rates.compiler + rates.generated * len(generated)
 
 
 def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
-    """How many of these kernels of a step the programs of a whole model launch; 0 where layers are compiled
-    or nothing is."""
+    """Return the number of a step's kernels that the programs of a whole model launch.
+
+    It is 0 where layers are compiled or nothing is.
+    """
     if setup.compile is None or setup.compile.what != "model":
         return 0
     return sum(kernel.compiled for kernel in kernels) // setup.micro_batches
@@ -163,7 +167,7 @@ def _operator(kernel: Hashable) -> str:
 
 
 def distinct_kernels(kernels: Iterable[Kernel]) -> KernelSet:
-    """The different kernels among these: what CUDA has to load for them."""
+    """Return the different kernels among these, each of which CUDA has to load."""
     objects = {id(kernel): kernel for kernel in kernels}  # repeated steps and micro-batches share objects
     return frozenset(map(_load_key, objects.values()))
 
@@ -173,7 +177,9 @@ def _count_of_triton(kernels: KernelSet) -> int:
 
 
 def count_packages(setup: Setup) -> int:
-    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's and its features'."""
+    """Return the number of packages beyond `OWN_PACKAGES` that this Setup imports: its optimizer's and its
+    features'.
+    """
     wish = setup.optimizer
     roots = {call.path.partition(".")[0] for call in (wish.factory, wish.prepare) if call}
     roots.update(*(used.packages for used in used_wishes(setup)))
@@ -181,16 +187,16 @@ def count_packages(setup: Setup) -> int:
 
 
 class ModelSize(NamedTuple):
-    """How large a job's model is."""
+    """Size of a job's model."""
 
     tensors: int
-    """How many parameters the model has, each a tensor."""
+    """Number of the model's parameters, each a tensor."""
     numbers: int
-    """How many weights all parameters have together."""
+    """Number of weights in all parameters together."""
 
 
 def model_size(job: Job) -> ModelSize:
-    """The size of this job's model, built without data."""
+    """Return the size of this job's model, built without data."""
     if job.model.module is not None:
         return _size_of(job.model.module)
     return _size_on_meta(job)
@@ -210,7 +216,7 @@ def _size_of(model: torch.nn.Module) -> ModelSize:
 
 
 def _load_key(kernel: Kernel) -> Hashable:
-    """What two kernels have in common that are loaded together."""
+    """Return the common key of kernels that are loaded together."""
     shapes = kernel.shapes if kernel.operator in MATRIX_PRODUCTS else ()
     return (
         kernel.operator,

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 QUEUE_DEPTH = 1024
-"""Launches that a CUDA stream takes before the host waits for the oldest kernel to end. NVIDIA documents no
-figure; about 1,000 were measured (forums.developer.nvidia.com/t/68937). The length of a step does not depend
-on it: as many kernels keep the device at work for longer than the host pauses."""
+"""Launches that a CUDA stream takes before the host waits for the oldest kernel to end.
+
+NVIDIA documents no figure; about 1,000 were measured (forums.developer.nvidia.com/t/68937). The length of a
+step does not depend on it. So many kernels occupy the device for longer than the host pauses.
+"""
 
 
 class TimedKernel(NamedTuple):
@@ -42,17 +44,17 @@ class TimedKernel(NamedTuple):
     launch: float
     """When the host begins to launch it."""
     launch_seconds: float
-    """How long the host takes to launch it."""
+    """Seconds that the host takes to launch it."""
     start: float
     """When the device begins to run it."""
     device_seconds: float
-    """How long the device takes to run it."""
+    """Seconds that the device takes to run it."""
 
 
 def run_in_streams(
     trace: Trace, rates: Rates, connected: Interconnect | None = None, *, workers: int = 0
 ) -> StreamsRun | None:
-    """The trace's steady step where kernels exchange something beside the computation, None elsewhere."""
+    """Return the steady step of a trace whose exchanges run in parallel to the computation, else None."""
     kernels = with_worker_batches(workers, trace.kernels)
     if all(each_once(lambda kernel: kernel.peers == ALONE, kernels)):
         return None
@@ -70,8 +72,11 @@ def time_kernels(
     workers: int = 0,
     streams: StreamsRun | None = None,
 ) -> list[TimedKernel]:
-    """The kernels of the trace's steady step in order, each with its moments; by the queue that
-    `simulate_queue` adds up, with an end. `streams` is what `run_in_streams` gave, where it was asked."""
+    """Return the kernels of the trace's steady step in order, each with its moments.
+
+    The moments come from the queue that `simulate_queue` adds up, with an end. `streams` is an earlier result
+    of `run_in_streams`, or None.
+    """
     kernels = with_worker_batches(workers, trace.kernels)
     launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)
     streams = streams or run_in_streams(trace, rates, connected, workers=workers)
@@ -95,7 +100,7 @@ def time_kernels(
 
 
 def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
-    """The passages of the step's phases on the host and on the device, in order."""
+    """Return the spans of the step's phases on the host and on the device, in order."""
     spans: list[PhaseSpan] = []
     for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
         part = list(members)
@@ -129,8 +134,11 @@ def queue_moments(
     host: HostLaunchCosts,
     roles: Sequence[int] = (),
 ) -> list[tuple[float, float]]:
-    """When each kernel's launch begins, and when it runs, in seconds since the host began the last of
-    `SIMULATED_STEPS` steps, `QUEUE_DEPTH` launches ahead of the device at most."""
+    """Return the beginning of each kernel's launch, and of its run, in seconds since the host began the last
+    step.
+
+    It simulates `SIMULATED_STEPS` steps. The host is at most `QUEUE_DEPTH` launches ahead of the device.
+    """
     roles = roles or [COMPUTES] * len(device)
     now = free = link = 0.0
     ends: deque[float] = deque([0.0] * QUEUE_DEPTH, maxlen=QUEUE_DEPTH)
@@ -162,7 +170,7 @@ def queue_moments(
 
 
 def _moments_of_computation(stretches: Sequence[Stretch], host: HostLaunchCosts) -> list[tuple[float, float]]:
-    """The same of a step whose kernels all compute."""
+    """Return the same for a step whose kernels all compute."""
     now = free = 0.0
     ends: deque[float] = deque([0.0] * QUEUE_DEPTH, maxlen=QUEUE_DEPTH)
     moments: list[tuple[float, float]] = []

@@ -1,12 +1,12 @@
-"""Processes that predict side by side.
+"""Processes that predict in parallel.
 
-Each worker holds an object of its own and calls its methods, one at a time; the object remembers what it has
-worked out, so the caller decides which worker a question goes to. Where the object cannot be pickled, or
-one process is enough, it stays in this process and every answer comes at once.
+Each worker has an object of its own and calls its methods, one at a time. The object caches its results, so
+the caller decides which worker a question goes to. The object stays in this process if it cannot be pickled,
+or if one process is enough. Then every answer comes at once.
 
-The processes come from a fork server, which has imported torch once and never computed anything: a copy of a
-process that has is not safe. A pipe is all that joins a worker to its parent, so nothing is left of it when
-it ends; and it ends with its parent, also when that is killed.
+The processes come from a fork server, which has imported torch once and never computed anything. A copy of a
+process that has computed is not safe. A worker and its parent share only a pipe, so nothing of the worker
+remains when it ends. It also ends with its parent, even when that is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEW_COLLECTIONS = 1_000_000
 some megabytes each; ten times as many collections took a twentieth of a plan's time."""
 
 ENDS_WITHIN = 2.0
-"""Seconds that a process has to end by itself when nothing is asked any more."""
+"""Seconds that a process has to end by itself after its last question."""
 
 UNGUARDED = 76
 """Exit code of a worker that was about to start workers itself, because importing the user's script made it
@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the method returned."""
+    """Return value of the method."""
 
     number: int
     value: Any
@@ -74,15 +74,18 @@ class _Worker:
         child_end.close()
 
     def send(self, question: Question) -> None:
-        """Asks, and does not wait. Raises `SnugfitError` when the process is no more."""
+        """Send the question without waiting. Raises `SnugfitError` when the process has died."""
         try:
             self.connection.send(question)
         except OSError:
             raise self._death() from None
 
     def receive(self) -> Answer:
-        """Waits for the answer. Raises `SnugfitError` when the process is no more, and `RuntimeError` with
-        its traceback for a bug in it."""
+        """Wait for the answer.
+
+        Raises `SnugfitError` when the process has died, and `RuntimeError` with its traceback for a bug in
+        it.
+        """
         try:
             answer, bug = self.connection.recv()
         except (EOFError, OSError):
@@ -104,7 +107,7 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Waits for the process to end, or ends it; its connection is closed."""
+        """Wait for the process to end, or end it. Its connection is closed."""
         self.process.join(ENDS_WITHIN)
         if self.process.is_alive():
             self.process.terminate()
@@ -112,17 +115,17 @@ class _Worker:
 
 
 class SpareProcesses:
-    """How many processes some pools side by side may start beside their own, once another pool has ended."""
+    """Number of processes that parallel pools may start beyond their own, once another pool has ended."""
 
     def __init__(self) -> None:
         self._spare = threading.Semaphore(0)
 
     def give(self) -> None:
-        """There is one more."""
+        """Add a spare process to the count."""
         self._spare.release()
 
     def take(self) -> bool:
-        """Whether there was one; then there is one less."""
+        """Take a spare process. Return False if there is none."""
         return self._spare.acquire(blocking=False)
 
 
@@ -135,9 +138,12 @@ class WorkerPool:
         self._helpers: list[_Worker] = []
 
     def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
-        """Asks whatever `ask(worker)` gives whenever that worker is free, until it gives None to all; yields
-        each answer as it comes. `helped` is for questions of which it does not matter which are answered side
-        by side: helpers are asked too."""
+        """Send the question that `ask(worker)` returns to each free worker, and yield each answer as it
+        comes.
+
+        It ends when `ask` returns None for every worker. `helped` is for questions that may be answered in
+        any combination at a time. Helpers receive questions too then.
+        """
         busy: dict[Any, _Worker] = {}
         while True:
             at_once: list[Answer] = []
@@ -162,8 +168,10 @@ class WorkerPool:
         questions: Iterable[Question],
         is_for: Callable[[int, Question], bool] = lambda worker, question: True,
     ) -> Iterator[Answer]:
-        """The answers to these questions as they come; each goes to the next free worker or helper that it
-        `is_for`."""
+        """Yield the answers to these questions as they come.
+
+        Each question goes to the next free worker or helper that it `is_for`.
+        """
         waiting = list(questions)
 
         def ask(worker: int) -> Question | None:
@@ -184,9 +192,12 @@ def worker_pool(
     apart: bool = False,
     spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
-    """So many processes, each with what `make` gives there; or that object here, where `make` cannot be
-    pickled, or one is enough and need not work `apart`. `preload` names further modules that the fork server
-    imports. Helpers are started as far as processes are `spare`."""
+    """Yield a pool of so many processes, each with an object that `make` creates there.
+
+    The object is in this process instead if `make` cannot be pickled, or if one is enough and need not work
+    `apart`. `preload` names further modules that the fork server imports. Helpers are started as far as
+    processes are `spare`.
+    """
     if (workers <= 1 and not apart) or not is_picklable(make):
         yield WorkerPool([make()])
         return
@@ -213,8 +224,10 @@ def worker_pool(
 
 
 def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
-    """Begins to import these modules for workers to come, while this process does something else; not where
-    what they will be sent cannot be pickled, for then no worker will be started."""
+    """Begin to import these modules for future workers, in parallel to this process.
+
+    It does nothing if `for_what`, the object for the workers, cannot be pickled, since no worker starts then.
+    """
     if is_picklable(for_what):
         _context(preload)
 
@@ -226,9 +239,12 @@ def map_in_processes(
     workers: int,
     preload: Sequence[str] = (),
 ) -> Iterator[_Result]:
-    """What `function` gives for each item, in order, each as soon as it and those before it are done. Raises
-    the `SnugfitError` of an item at its turn. Function, items and results have to be picklable. `preload`
-    names further modules that the fork server imports."""
+    """Yield the result of `function` for each item, in order, each as soon as it and those before it are
+    done.
+
+    Raises the `SnugfitError` of an item at its turn. Function, items and results have to be picklable.
+    `preload` names further modules that the fork server imports.
+    """
     if workers <= 1 or len(items) <= 1:
         yield from map(function, items)
         return
@@ -248,7 +264,7 @@ def map_in_processes(
 
 
 def is_picklable(what: Any) -> bool:
-    """Whether this can be sent to another process, which cannot import a script that is no file."""
+    """Return True if this can be sent to another process, which cannot import a script that is no file."""
     try:
         sent = pickle.dumps(what)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -257,15 +273,19 @@ def is_picklable(what: Any) -> bool:
 
 
 def _is_main_a_file() -> bool:
-    """Whether the calling script stands in a file: one that comes from stdin (`python - <<END`) or out of a
-    notebook does not."""
+    """Return True if the calling script is a file.
+
+    It is none if it comes from stdin (`python - <<END`) or out of a notebook.
+    """
     return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
 
 
 @contextmanager
 def _main_of_a_file() -> Iterator[None]:
-    """Within it a new process is told to import the calling script only where that stands in a file: Python
-    calls one that comes from stdin `<stdin>`, and a process that looks for such a file dies."""
+    """Let a new process import the calling script only if that is a file.
+
+    Python calls a script from stdin `<stdin>`, and a process that looks for such a file dies.
+    """
     main: Any = sys.modules["__main__"]
     name = getattr(main, "__file__", None)
     if name is None or _is_main_a_file():
@@ -279,10 +299,13 @@ def _main_of_a_file() -> Iterator[None]:
 
 
 def _context(preload: Sequence[str]) -> Any:
-    """Whence workers come: the fork server runs. Ctrl-C does not reach it, not even while it imports, for
-    then Python would print a traceback; it ends with this process."""
+    """Return the context of new workers, with its fork server running.
+
+    Ctrl-C does not reach the fork server, not even while it imports, for then Python would print a traceback.
+    It ends with this process.
+    """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # the parent says why
+        os._exit(UNGUARDED)  # the parent reports the reason
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     if threading.current_thread() is not threading.main_thread():  # others may not change signals
@@ -311,8 +334,7 @@ def _answer(target: Any, question: Question) -> Answer:
 
 
 def _serve(questions: Connection, make: Callable[[], Any]) -> None:
-    """Answers until nobody asks any more. Ctrl-C ends it without a word, and so does the end of the
-    parent."""
+    """Answer questions until the pipe is closed. Ctrl-C and the parent's end stop it without a message."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     gc.freeze()
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
@@ -333,5 +355,5 @@ def _serve(questions: Connection, make: Callable[[], Any]) -> None:
             answer = None, traceback.format_exc()
         try:
             questions.send(answer)
-        except OSError:  # nobody listens any more
+        except OSError:  # the parent has closed the pipe
             return

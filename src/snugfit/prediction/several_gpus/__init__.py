@@ -1,1 +1,1 @@
-"""What exchanges between GPUs take: bytes, seconds, and what of it runs beside the computation."""
+"""Exchanges between GPUs: bytes, seconds, and the share in parallel to the computation."""

@@ -1,13 +1,17 @@
-"""What it takes that GPUs exchange tensors: bytes that NCCL keeps, and seconds of each exchange.
+"""The cost of exchanging tensors between GPUs: NCCL's bytes, and the seconds of each exchange.
 
-An exchange of size `S` among `n` GPUs takes a start and `factor * S` bytes over the bus, as NCCL's own tests
-count: `factor` is `2 (n - 1) / n` where tensors are summed everywhere, `(n - 1) / n` where they are gathered,
-scattered or turned about, 1 where one sends to the rest (nccl-tests, doc/PERFORMANCE.md). The bus is the
-GPUs' own link within a host. Between hosts it is the network: as many adapters work at a time as GPUs of the
-group are in one host.
+An exchange of size `S` among `n` GPUs takes a start and `factor * S` bytes over the bus. NCCL's own tests
+count so (nccl-tests, doc/PERFORMANCE.md). `factor` is
 
-Measured: two and four H200s of one host over NVLink (`results/h200-2026-11-26/collectives-*.json`). All
-else is scaled by data sheets, and a network's figures are taken from what is usual; a prediction says so.
+- `2 (n - 1) / n` for an all-reduce,
+- `(n - 1) / n` for an all-gather, a reduce-scatter and an all-to-all,
+- 1 for a broadcast.
+
+The bus is the GPUs' own link within a host. Between hosts it is the network: as many adapters work at a time
+as GPUs of the group are in one host.
+
+Measured: two and four H200s of one host over NVLink (`results/h200-2026-11-26/collectives-*.json`).
+Everything else is scaled by data sheets, and a network has usual figures. A prediction reports both.
 """
 
 from __future__ import annotations
@@ -34,17 +38,25 @@ if TYPE_CHECKING:
     from snugfit.prediction.rates import Rates
 
 FIRST_GROUP, FURTHER_GROUP = 847 * MIB, 484 * MIB
-"""NVML bytes that NCCL takes for the first group of GPUs and for each further one: with them, 28 drawn runs
-on two and four H200s of one host are met within 7 MiB (2026-11-26, NCCL 2.28.9, 24 channels). On two H200s of
-2026-11-22 it took 320 MiB for the first."""
+"""NVML bytes that NCCL takes for the first group of GPUs and for each further one.
+
+With them, 28 drawn runs on two and four H200s of one host are met within 7 MiB. They used NCCL 2.28.9 with 24
+channels on 2026-11-26. On two H200s of 2026-11-22 it took 320 MiB for the first.
+"""
 
 PEERS = 446 * MIB
-"""And for each GPU that this one sends to without the rest: with it five runs of `context(2)` and
-`pipeline(2)` on two H100s are met within 5 MiB (results/h100-2026-11-26/several-gpus-2.json)."""
+"""The same for the first GPU that this one sends to without the rest.
+
+With it, five runs of `context(2)` and `pipeline(2)` on two H100s are met within 5 MiB
+(results/h100-2026-11-26/several-gpus-2.json).
+"""
 
 FURTHER_PEERS = 384 * MIB
-"""And for each GPU after the first that it sends to so: `pipeline(4)` on four H200s, whose first and last
-stage have one neighbour and the others two (results/h200-2026-11-26/several-gpus-x4.json)."""
+"""The same for each GPU after the first that this one sends to without the rest.
+
+The source is `pipeline(4)` on four H200s (results/h200-2026-11-26/several-gpus-x4.json). Its first and last
+stage have one neighbour and the others two.
+"""
 
 START = 22e-6
 """Seconds that the smallest exchange takes within a host."""
@@ -57,31 +69,37 @@ PCIE_BUS = 0.4
 """The same of PCIe where GPUs have no link of their own: a guess."""
 
 GPUS_PER_HOST = 8
-"""GPUs of one host: what is sold and rented most."""
+"""GPUs of one host: the usual number in hosts for sale and for rent."""
 
 NETWORK, NETWORK_SHARE = 50e9, 0.85
-"""Bytes per second of the adapter that belongs to each GPU (400 Gb/s, as in NVIDIA's DGX H100), and how much
-of it large exchanges reach: a guess."""
+"""Bytes per second of each GPU's network adapter (400 Gb/s, as in NVIDIA's DGX H100).
+
+The second figure is the share that large exchanges reach: a guess.
+"""
 
 HOP, HOST_HOP = 2.5e-6, 12e-6
-"""Seconds that each further host's GPU adds to what is gathered or scattered, in a ring, and that each
-doubling of hosts adds to a sum, in a tree: guesses."""
+"""Seconds that each further host's GPU adds to a gather or a scatter, in a ring.
+
+The second figure is for each doubling of hosts in a sum, in a tree. Both are guesses.
+"""
 
 SLOWED_EXCHANGE, SLOWED_KERNEL = 1.9, 1.12
-"""How many times as long exchanges and other kernels take while both run: 1.2 to 2.4 and 1.09 to 1.24 where
-products of 8192 x 8192 matrices ran beside exchanges of 256 MiB (same hosts). Which is inside, a step's own
-kernels decide; fitted to none yet."""
+"""Factors on the seconds of exchanges and of other kernels while both run.
+
+Exchanges of 256 MiB during products of 8192 x 8192 matrices gave 1.2 to 2.4 and 1.09 to 1.24 (same hosts). A
+step's own kernels decide the value inside of that range. It is fitted to none yet.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """How GPUs are connected; bytes per second are of one GPU in one direction."""
+    """Connections of GPUs. Bytes per second are of one GPU in one direction."""
 
     link: float
     """Between two GPUs of a host."""
 
     is_pcie: bool = False
-    """Whether that is PCIe, and no link of the GPUs' own."""
+    """True if that is PCIe, and no link of the GPUs' own."""
 
     network: float = NETWORK
     """From one host to another."""
@@ -89,10 +107,10 @@ class Interconnect:
     gpus_per_host: int = GPUS_PER_HOST
 
     bus: Mapping[str, float] = field(default_factory=dict)
-    """By NCCL's kernel: the share of the link that large exchanges reach, where it was calibrated."""
+    """Calibrated share of the link that large exchanges reach, by NCCL's kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Seconds of an exchange while nothing else runs."""
+        """Return the seconds of an exchange while no other kernel runs."""
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
@@ -109,7 +127,7 @@ class Interconnect:
         return min(inside, within * self.network * NETWORK_SHARE if hosts > 1 else math.inf)
 
     def share(self, operator: str, within: int) -> float:
-        """Share of the link that this kernel reaches among so many GPUs of one host."""
+        """Return the share of the link that this kernel reaches among so many GPUs of one host."""
         usual = PCIE_BUS if self.is_pcie else BUS.get(operator, OTHER_BUS)[within > 2]
         return self.bus.get(operator, usual)
 
@@ -121,8 +139,10 @@ def _factor(operator: str, peers: int) -> float:
 
 
 def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
-    """How GPUs of this kind are connected within a host, by the table, and by these rates where they were
-    calibrated on several."""
+    """Return the connection of GPUs of this kind within a host, from the table of GPUs.
+
+    The shares of `rates` apply if they were calibrated on several GPUs.
+    """
     bus = rates.bus if rates else {}
     if gpu.gpu_link:
         return Interconnect(link=float(gpu.gpu_link["bytes_per_second"]), bus=bus)
@@ -131,8 +151,10 @@ def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
 
 
 def communication_bytes(trace: Trace, gpus: int) -> int:
-    """NVML bytes that NCCL keeps beside the allocator's: for the group of all GPUs, in which any run
-    exchanges something, and for each further group."""
+    """Return the NVML bytes of NCCL, which are outside of the allocator's.
+
+    They are for the group of all GPUs, in which any run exchanges tensors, and for each further group.
+    """
     exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not exchanges:
         return 0
@@ -152,7 +174,7 @@ MEASURED = ("H200-SXM",)
 
 
 def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
-    """Sentences on what is uncertain about a trace's exchanges on GPUs of this kind, with these rates."""
+    """Return sentences on the uncertainty of a trace's exchanges on GPUs of this kind, with these rates."""
     peers = [kernel.peers for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not peers or gpu is None:
         return []

@@ -1,12 +1,14 @@
-"""When the allocator has a block back that is freed while another stream still works on it.
+"""The time at which the allocator reuses a block that is freed while another stream still uses it.
 
-Whoever has a stream work on a tensor of another says so (`record_stream`): DeepSpeed does for weights that
-one stream gathers and another computes with, and for gradients that it averages beside the backward pass.
-When such a tensor is dropped, the allocator marks how far those streams have come, and the block is free at
-the first allocation for which it finds the marks passed (`insert_events`, `process_events` of
-`CUDACachingAllocator.cpp`). How far the host is ahead of the device then decides what else is reserved, so
-the moments are those of the simulated queue. Torch counts the block as allocated no longer, and as requested
-until then.
+Code that uses a tensor of one stream in another marks it (`record_stream`). DeepSpeed does so for weights
+that one stream gathers and another computes with. It also does so for gradients that it averages during the
+backward pass. When such a tensor is dropped, the allocator records an event in those streams. The block is
+free at the first allocation that finds these events completed (`insert_events`, `process_events` of
+`CUDACachingAllocator.cpp`).
+
+So the host's lead over the device decides which further bytes are reserved, and the times are those of the
+simulated queue. From the drop on, torch no longer counts the block as allocated. It counts as requested until
+it is free.
 """
 
 from __future__ import annotations
@@ -28,28 +30,30 @@ NONE_LATE: Mapping[int, int] = {}
 
 
 class TakesBack(Protocol):
-    """An allocator, as far as it takes blocks back."""
+    """The part of an allocator that frees blocks."""
 
     def release(self, block: Any) -> None:
-        """Takes a block back."""
+        """Free an allocated block."""
 
     def drop(self, block: Any) -> None:
-        """Counts a block as allocated no longer; it stays where it is."""
+        """Count a block as no longer allocated. It stays in place."""
 
     def take_back(self, block: Any) -> None:
-        """Takes a dropped block back."""
+        """Free a dropped block."""
 
 
 class Frees:
-    """The frees of one allocator, some of which are `late`: by the event that frees, the event before which
-    the block is back."""
+    """The frees of one allocator, some of which are `late`.
+
+    `late` maps the event that frees to the event before which the block is free again.
+    """
 
     def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
         self._allocator, self._late = allocator, late
         self._dropped: list[tuple[int, int, Any]] = []  # when it is back, a number of its own, the block
 
     def free(self, event: int, block: Any) -> None:
-        """A block is freed by this event."""
+        """Free a block at this event, or drop it if its free is late."""
         if event not in self._late:
             self._allocator.release(block)
             return
@@ -57,12 +61,12 @@ class Frees:
         heapq.heappush(self._dropped, (self._late[event], event, block))
 
     def pass_by(self, event: int) -> None:
-        """This event is about to happen: what is due by then is back."""
+        """Free all blocks that are due before this event, which is about to happen."""
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
     def finish(self) -> None:
-        """A step has ended, and all streams have."""
+        """Free all dropped blocks at the end of a step, when all streams have ended."""
         while self._dropped:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
@@ -70,8 +74,10 @@ class Frees:
 def late_frees(
     trace: Trace, rates: Rates | None, connected: Interconnect, *, workers: int = 0
 ) -> Mapping[int, int]:
-    """The late frees of the trace's last step, as `Frees` has them. None are known to be where the trace has
-    none, or no rates are known."""
+    """Return the late frees of the trace's last step, in the form of `Frees`.
+
+    The result is empty if the trace has none, or if no rates are known.
+    """
     if not trace.awaited or rates is None:
         return NONE_LATE
     return _by_moments(trace, time_kernels(trace, rates, connected, workers=workers))

@@ -56,11 +56,11 @@ class PipelinedSteps(NamedTuple):
 
     real: PipelinedStep
     at_once: PipelinedStep
-    """As if nothing took time to send."""
+    """The same step with free transfers."""
 
 
 def stages_by_rank(job: Job, setup: Setup) -> dict[int, int]:
-    """The ranks to rehearse, each with its stage of the layers."""
+    """Return the ranks to rehearse, each with its stage of the layers."""
     wish = setup.parallel
     if wish is None or wish.stages == 1:
         return {0: 0}
@@ -75,7 +75,7 @@ def pipelined_steps(
     gpu: Gpu | None,
     rates: Rates | None,
 ) -> PipelinedSteps | None:
-    """The step of all stages, and as it would be if nothing took time to send; None where there is one."""
+    """Return the step of all stages, and the same with free transfers; None for a single stage."""
     wish = setup.parallel
     if wish is None or len(stages) == 1 or gpu is None:
         return None
@@ -97,7 +97,7 @@ def differing(
     setup: Setup,
     pipelined: PipelinedSteps | None,
 ) -> tuple[RankPredicted, ...]:
-    """What ranks take that differ."""
+    """Return the predictions of ranks that differ."""
     wish = setup.parallel
     if wish is None or len(ranks) == 1:
         return ()
@@ -124,7 +124,7 @@ def among_stages(
     pipelined: PipelinedSteps,
     stage: int,
 ) -> StepSeconds:
-    """The seconds of a stage's step, of those that it would take if it had all that it waits for."""
+    """Return the seconds of a stage's step, from those without any wait for other stages."""
     sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
     real, at_once = pipelined
     length, idle = real.step_seconds, real.idle[stage]
@@ -143,8 +143,10 @@ def among_stages(
 
 
 def weights_on_host(job: Job, setup: Setup, ranks: Sequence[RankForeseen]) -> int:
-    """Bytes of the weights that a process builds on the host, where it does: of all stages, and a matrix that
-    two of them have once."""
+    """Return the bytes of the weights that a process builds on the host, if it builds any there.
+
+    They cover all stages. A matrix that two stages share counts once.
+    """
     weights = [[block for block in one.trace.blocks if block.kind == Kind.WEIGHTS] for one in ranks]
     own = [sum(block.nbytes for block in blocks) for blocks in weights]
     wish = setup.parallel

@@ -1,19 +1,18 @@
-"""A step whose layers are cut into stages: which ranks to rehearse, and how long all of them take together.
+"""A step whose layers are cut into stages: the ranks to rehearse, and the seconds of all stages together.
 
-Ranks of one stage are alike, and middle stages differ little: of all, those are rehearsed that may need the
-most or take another time. The first has the embedding and, under 1F1B, keeps the most micro-batches; the
-second keeps the most of those between; the last has the head; and where layers cannot be cut evenly, one of
-the shorter stages.
+Ranks of one stage are alike, and middle stages differ little. So only the ranks with the largest memory or
+other seconds are rehearsed. The first has the embedding and, under 1F1B, keeps the most micro-batches. The
+second keeps the most of those between. The last has the head. If layers cannot be cut evenly, one of the
+shorter stages is added.
 
-The seconds are those of a schedule: each stage runs its micro-batches in its order, a forward pass when the
-stage before has sent what it needs, a backward pass when the stage behind has. How long a stage takes for
-each follows from its own trace, as if it had all it waits for (`seconds.py`); the rest of a step, which is
-mostly the update, begins when all of its passes are done, and where gradients are clipped when those of all
-stages are; where the head is tied to the embedding, the first stage and the last one wait for each other. A
-GPU that waits is idle: the bubble.
+The seconds are those of a schedule: each stage runs its micro-batches in its order. A forward pass waits for
+the stage before, a backward pass for the stage behind. Their seconds follow from the stage's own trace,
+without any such wait (`seconds.py`). The rest of a step, mostly the update, begins when all of the stage's
+passes are done. With clipping it begins when those of all stages are. If the head is tied to the embedding,
+the first stage and the last one wait for each other. A GPU that waits is idle: the bubble.
 
-A GPU has a position among those of one copy of the model, and one stage, or several (`interleaved`): with n
-GPUs the first has the stages 0, n, 2n, ... In which order it runs their passes says torch's own schedule.
+A GPU has a position among those of one copy of the model, and one stage, or several (`interleaved`). With n
+GPUs the first has the stages 0, n, 2n, ... torch's own schedule gives the order of their passes.
 """
 
 from __future__ import annotations
@@ -47,25 +46,25 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs' gradients",
 KINDS = {
     "FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUTS, "BACKWARD_WEIGHT": WEIGHTS,
 }  # fmt: skip
-"""What torch calls kinds of passes; a backward pass is one, or two."""
+"""Kinds of passes by torch's names. A backward pass is one, or two."""
 
 _PASSES = frozenset({FORWARD, BACKWARD})
 
 
 class Pass(NamedTuple):
-    """What a GPU does for one micro-batch at a time."""
+    """A GPU's unit of work for one micro-batch."""
 
     kind: str
-    """Which of `KINDS` it is."""
+    """Kind of the pass, one of `KINDS`."""
 
     stage: int
-    """Which of all stages."""
+    """Number of the stage among all stages."""
 
     micro_batch: int
 
 
 def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
-    """The positions that stand for all, in order; of a model that is not cut the only one."""
+    """Return one position of each kind, in order. A model that is not cut has a single position."""
     firsts: dict[tuple[Any, ...], int] = {}
     for position in range(wish.stages):
         firsts.setdefault(_kind(position, wish, layers), position)
@@ -73,19 +72,21 @@ def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
 
 
 def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
-    """The position that was rehearsed for this one."""
+    """Return the position that was rehearsed for this one."""
     kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
 
 def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
-    """What tells positions apart: the ends of the model, and how many layers each stage has."""
+    """Return the key by which positions differ: the ends of the model, and the number of layers in each
+    stage.
+    """
     lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(position, wish)]
     return position == 0, position == wish.stages - 1, *lengths
 
 
 def rank_of(position: int, wish: ParallelWish) -> int:
-    """The first rank of a position: stages are the first axis of the mesh."""
+    """Return the first rank of a position: stages are the first axis of the mesh."""
     return position * (wish.ranks // wish.stages) if wish.ranks else 0
 
 
@@ -94,24 +95,24 @@ class StageWork:
     """Seconds of a GPU's own work in a step."""
 
     passes: Mapping[tuple[str, int], float]
-    """Of each micro-batch's pass of a kind through one of its stages, which are counted from 0."""
+    """Seconds of a micro-batch's pass, by its kind and its stage on this GPU, counted from 0."""
 
     before: float = 0.0
-    """Of what comes before the first pass: the batch is copied."""
+    """Seconds before the first pass: the batch is copied."""
 
     after: float = 0.0
-    """Of what comes after the last: sums of what two stages have, clipping, the update."""
+    """Seconds after the last pass: sums of weights that two stages share, clipping, the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinedStep:
-    """How long all stages together take a step."""
+    """Seconds of a step of all stages together."""
 
     step_seconds: float
     """Between the ends of two steady steps."""
 
     idle: Sequence[float]
-    """Of each GPU of one copy of the model: seconds of the step in which it waits for others."""
+    """Seconds of the step in which each GPU of one copy of the model waits for others."""
 
     @property
     def bubble(self) -> float:
@@ -120,7 +121,7 @@ class PipelinedStep:
 
 
 def without_other_stages(trace: Trace) -> Trace:
-    """The trace of a stage as if it had all that it waits for."""
+    """Return the trace of a stage without waits for other stages."""
     kernels = (
         kernel._replace(peers=ALONE, nbytes=0) if kernel.operator in (SEND, RECEIVE) else kernel
         for kernel in trace.kernels
@@ -129,9 +130,11 @@ def without_other_stages(trace: Trace) -> Trace:
 
 
 def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, workers: int = 0) -> StageWork:
-    """The seconds of a GPU's own work, of a trace that waits for no other, in which it runs its passes in
-    this order. Between two kernels' ends lies what the later one takes, and what the GPU waits for its own
-    host."""
+    """Return the seconds of a GPU's own work, from a trace without waits for other stages.
+
+    The GPU runs its passes in this order. The time between two kernels' ends counts for the later kernel. It
+    includes the GPU's wait for its own host.
+    """
     clock = KernelClock(rates, interconnect_of(gpu, rates))
     kernels = with_worker_batches(workers, without_other_stages(trace).kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
@@ -157,26 +160,29 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
 
 
 def _pass_of_each(trace: Trace) -> list[int]:
-    """Of each kernel, how many passes began before its own; -1 for what comes before the first. The loop says
-    that it is at its forward passes before torch begins the first of them."""
+    """Return, for each kernel, the number of passes that began before its own; -1 for kernels before the
+    first.
+
+    The loop marks its forward passes before torch begins the first of them.
+    """
     begins = trace.passes[1:]
     return [bisect.bisect_right(begins, number) - 1 for number in range(len(trace.kernels))]
 
 
 def transfer_seconds(trace: Trace, link: Interconnect) -> float:
-    """Seconds of the longest that a stage sends to another at once."""
+    """Return the seconds of the longest transfer from one stage to another."""
     return max((link.seconds(kernel) for kernel in trace.kernels if kernel.operator == SEND), default=0.0)
 
 
 def orders_of(wish: ParallelWish, micro_batches: int) -> Sequence[Sequence[Pass]]:
-    """The passes of each GPU of one copy of the model, in order."""
+    """Return the passes of each GPU of one copy of the model, in order."""
     if wish.schedule not in (ONE_FORWARD_ONE_BACKWARD, GPIPE):
         return _orders_of_torch(wish.schedule, wish.stages, wish.chunks, micro_batches)
     return [[*_order_of(stage, wish, micro_batches)] for stage in range(wish.stages)]
 
 
 def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pass]:
-    """The passes of a stage, in order (torch's `ScheduleGPipe`, `Schedule1F1B`)."""
+    """Yield the passes of a stage, in order (torch's `ScheduleGPipe`, `Schedule1F1B`)."""
     waiting = min(micro_batches, wish.stages - stage)
     first = micro_batches if wish.schedule == GPIPE else waiting
     yield from (Pass(FORWARD, stage, number) for number in range(first))
@@ -188,8 +194,10 @@ def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pa
 
 @functools.lru_cache(maxsize=16)
 def _orders_of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Pass]]:
-    """The passes of each rank, as torch's own class of this name puts them in order. It asks stages for no
-    more than their numbers."""
+    """Return the passes of each rank, in the order of torch's own class of this name.
+
+    That class reads only the numbers of the stages.
+    """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     asked = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": None}
@@ -213,8 +221,11 @@ def simulate_stages(
     clips: bool,
     tied: bool = False,
 ) -> PipelinedStep:
-    """The steady step of GPUs that do this work in these orders; what one sends is there `transfer` seconds
-    later. With `clips` all wait for each other before they update, with `tied` the first and the last."""
+    """Return the steady step of GPUs that do this work in these orders.
+
+    Output of a stage arrives after `transfer` seconds. With `clips` all wait for each other before they
+    update, with `tied` the first and the last.
+    """
     free = [0.0] * len(work)
     end = 0.0
     for _ in range(SIMULATED_STEPS):
@@ -237,11 +248,11 @@ def simulate_stages(
 def _run_passes(
     work: Sequence[StageWork], orders: Sequence[Sequence[Pass]], transfer: float, free: Sequence[float]
 ) -> list[float]:
-    """When each GPU has run its passes, of GPUs that are free from these moments on."""
+    """Return the moment at which each GPU has run its passes, from the moments at which it is free."""
     ranks = len(work)
     last = max(one.stage for order in orders for one in order)
     now = [moment + own.before for moment, own in zip(free, work, strict=True)]
-    done: dict[tuple[bool, int, int], float] = {}  # forward passes, and what is sent of backward passes
+    done: dict[tuple[bool, int, int], float] = {}  # forward passes, and sent gradients of backward passes
     nexts = [0] * ranks
     waiting = list(range(ranks))
     while waiting:
@@ -277,9 +288,11 @@ def pipelined_step(
     tied: bool = False,
     transfer_takes: float | None = None,
 ) -> PipelinedStep:
-    """The steady step of all stages, by the traces of those that were rehearsed; `tied` where
-    the first stage and the last have one matrix; with `transfer_takes` as if what a stage sends took so many
-    seconds."""
+    """Return the steady step of all stages, from the traces of the rehearsed ones.
+
+    `tied` means that the first stage and the last share one matrix. `transfer_takes` replaces the seconds of
+    sending a stage's output.
+    """
     orders = orders_of(wish, micro_batches)
     own = {
         position: stage_work(trace, orders[position], gpu, rates, workers=workers)

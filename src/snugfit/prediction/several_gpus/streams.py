@@ -1,9 +1,9 @@
-"""The queue of a step whose kernels run in several streams: computation, and exchanges beside it.
+"""The queue of a step whose kernels run in several streams: computation, and exchanges in parallel.
 
-As `seconds.py`, with more than one stream: the host launches one kernel after the other; each stream runs its
-own in order, each of them when it has been launched and those of other streams are done that it waits for.
-While an exchange and another kernel run at once both take longer, since they share the GPU's
-multiprocessors and its memory.
+This is the queue of `seconds.py` with more than one stream. The host launches one kernel after the other.
+Each stream runs its own in order. A kernel starts after its launch and after the kernels of other streams
+that it waits for. While an exchange and another kernel run at once both take longer, since they share the
+GPU's multiprocessors and its memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StreamsRun(NamedTuple):
     seconds: float
     """Between the ends of two steady steps."""
     moments: Moments
-    """Of the last one's kernels, since the host began it."""
+    """Moments of the last step's kernels, since the host began it."""
 
 
 def simulate_streams(
@@ -40,9 +40,11 @@ def simulate_streams(
     syncs: Sequence[int],
     host: HostLaunchCosts,
 ) -> StreamsRun:
-    """The steady step. `device` and `launches` are seconds of each kernel on the device while nothing else
-    runs, and of the host; before the kernels whose numbers are in `syncs` the host waits for the stream that
-    computes."""
+    """Return the steady step.
+
+    `device` are the seconds of each kernel on the device while no other kernel runs, and `launches` those of
+    the host. Before the kernels whose numbers are in `syncs`, the host waits for the stream that computes.
+    """
     simulation = _Simulation(kernels, device, launches, syncs, host)
     seconds, began = simulation.run()
     moments = zip(simulation.begins, simulation.starts, simulation.ends, strict=True)
@@ -58,7 +60,7 @@ def seconds_in_streams(
     syncs: Sequence[int],
     host: HostLaunchCosts,
 ) -> float:
-    """The seconds of `simulate_streams` alone, whose moments take long to put together."""
+    """Return the seconds of `simulate_streams` alone, without its moments, which take long to compute."""
     return _Simulation(kernels, device, launches, syncs, host).run()[0]
 
 
@@ -77,11 +79,13 @@ class _Simulation:
         self._syncs, self._host = sorted(syncs), host
         self._exchanges = [kernel.operator in COLLECTIVES for kernel in kernels]
         self.now = self.host_at = 0.0
-        """The moment that is simulated, and the moment at which the host begins what comes next."""
+        """The simulated moment, and the moment of the host's next action."""
 
     def run(self) -> tuple[float, float]:
-        """Runs some steps: seconds between the ends of the last two, and the moment at which the host began
-        the last."""
+        """Run some steps. Return the seconds between the ends of the last two, and the beginning of the last.
+
+        The beginning is the host's moment.
+        """
         end = 0.0
         for _ in range(SIMULATED_STEPS):
             began, before = self.host_at, end
@@ -89,7 +93,7 @@ class _Simulation:
         return end - before, began
 
     def _run_step(self) -> float:
-        """Runs one step to the end of its last kernel, and returns when that is."""
+        """Run one step to the end of its last kernel, and return that moment."""
         self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched, by stream
         self._running: dict[int, int] = {}  # kernel by stream
         self._running_exchanges = 0
@@ -118,23 +122,23 @@ class _Simulation:
         return max(self.host_at, max(self.ends, default=0.0))
 
     def _wait_for_default(self) -> None:
-        """The host waits until the stream that computes has caught up."""
+        """Let the host wait until the stream that computes has caught up."""
         while DEFAULT_STREAM in self._running or self._waiting[DEFAULT_STREAM]:
             self._advance(self.now + self._next_end())
         self.host_at = max(self.host_at, self.now) + self._host.wait
 
     def _rate(self, number: int) -> float:
-        """Seconds of work that a kernel does in a second while both run."""
+        """Return the seconds of work that a kernel does in a second while both run."""
         return 1 / (SLOWED_EXCHANGE if self._exchanges[number] else SLOWED_KERNEL)
 
     def _next_end(self) -> float:
-        """Seconds until the next kernel ends."""
+        """Return the seconds until the next kernel ends."""
         if not 0 < self._running_exchanges < len(self._left):
             return min(self._left.values())
         return min(left / self._rate(number) for number, left in self._left.items())
 
     def _advance(self, moment: float) -> None:
-        """Lets the streams run until then."""
+        """Let the streams run until this moment."""
         left, now = self._left, self.now
         while left:
             share = 0 < self._running_exchanges < len(left)
@@ -154,7 +158,7 @@ class _Simulation:
         self.now = max(now, moment)
 
     def _end_what_is_done(self) -> None:
-        """Ends kernels that take no longer, and starts what waited for them."""
+        """End the finished kernels, and start the kernels that waited for them."""
         left, running = self._left, self._running
         for stream, number in [*running.items()]:
             if left[number] <= 1e-12:  # seconds: what rounding leaves
@@ -170,7 +174,7 @@ class _Simulation:
             self._left[number] -= seconds * self._rate(number) if share else seconds
 
     def _begin(self, stream: int, waiting: deque[int]) -> None:
-        """Starts the first that waits in an idle stream, if it may start now."""
+        """Start the first waiting kernel in an idle stream, if it may start now."""
         number = waiting[0]
         after = self._kernels[number].after
         if after and any(math.isnan(self.ends[other]) for other in after):

@@ -1,9 +1,10 @@
 """The steady step as a trace of Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Two tracks each for the host and the device, its phases and its kernels, one for copies of activations beside
-the computation and one for exchanges with other GPUs, and a counter of live bytes by kind.
-When a kernel is launched and runs follows from the queue (`timeline.py`). Which allocations come between two
-kernels a trace does not say, so the events of a phase are spread evenly over the host's time in it.
+The host and the device have two tracks each: phases and kernels. Copies of activations have one, and so have
+exchanges with other GPUs. A counter shows live bytes by kind.
+
+The moments of a kernel's launch and run follow from the queue (`timeline.py`). A trace does not record
+allocations between two given kernels. So the events of a phase are spread evenly over the host's time in it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4, "copies"
 
 
 def chrome_trace(trace: Trace, timed: Sequence[TimedKernel]) -> dict[str, Any]:
-    """The document, of this trace and the moments of its steady step's kernels."""
+    """Return the document of this trace, with the moments of its steady step's kernels."""
     named = [_entry("M", "process_name", 0, args={"name": "snugfit, predicted"})]
     named += [_entry("M", "thread_name", track, args={"name": name}) for name, track in TRACKS.items()]
     events = [*named, *_phases(timed), *_kernels(timed), *_counters(trace, timed)]
@@ -57,7 +58,7 @@ def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
 
 
 def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
-    """Live bytes by kind after each event of the steady step."""
+    """Yield the live bytes by kind after each event of the steady step."""
     last = max(mark.step for mark in trace.marks)
     marks = [next(members) for _, members in groupby(
         (mark for mark in trace.phases if mark.step == last), key=lambda mark: mark.phase
@@ -73,8 +74,11 @@ def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, 
 
 
 def _event_times(marks: Sequence[Mark], end: int, spans: Sequence[Any]) -> dict[int, float]:
-    """Seconds for each event of the step: those of a passage spread evenly over the host's time in it. A
-    passage without kernels takes no time."""
+    """Return the seconds of each event of the step.
+
+    The events of a passage are spread evenly over the host's time in it. A passage without kernels takes no
+    time.
+    """
     times: dict[int, float] = {}
     pending, now = list(reversed(spans)), 0.0
     for mark, following in zip(marks, [*(mark.event for mark in marks[1:]), end], strict=True):

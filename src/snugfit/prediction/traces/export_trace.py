@@ -21,8 +21,10 @@ SNAPSHOT, CHROME = ".pickle", ".json"
 
 
 def export_trace(prediction: Prediction, form: str) -> bytes:
-    """The step's trace, rehearsed again, in the form of a file that ends in `form`. Raises `UsageError` for
-    a timeline without seconds, `GpuError` where the GPU's rates are not known."""
+    """Rehearse the step again, and return its trace as a file that ends in `form`.
+
+    Raises `UsageError` for a timeline without seconds, `GpuError` where the GPU's rates are unknown.
+    """
     if form == CHROME and prediction.gpu is None:
         raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
     trace, setup = rehearse_again(prediction), prediction.recipe.setup()

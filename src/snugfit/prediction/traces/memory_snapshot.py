@@ -1,9 +1,8 @@
 """A trace as a snapshot of CUDA memory, as `torch.cuda.memory._dump_snapshot` pickles one.
 
 PyTorch's memory viewer (pytorch.org/memory_viz) and `torch.cuda._memory_viz` read it. Addresses are those
-that the replayed allocator gives out. What a snapshot calls a frame is here the operator, the module it ran
-in, and the phase and step; moments (`time_us`) count events, since a trace knows their order and not their
-time.
+that the replayed allocator hands out. A frame of the snapshot is here the operator, its module, and the phase
+and step. Moments (`time_us`) count events, since a trace records their order and not their time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]:
-    """The whole run, event by event, and the allocator's segments at its end."""
+    """Return the whole run, event by event, and the allocator's segments at its end."""
     allocator = Allocator(expandable=expandable)
     actions = driver_actions(trace, allocator.addresses)
     live: dict[int, Any] = {}
@@ -45,7 +44,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
         stream = trace.streams.get(event - 1, 0)
         live[event] = handed_out = allocator.allocate(block.nbytes, trace.memory_of(event - 1), stream)
         if mapped := allocator.reserved - before:
-            # a new segment begins with the block; an expandable one ends with it, or with what remains of it
+            # a new segment begins with the block; an expandable one ends with it, or with its rest
             rest = handed_out.after
             end = rest.address + rest.size if rest else handed_out.address + handed_out.size
             start = end - mapped if expandable else handed_out.address
@@ -64,7 +63,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
 
 
 def _frames(block: Block) -> list[dict[str, Any]]:
-    """The operator first, as a snapshot has the innermost frame first."""
+    """Return the frames of a block, operator first, as a snapshot has the innermost frame first."""
     where = block.module or "the loop"
     return [
         {"name": block.operator, "filename": where, "line": 0},
@@ -77,7 +76,7 @@ def _frames(block: Block) -> list[dict[str, Any]]:
 
 
 def _join_pages(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pages that follow each other, as one segment for each pool."""
+    """Join pages that follow each other into one segment for each pool."""
     pools: dict[bool, dict[str, Any]] = {}
     for segment in segments:
         pool = pools.setdefault(segment["small"], {**segment, "total_size": 0})
