@@ -95,7 +95,8 @@ class Kept:
                 raise UsageError(f"keep: {why}")
 
     def too_new(self, capability: tuple[int, int] | None) -> str:
-        """Return the reason why a GPU of this compute capability cannot run the requested techniques, or ""."""
+        """Return the reason why a GPU of this compute capability cannot run the requested techniques, or an
+        empty string."""
         for slot in self.asked:
             technique = self.slots[slot][0]
             least = technique.least_capability

@@ -196,7 +196,8 @@ class Counts:
     """Number of valid recipes in the space."""
 
     tapes: int  # the key of the JSON document keeps this name
-    """Number of different peaks of live bytes."""
+    """Number of different traces among them. The allocator, the number format of fp32 products and the loader
+    do not change a trace."""
 
     footprints: int
     """Number of different peaks of live bytes."""
@@ -205,10 +206,7 @@ class Counts:
     """Number of kinds of passes that were rehearsed, on few layers if the model allows it."""
 
     replayed: int
-    """Return the index of the recipe to show when nothing fits.
-
-    `front_bytes` are the bytes of a front in descending order, from the fastest recipe to the smallest.
-    """
+    """Number of recipes whose whole step was assembled, timed and replayed through the allocator."""
 
 
 def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
@@ -224,38 +222,35 @@ def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Tabular):
-    """GPU for which the plan is made."""
+    """The best recipe for a GPU, a model and a batch, with the reasons for it."""
 
     job: Job
-    """Bytes that may be used; None for no limit."""
+    """The training job of the plan."""
 
     gpu: Gpu | None
-    """Bytes of `memory_bytes` that should stay free."""
+    """GPU for which the plan is made."""
 
     memory_bytes: int | None
-    """Lowest fidelity that the user allows."""
+    """Bytes that may be used; None for no limit."""
 
     headroom_bytes: int = 0
     """Bytes of `memory_bytes` that should stay free."""
 
     fidelity: str
-    """Length of the run over which the start-up is spread; None if it was not given."""
+    """Lowest fidelity that the user allows."""
 
     objective: str
-    """Recipes that are on the front of seconds and bytes, the fastest first.
-
-    JSON and pages list the recipes that fit first. A recipe smaller than a faster one by less than 3 % or
-    160 MiB may be missing; the answer never is. Recipes slower than the answer by `SLOWEST` times are
-    missing too, unless the whole front was requested.
-    """
+    """`speed`, `memory` or `cost`."""
 
     steps: int | None = None
     """Length of the run over which the start-up is spread; None if it was not given."""
 
     front: tuple[Choice, ...]
-    """Best recipe by the objective among those that fit and leave the headroom.
+    """Recipes that are on the front of seconds and bytes, the fastest first.
 
-    If none leaves the headroom, the smallest recipe that fits. None if nothing fits.
+    JSON and pages list the recipes that fit first. A recipe smaller than a faster one by less than 3 % or
+    160 MiB may be missing; the answer never is. Recipes slower than the answer by `SLOWEST` times are
+    missing too, unless the whole front was requested.
     """
 
     best: Choice | None
@@ -289,7 +284,7 @@ class Plan(Tabular):
     """True if a full simulation of the best recipe (or the nearest miss) gave the same figures."""
 
     timing: Pace | None = None
-    """True if any recipe fits the memory."""
+    """Timing of the best recipe (or the nearest miss); None if the GPU's rates are unknown."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that computed the plan."""
@@ -325,8 +320,10 @@ class Plan(Tabular):
         return math.inf if self.memory_bytes is None else self.memory_bytes - choice.needed_bytes
 
     def timed(self, choice: Choice) -> StepSpeed:
-        """Return samples per second of one of its recipes, with the start-up if the run's length was
-        given."""
+        """Return the speed of a step of one of its recipes.
+
+        The bound of the step and its MFU are known for the answer alone.
+        """
         seconds, known = choice.step_seconds, self.timing
         measured = known.measured_rates if known else None
         if known is None or choice != self.best_or_nearest:
@@ -335,7 +332,8 @@ class Plan(Tabular):
         return speed_of(seconds, self.job, measured_rates=measured, bound=known.bound, mfu=mfu)
 
     def speed(self, choice: Choice) -> float:
-        """The best recipe, or the nearest miss."""
+        """Return samples per second of one of its recipes, with the start-up if the run's length was
+        given."""
         pace = choice.pace(self.steps)
         return self.job.batch_size / pace if pace else 0.0
 

@@ -128,12 +128,12 @@ def rehearse_sizes(
 
 
 class _StepsOfSizes(PlainStep):
-    """Samples of each micro-batch, by step."""
+    """The plain loop without an update, with a separate size for each micro-batch."""
 
     sizes: Sequence[Sequence[int]] = ()
     """Samples of each micro-batch, by step."""
     gradients_stand = False
-    """Build the model and run all steps, each announced as the first; there is no loss."""
+    """True if a step adds to the gradients of the previous one."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build the model and run all steps, each announced as the first; there is no loss."""

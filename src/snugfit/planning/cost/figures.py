@@ -57,7 +57,8 @@ class Figures(NamedTuple):
     """Assumptions of the rehearsal, as sentences."""
 
     peak_seconds: float = 0.0
-    """Seconds of the model's arithmetic at the data sheet's peaks; 0 if the step was not simulated in full."""
+    """Seconds of the model's arithmetic at the data sheet's peaks; 0 if the step was not simulated in
+    full."""
 
     @property
     def step_seconds(self) -> float:

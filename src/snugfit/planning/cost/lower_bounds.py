@@ -88,7 +88,8 @@ class StepBounds(NamedTuple):
     depth: int
     """Number of layers in each stack; 0 if they do not repeat."""
     outside_bytes: int
-    """Bytes live at the worst moment outside layers, without tensors kept by layers that are not recomputed."""
+    """Bytes live at the worst moment outside layers, without tensors kept by layers that are not
+    recomputed."""
     compiled_bytes: int
     """Bytes live at the worst moment with compiled layers."""
     compiled_seconds: Sequence[float]

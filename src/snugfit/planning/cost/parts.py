@@ -256,7 +256,8 @@ class Parts:
         return model_peak_seconds(trace.kernels, device) if device else 0.0
 
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
-        """Return whether a full simulation of this recipe on this GPU gives these figures, with its doubts."""
+        """Return whether a full simulation of this recipe on this GPU gives these figures, with its
+        doubts."""
         prediction = predict(self.job, recipe, gpu=self.gpus[gpu])
         footprint = prediction.footprint
         same = (

@@ -175,7 +175,8 @@ def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
 
 
 def later_starts(trace: Trace) -> list[int]:
-    """Return the indices of the kernels that begin each micro-batch of the steady step, except for the first."""
+    """Return the indices of the kernels that begin each micro-batch of the steady step, except for the
+    first."""
     return [
         index
         for index, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)
