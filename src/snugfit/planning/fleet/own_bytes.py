@@ -11,7 +11,7 @@ OWN_SHARE = 0.02
 """Greatest share of a recipe's bytes that may be another GPU's workspaces and scratch (chosen).
 
 The share is mostly smaller: GPUs of 28 and of 188 multiprocessors differ by 112 MiB of 9.9 GiB
-(BERT-large, batch 32). Small batches have a larger share: an L4 and an RTX 5090 differ by 292 MiB of 7.4
+(BERT-large, batch 32). Small batches have a larger share. An L4 and an RTX 5090 differ by 292 MiB of 7.4
 GiB (BERT-large, batch 4, tf32). Recipes that differ by more are simulated by the search's policy too. The
 result shows if the difference belongs to the GPU.
 """
