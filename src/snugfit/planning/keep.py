@@ -1,8 +1,8 @@
 """Fixed slots of a plan: those that the user names, and those that define the user's own recipe.
 
-    keep="lora(r=16, targets=all-linear) + bf16_pure"   fixes these two, regardless of their fidelity
-    start="lora(r=8) + bf16 + every_layer"              fixes its adapters, its precision, its optimizer
-    free="optimizer"                                    excepts the optimizer
+    keep="lora(r=16, targets=all-linear) + bf16_pure"   fixes these two, regardless of their fidelity.
+    start="lora(r=8) + bf16 + every_layer"              fixes its adapters, its precision, its optimizer.
+    free="optimizer"                                    excepts the optimizer.
 
 The trained parameters, the number formats and the algorithm belong to the user's request. A plan that
 starts from the user's own recipe therefore fixes these three slots, unless they are freed. An optimizer

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 NO_LIMIT = (
     f"{AUTO!r} in a recipe is the least recomputing that fits a GPU, and there is none here. Name one with "
-    "--gpu, or write what is to be recomputed in its place, such as 'every_layer'."
+    "--gpu, or write a technique in its place, such as 'every_layer'."
 )
 
 
@@ -72,7 +72,7 @@ class Resolved(NamedTuple):
         return cls(Recipe.parse(document["recipe"]), str(document["why"]))
 
 
-AUTO_ALONE = "'auto' is for one GPU. Leave --gpus out, or name what is recomputed, such as 'every_layer'."
+AUTO_ALONE = "'auto' is for one GPU. Leave --gpus out, or name a technique, such as 'every_layer'."
 
 
 def predict(

@@ -292,7 +292,7 @@ class RecomputingKinds:
         return self._least(number) if self._waits(number) else None
 
     def add(self, numbers: Collection[int]) -> None:
-        """Screen these candidates."""
+        """Compute the lower bounds of these candidates."""
         state = self.states[0] if len(self.states) == 1 else None
         self._note(numbers, screen(self.space, self.pool, self.tell, numbers, state))
 

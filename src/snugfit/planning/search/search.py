@@ -80,22 +80,18 @@ def plan(
 ) -> Plan:
     """Return a plan: the best recipe by `objective` that fits `gpu`, or `memory_bytes` of it.
 
-    `headroom` (bytes, or text such as `2%`) of the memory stays free. The default is 2 % of the GPU's
-    memory and the uncertain bytes (`prediction/headroom.py`), and nothing with `memory_bytes`. If no
-    recipe leaves it, the answer is the smallest. `fidelity` is the lowest allowed fidelity. `clock`
-    returns the seconds of a trace; by default it is this GPU's. `workers` processes rehearse concurrently,
-    by default two if there are as many cores.
-
-    The plan lists the `ranked` best recipes that fit. For the recipe to `start` from, which may be text,
-    it proposes changes. `steps` is the length of the run, over which a recipe's start-up at the rates of
-    `once` is spread. Slots of the techniques in `keep` are not searched. The same holds for the adapters,
-    the precision and the optimizer's family of `start`, unless they are `free`. The front ends at
-    `SLOWEST` times the answer's seconds. A `whole_front`, or a request for the smallest recipe, has no
-    such end. Techniques that a `front_end` refuses (`step/applier.py`) are left out. `tell` receives
-    messages on the progress.
-
-    If nothing fits, the plan contains the nearest miss. Raises `UsageError` for invalid arguments, and
-    `SnugfitError` if no recipe can be rehearsed.
+    `headroom` (bytes, or text such as `2%`) of the memory stays free. The default is 2 % of the GPU's memory
+    and the uncertain bytes (`prediction/headroom.py`), and nothing with `memory_bytes`. If no recipe leaves
+    it, the answer is the smallest. `fidelity` is the lowest allowed fidelity. `clock` returns the seconds of
+    a trace, by default on this GPU. `workers` processes rehearse concurrently, by default two if there are as
+    many cores. The plan lists the `ranked` best recipes that fit, and changes to the recipe to `start` from,
+    which may be text. `steps` is the length of the run over which the start-up, at the rates of `once`, is
+    spread. Slots of the techniques in `keep` are not searched. The same holds for the adapters, the precision
+    and the optimizer's family of `start`, unless they are `free`. The front ends at `SLOWEST` times the
+    answer's seconds, except for a `whole_front` or the smallest recipe. Techniques that a `front_end` refuses
+    (`step/applier.py`) are left out. `tell` receives messages on the progress. If nothing fits, the plan
+    contains the nearest miss. Raises `UsageError` for invalid arguments, and `SnugfitError` if no recipe can
+    be rehearsed.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool

@@ -286,7 +286,7 @@ def _choices(
             excluded.append(Exclusion(what=technique.name, why=why))
         elif many_gpus and (technique.lowered or technique.grades(job)):
             word = technique.last_resort or next(iter(technique.grades(job)), technique.name)
-            why = f"plans for many GPUs look at it when it is asked for (--keep '{word}')"
+            why = f"plans for many GPUs include it only on request (--keep '{word}')"
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))

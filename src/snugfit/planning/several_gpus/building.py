@@ -14,7 +14,7 @@ from snugfit.job.job import Job
 from snugfit.prediction.startup import model_size
 
 BUILT_ON_HOST = (
-    "The host builds the model, in each process, and under fsdp each GPU takes its part from there: --set "
+    "The host builds the model, in each process. Under fsdp each GPU takes its part from there: --set "
     "build_on=host, or build_on: host in the job file. Plans choose that where the weights exceed a GPU. The "
     "host needs memory for as many copies as it has GPUs."
 )

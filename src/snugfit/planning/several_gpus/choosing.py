@@ -64,7 +64,10 @@ def _why_not(fastest: OnGpus, chosen: OnGpus, *, by_host: bool) -> str:
     if by_host:
         return (
             f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, but there the host works in "
-            f"{fastest.host_share or 0:.0%} of the step and here in {chosen.host_share or 0:.0%}, and what "
-            "the host takes is the least certain."
+            f"{fastest.host_share or 0:.0%} of the step and here in {chosen.host_share or 0:.0%}. The "
+            "host's seconds are the least certain."
         )
-    return f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, which is too little for what it adds."
+    return (
+        f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, which is too little for the "
+        "techniques that it adds."
+    )

@@ -221,8 +221,8 @@ class _LayersLine:
         techniques = (self.one.shared.recomputing, self.one.shared.recipe[Slot.SHARDING])
         named = " + ".join(str(one) for one in techniques if one not in question.recipe.techniques)
         why = (
-            f"the first {which} recomputed, of {self.layers}: with none a step needs about "
+            f"the first {which} recomputed, of {self.layers}. With none a step needs about "
             f"{show_bytes(self.none.needed_bytes)} of each GPU, of which {show_bytes(self.bound)} may be "
-            f"used, and with {named} it takes {100 * more:.1f} % longer."
+            f"used. With {named} it takes {100 * more:.1f} % longer."
         )
         return f"{before} {why[0].upper()}{why[1:]}" if before else why
