@@ -80,7 +80,7 @@ def forecast(recipe: str, milliseconds: float, host: float | None) -> OnGpus:
         (
             [("bf16 + fsdp", 100, 0.1), ("ddp", 100.4, 0.1)],
             "ddp",
-            "too little for the techniques that it adds",
+            "too little for the added techniques",
         ),
         ([("bf16 + fsdp", 100, 0.1), ("ddp", 100.6, 0.1)], "bf16 + fsdp", ""),
         ([("fsdp", 100, 0.99), ("hsdp(8)", 101, 0.9), ("ddp", 102, 0.8)], "ddp", "in 80%"),

@@ -59,7 +59,7 @@ class Kept:
 
     @property
     def preloaded(self) -> set[str]:
-        """Return the modules that the fixed techniques of every recipe import in advance."""
+        """Modules that the fixed techniques of every recipe import in advance."""
         return {one.preloaded for techniques in self.slots.values() for one in techniques if one.preloaded}
 
     def listing(self) -> tuple[KeptSlot, ...]:

@@ -246,7 +246,7 @@ class Plan(Tabular):
     """Length of the run over which the start-up is spread; None if it was not given."""
 
     front: tuple[Choice, ...]
-    """Recipes that are on the front of seconds and bytes, the fastest first.
+    """Pareto front: no other recipe is both as fast and as small. The fastest comes first.
 
     JSON and pages list the recipes that fit first. A recipe smaller than a faster one by less than 3 % or
     160 MiB may be missing; the answer never is. Recipes slower than the answer by `SLOWEST` times are

@@ -37,7 +37,7 @@ class CardsOfKind:
     """Bytes of each GPU's memory that should stay free."""
 
     build_on: str = "device"
-    """Device that builds the model: `host` if its weights exceed such a GPU."""
+    """Builder of the model: the `device`, or the `host` if its weights exceed such a GPU."""
 
     answers: tuple[OnGpus, ...] = ()
     """Fastest recipe on the fewest GPUs that fit, then on each larger number that takes fewer GPU seconds a

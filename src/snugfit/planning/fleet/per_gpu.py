@@ -94,7 +94,7 @@ class PerGpuSearch:
         self._open = (-1, [])
 
     def release(self) -> bool:
-        """Evaluate all candidates again. Return whether this opens any."""
+        """Stop postponing candidates. Return whether this opens any."""
         held, self._held_above, self._open = self._held_above, math.inf, (-1, [])
         return held < math.inf and any(self.open_candidates())
 

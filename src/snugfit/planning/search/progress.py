@@ -49,8 +49,10 @@ def _to_fives(seconds: float) -> int:
 
 
 def with_best(tell: Tell, best_so_far: Callable[[], Choice | None]) -> Tell:
-    """Append the best known recipe that fits to every message. Its figures come first, since the line may be
-    cut."""
+    """Return a callback that appends the best known recipe that fits to every message.
+
+    Its figures come first, since the line may be cut.
+    """
 
     def tell_both(what: str) -> None:
         if best := best_so_far():

@@ -47,7 +47,7 @@ class Explanation(NamedTuple):
 
 
 def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
-    """Simulate the answer in full, and evaluate the alternatives of its slots.
+    """Return the explanation of an answer from its full simulation and the alternatives of its slots.
 
     Raises `SnugfitError` if the answer cannot be simulated.
     """

@@ -553,7 +553,7 @@ class RecomputingKinds:
         return min((one.seconds for one in least if may_fit(one.resting_bytes)), default=math.inf)
 
     def left_out(self) -> Iterator[Exclusion]:
-        """Yield candidates that were never screened, because they could not matter."""
+        """Return exclusions for candidates that were never screened, because they could not matter."""
         return self._budgets.left_out(itertools.chain.from_iterable(self.waiting.values()))
 
     # ---- twins -------------------------------------------------------------------------------------------

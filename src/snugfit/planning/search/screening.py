@@ -35,7 +35,7 @@ def screen(
     numbers: Collection[int] | None = None,
     state: SearchState | None = None,
 ) -> Screening:
-    """Screen every candidate, or some.
+    """Return the lower bounds of every candidate, or of those in `numbers`.
 
     The list is in the order of the updates' keys. One worker begins at each end, so few updates are
     rehearsed in both. With a `state`, compiled layers go to the worker that has some of them. Raises

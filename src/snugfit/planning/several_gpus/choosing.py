@@ -67,7 +67,4 @@ def _why_not(fastest: OnGpus, chosen: OnGpus, *, by_host: bool) -> str:
             f"{fastest.host_share or 0:.0%} of the step and here in {chosen.host_share or 0:.0%}. The "
             "host's seconds are the least certain."
         )
-    return (
-        f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, which is too little for the "
-        "techniques that it adds."
-    )
+    return f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, too little for the added techniques."

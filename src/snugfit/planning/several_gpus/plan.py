@@ -35,7 +35,7 @@ class OnGpus:
     """Global batch over `step_seconds`."""
 
     scaling_efficiency: float | None = None
-    """Share of the step without the time of exchanges between GPUs; None on one GPU."""
+    """Share of the step's seconds that would remain without exchanges between GPUs; None on one GPU."""
 
     bound: str = ""
     """Resource that bounds the step (`StepSeconds.bound`)."""
