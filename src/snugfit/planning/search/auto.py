@@ -5,9 +5,10 @@
 `auto` depends on the GPU, so it is replaced before a recipe exists. Runs, checkpoints and files contain
 the concrete recipe. These steps are tried in order, each with a whole prediction for the loop of the run:
 
-1. Keep all activations. 2. Recompute the fewest layers, from the first, up to all of them. A part of their
-activations may wait on the host during other layers' computation. If this shortens the step, use such a
-mixture. 3. Recompute all layers, and let the inputs of the fewest wait on the host, up to all of them.
+1. Keep all activations.
+2. Recompute the fewest layers, from the first, up to all of them. A part of their activations may wait on
+   the host during other layers' computation. If this shortens the step, use such a mixture.
+3. Recompute all layers, and let the inputs of the fewest wait on the host, up to all of them.
 
 The first recipe that leaves the headroom is taken. If none does, the last one is taken, if it fits at all.
 Bytes decrease nearly linearly with each further layer. The next number of layers is the intersection of
@@ -263,7 +264,7 @@ def _resolve_to(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
 
 
 def _each_layer(job: Job) -> list[Technique]:
-    """Return the techniques that recompute each layer."""
+    """Return the technique that recomputes each layer, in a list."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.CHECKPOINTING]
     settings = [one for kind in kinds for one in kind.settings(job)]
     return [one for one in settings if one.install(Setup()).checkpoint == EVERY_LAYER][:1]

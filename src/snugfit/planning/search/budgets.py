@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
 
 BUDGET_SHARE = 0.02
-"""Greatest share by which layers with a budget may take less seconds than compiled layers that keep all.
+"""Greatest share by which layers with a budget may take fewer seconds than compiled layers that keep all.
 
 None of GPT-2, RoBERTa, BERT, ViT, Qwen, Gemma and Llama took less than these by the rates of an H200.
 """
@@ -46,7 +46,7 @@ class Budgets:
     def are_idle(self, number: int) -> bool:
         """Return whether this candidate has a budget without need: the same without one fits on each GPU.
 
-        The user's own recipe always needs it.
+        The user's own budget is always included.
         """
         candidate, start = self.space.candidates[number], self.space.fixed.start
         own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]

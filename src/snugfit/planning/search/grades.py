@@ -56,7 +56,7 @@ KEPT_RECIPES = 2
 tried."""
 
 ROUNDS = 4
-"""Greatest number of rehearsals of one recipe's grades, two at a time."""
+"""Greatest number of rounds in which grades of one recipe are rehearsed, two at a time."""
 
 NEVER_SEEN = 0.25
 """Assumed share of a step's seconds that recomputing each layer adds: a forward pass is a third of a step's

@@ -3,7 +3,7 @@
 Both free the activations of a layer. Recomputing repeats the layer's forward pass. A copy costs nothing if
 it finishes during other computation. As many layers wait on the host as the link can transfer in that
 time, and the rest are recomputed. These are the first layers, since the backward pass reaches them last
-(`checkpointing/first_layers.py`). A recomputed layer sends its input alone.
+(`checkpointing/first_layers.py`). Only the input of a recomputed layer waits there.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Mixture:
         """Return how many of `gone` layers can be sent while other layers are computed.
 
         Computing a layer takes as long as recomputing it. The copies begin after the first sent layer. The
-        last copy must be finished after the last layer but one: `sent * copy` is at most `(layers - 2 -
-        (gone - sent)) * layer`, in seconds. The backward pass has twice that time.
+        last copy must be finished after the last layer but one: `sent * copy` is at most
+        `(layers - 2 - (gone - sent)) * layer`, in seconds. The backward pass has twice that time.
         """
         layer = (line.most_seconds - line.seconds) / self.layers
         nbytes = (line.needed_bytes - line.least_bytes) / self.layers

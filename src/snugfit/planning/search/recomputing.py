@@ -16,7 +16,7 @@ GPUs, small GPUs need their smallest recipe, so it is evaluated first too. For o
 recipes, and the plan took longer.
 
 Logits in chunks are such a kind too. They do not change the memory while a layer runs. A step with whole
-logits may have its peak in a layer or in its update. They then save nothing and need no rehearsal.
+logits may have its peak in a layer or in its update. Chunks then save nothing and need no rehearsal.
 
 Compiled layers are lowered separately for each size of a micro-batch. For one GPU they wait too
 (`compiled_kinds.py`). They are lowered one size at a time, after all possibly faster recipes were
