@@ -2,8 +2,8 @@
 
 Each GPU needs less memory if there are more of them. Bisection therefore finds the fewest that fit, with
 the most recomputation and single samples. For this number the fastest recipe is searched as in
-`snugfit plan --gpus`. The search continues with each larger number, as long as a step takes fewer GPU seconds. Two
-rules keep it short:
+`snugfit plan --gpus`. The search continues with each larger number, as long as a step takes fewer GPU
+seconds. Two rules keep it short:
 
 - Simulated recipes bound others (`several_gpus/evidence.py`). A way to share the work that cannot take
   fewer GPU seconds than the best answer is skipped.
