@@ -54,7 +54,7 @@ def test_of_what_is_forecast_alike_the_one_that_asks_less_of_the_host_is_the_ans
     assert plan.alternatives[0].step_seconds == pytest.approx(0.99 * answer.step_seconds)
     why = (
         "'fsdp(reshard=none)' is predicted to be 1.0% faster, but there the host works in 90% of the step "
-        "and here in 30%, and what the host takes is the least certain."
+        "and here in 30%. The host's seconds are the least certain."
     )
     assert answer.why == why
     assert why in render(plan).markdown().replace("\n", " ")
@@ -77,7 +77,11 @@ def forecast(recipe: str, milliseconds: float, host: float | None) -> OnGpus:
         ([("fsdp", 100, 0.92), ("ddp", 101, 0.88)], "fsdp", ""),
         ([("fsdp", 101, 0.9), ("ddp", 100, 0.3)], "ddp", ""),
         ([("fsdp", 100, 0.3), ("ddp", 100, 0.3)], "fsdp", ""),
-        ([("bf16 + fsdp", 100, 0.1), ("ddp", 100.4, 0.1)], "ddp", "too little for what it adds"),
+        (
+            [("bf16 + fsdp", 100, 0.1), ("ddp", 100.4, 0.1)],
+            "ddp",
+            "too little for the added techniques",
+        ),
         ([("bf16 + fsdp", 100, 0.1), ("ddp", 100.6, 0.1)], "bf16 + fsdp", ""),
         ([("fsdp", 100, 0.99), ("hsdp(8)", 101, 0.9), ("ddp", 102, 0.8)], "ddp", "in 80%"),
         ([("bf16 + fsdp", 100, 0.99), ("bf16 + ddp", 101, 0.3), ("ddp", 101.4, 0.3)], "ddp", "in 99%"),

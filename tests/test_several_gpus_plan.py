@@ -311,10 +311,10 @@ def test_what_fewer_recomputed_layers_gain_is_told(of_large_samples: type[MadeUp
     assert was.recipe == "every_layer + ddp(bucket_views=true)"
     more = 100 * (was.step_seconds / answer.step_seconds - 1)
     assert answer.why == (
-        "the first 2 layers are recomputed, of 12: with none a step needs about 158.00 GiB of each GPU, of "
-        f"which 139.80 GiB may be used, and with every_layer it takes {more:.1f} % longer."
+        "the first 2 layers are recomputed, of 12. With none a step needs about 158.00 GiB of each GPU, of "
+        f"which 139.80 GiB may be used. With every_layer it takes {more:.1f} % longer."
     )
-    assert "8 GPUs: the first 2 layers are recomputed, of 12: with none" in render(plan).markdown()
+    assert "8 GPUs: the first 2 layers are recomputed, of 12. With none" in render(plan).markdown()
 
 
 def test_of_many_answers_only_those_with_a_name_recompute_fewer_layers(

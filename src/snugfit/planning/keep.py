@@ -1,14 +1,14 @@
-"""What a plan leaves as it is: the slots that a user names, and what the user's own recipe is about.
+"""Fixed slots of a plan: those that the user names, and those that define the user's own recipe.
 
-    keep="lora(r=16, targets=all-linear) + bf16_pure"   these two, whatever their fidelity
-    start="lora(r=8) + bf16 + every_layer"              its adapters, its precision, its optimizer
-    free="optimizer"                                    but for the optimizer
+    keep="lora(r=16, targets=all-linear) + bf16_pure"   fixes these two, regardless of their fidelity.
+    start="lora(r=8) + bf16 + every_layer"              fixes its adapters, its precision, its optimizer.
+    free="optimizer"                                    excepts the optimizer.
 
-What trains, in which numbers and by which algorithm is part of what is asked, so a plan that starts from the
-user's own recipe keeps these three, unless they are freed. An optimizer may be exchanged for another of its
-family (`Technique.family`), which runs the same algorithm in other kernels. The user's own techniques may be
-chosen in every slot, also where they are less exact than the plan may be otherwise: a recipe that the user
-has is never left out.
+The trained parameters, the number formats and the algorithm belong to the user's request. A plan that
+starts from the user's own recipe therefore fixes these three slots, unless they are freed. An optimizer
+may be exchanged for another of its family (`Technique.family`), which runs the same algorithm in other
+kernels. The user's own techniques remain candidates in every slot, even if they are less exact than the
+plan's fidelity. A recipe that the user already has is never left out.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ASKED, OWN = "kept as you asked", "kept as in your own recipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a search has to leave as it is, and the recipe that it must not leave out."""
+    """Slots that a search leaves unchanged, and the recipe that it must include."""
 
     slots: Mapping[Slot, tuple[Technique, ...]] = field(default_factory=dict)
-    """What a kept slot may hold: the technique that is kept, then others of its family."""
+    """Candidates of each fixed slot: the fixed technique, then others of its family."""
 
     asked: frozenset[Slot] = frozenset()
     """Slots that were named; the others of `slots` are kept since the user's own recipe has them so."""
@@ -48,10 +48,10 @@ class Kept:
     """The user's own recipe."""
 
     several_gpus: bool = False
-    """Whether the search is for GPUs that train together."""
+    """True for a search over GPUs that train together."""
 
     def why(self, slot: Slot) -> str:
-        """Why a slot is kept, and how it is freed; empty for one that is searched."""
+        """Return the reason why a slot is fixed and the option that frees it; empty for a searched slot."""
         if slot not in self.slots:
             return ""
         algorithm = "the algorithm " if len(self.slots[slot]) > 1 else ""
@@ -59,11 +59,11 @@ class Kept:
 
     @property
     def preloaded(self) -> set[str]:
-        """Return the modules that every recipe's kept techniques have imported ahead."""
+        """Modules that the fixed techniques of every recipe import in advance."""
         return {one.preloaded for techniques in self.slots.values() for one in techniques if one.preloaded}
 
     def listing(self) -> tuple[KeptSlot, ...]:
-        """The kept slots, as a plan states them."""
+        """Return the fixed slots in the form in which a plan lists them."""
         return tuple(
             KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.why(slot))
             for slot in Slot
@@ -71,8 +71,11 @@ class Kept:
         )
 
     def refuse(self, capability: tuple[int, int] | None = None) -> None:
-        """Raises `UsageError` where a technique that was asked for needs a package that is not installed, or
-        a GPU of another compute capability, or where no plan searches with it."""
+        """Raise `UsageError` for a requested technique that this plan or this machine cannot use.
+
+        The technique may need a package that is not installed, or a GPU of another compute capability. No
+        plan may search with it.
+        """
         for technique in self.start or ():
             if technique.searched and not technique.is_searched():
                 raise UsageError(
@@ -92,7 +95,8 @@ class Kept:
                 raise UsageError(f"keep: {why}")
 
     def too_new(self, capability: tuple[int, int] | None) -> str:
-        """Why a GPU of this compute capability cannot run what was asked for; empty where it can."""
+        """Return the reason why a GPU of this compute capability cannot run the requested techniques, or an
+        empty string."""
         for slot in self.asked:
             technique = self.slots[slot][0]
             least = technique.least_capability
@@ -103,15 +107,18 @@ class Kept:
 
 
 def _is_axis(technique: Technique) -> bool:
-    """Whether it makes groups of GPUs that work on the same samples, which plans for several GPUs judge."""
+    """Return whether the technique groups GPUs that work on the same samples. Plans for several GPUs evaluate
+    these groups."""
     wish = technique.install(Setup()).parallel
     return wish is not None and bool(axes_of(wish))
 
 
 def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:
-    """What is kept for this job: what `keep` names and, of the user's own recipe to `start` from, what trains
-    and how; but not what is to be `free`. Raises `UsageError` and `RecipeError` for what is no technique or
-    slot."""
+    """Return the fixed slots for this job: those named by `keep`, and `OF_START` of the recipe to `start`
+    from.
+
+    Slots in `free` are excepted. Raises `UsageError` and `RecipeError` for unknown techniques and slots.
+    """
     freed, named = _slots_of(free), _techniques_named(keep)
     asked = {slot: (technique,) for slot, technique in named.items() if slot not in freed}
     own = {
@@ -124,7 +131,7 @@ def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None =
 
 
 def _family(technique: Technique, job: Job) -> list[Technique]:
-    """The others of its family."""
+    """Return the other techniques of its family."""
     if not technique.family:
         return []
     kinds = [

@@ -1,9 +1,9 @@
-"""The largest batch or sequence length that fits.
+"""Search for the largest batch or sequence length that fits.
 
-A whole prediction is asked at each size, no formula: which moment is the peak changes with the size, and the
-allocator rounds. Memory grows nearly evenly in either size, so the next size to ask about is where the line
-through the two nearest answers crosses the bound; where that stalls, the middle. The answer is a size that
-fits, whose next larger one does not.
+Each size is predicted as a whole. No formula would do: the moment of the peak changes with the size, and
+the allocator rounds. Memory grows nearly linearly with either size. The next size is the intersection of
+the limit with the line through the two nearest predictions. If the search stalls, it takes the middle. The
+result fits, and the next larger size does not.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class LargestFit(NamedTuple):
     prediction: Prediction
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `LargestFit.from_json` reads it back."""
+        """Return a JSON object that `LargestFit.from_json` reads."""
         return {"size": self.size, "prediction": self.prediction.to_json()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The size and prediction that `to_json` wrote."""
+        """Return the size and prediction that `to_json` wrote."""
         return cls(document["size"], Prediction.from_json(document["prediction"]))
 
 
@@ -53,11 +53,13 @@ def largest(
     loop: str = "plain",
     of: str = "batch",
 ) -> LargestFit:
-    """The largest global batch (a multiple of the recipe's micro-batches) or sequence length that fits, and
-    its prediction. Recipe and GPU may be given as text. A `headroom` that is asked for stays free.
+    """Return the largest global batch or sequence length that fits, with its prediction.
 
-    Raises `UsageError` without a bound, for another `of`, or for the sequence length of a task that has none;
-    `NothingFits` when the smallest does not fit.
+    The batch is a multiple of the recipe's micro-batches. Recipe and GPU may be given as text. A
+    `headroom` that is given stays free.
+
+    Raises `UsageError` without a limit, for an unknown `of`, and for the sequence length of a task without
+    sequences. Raises `NothingFits` if the smallest size does not fit.
     """
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
@@ -88,7 +90,8 @@ def largest(
 
 
 class _Sizes:
-    """Predictions of one job at its sizes, each asked once. Sizes count in units that the recipe can cut."""
+    """Predictions of one job at its sizes, each computed once. Sizes count in units that the recipe can
+    divide."""
 
     def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
         self.job, self.recipe, self.options = job, recipe, options
@@ -98,12 +101,11 @@ class _Sizes:
         self.limit = self._largest_valid(most // self.unit)
 
     def size(self, count: int) -> int:
-        """The size of `count` units."""
+        """Return the size of `count` units."""
         return count * self.unit
 
     def spare(self, count: int) -> int:
-        """Bytes that are left at `count` units, but for a headroom that was asked for; negative when it does
-        not fit."""
+        """Return the free bytes at `count` units, less a given headroom; negative if it does not fit."""
         if count not in self.asked:
             self.asked[count] = predict(self._job(count), self.recipe, **self.options)
         prediction = self.asked[count]
@@ -111,7 +113,7 @@ class _Sizes:
         return (prediction.spare_bytes or 0) - margin
 
     def guess(self, low: int, high: int, *, halve: bool) -> int:
-        """A size between `low`, which fits, and `high`, which does not or is not valid."""
+        """Return a size between `low`, which fits, and `high`, which does not fit or is invalid."""
         if high not in self.asked:
             return min(high - 1, self._extrapolate(low))
         if halve:
@@ -131,7 +133,7 @@ class _Sizes:
         return replace(self.job, **changed)
 
     def _largest_valid(self, most: int) -> int:
-        """The most units of which a job can be made (a model's positions end somewhere)."""
+        """Return the largest number of units with a valid job (a model's positions are limited)."""
         low, high = 1, most + 1
         while high - low > 1:
             middle = (low + high) // 2

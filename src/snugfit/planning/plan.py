@@ -1,4 +1,4 @@
-"""The plan: what is best, what else is worth having, what was refused, and why."""
+"""Results of a search: the best recipe, alternatives, exclusions, and the reasons."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ SCHEMA = 1
 OBJECTIVES = ("speed", "memory", "cost")
 
 NEARLY_AS_SMALL = 0.03
-"""Of the bytes of the smallest recipe, how many more a nearest miss may take (chosen): nobody trains at half
-the speed to miss by a little less."""
+"""Share of the smallest recipe's bytes that a nearest miss may take in addition (chosen). Halving the speed
+for a slightly smaller miss is not worthwhile."""
 
 SLOWEST = 5
-"""Times the answer's seconds (chosen): a recipe that is slower is no alternative to it. The smallest ones
-recompute all and cut the batch into many micro-batches, and looking for those took a third of a plan."""
+"""Limit of an alternative's seconds, in multiples of the answer's seconds (chosen). The smallest recipes
+recompute every layer and use many micro-batches. The search for them took a third of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A recipe, and what it takes."""
+    """A recipe with its memory and its seconds."""
 
     recipe: str
-    """In the notation of recipes."""
+    """Recipe in the notation of recipes."""
 
     requested_bytes: int
-    """Most bytes that tensors and kernels ask for."""
+    """Peak of the bytes that tensors and kernels request."""
 
     allocated_bytes: int
-    """The same, as the allocator rounds it."""
+    """Peak of these bytes after the allocator's rounding."""
 
     reserved_bytes: int
-    """Most bytes that the allocator takes from the device."""
+    """Peak of the bytes that the allocator reserves on the device."""
 
     context_bytes: int
-    """CUDA's context and libraries, beside it."""
+    """Bytes of CUDA's context and libraries, outside the allocator."""
 
     step_seconds: float
     """Seconds of the steady step."""
@@ -53,161 +53,167 @@ class Choice:
     """Global batch over `step_seconds`."""
 
     once_seconds: float = 0.0
-    """Seconds of start-up, from the process's beginning to steady steps."""
+    """Seconds of start-up, from the start of the process to steady steps."""
 
     def __post_init__(self) -> None:
         Recipe.parse(self.recipe)
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free on the device."""
+        """Bytes that must be free on the device."""
         return self.reserved_bytes + self.context_bytes
 
     def pace(self, steps: int | None) -> float:
-        """Seconds a step, with its share of the start-up of a run of so many steps; of the steady step where
-        the run's length is not known."""
+        """Return the seconds of a step with its share of the start-up of a run of `steps` steps.
+
+        Without a run length, return the seconds of the steady step.
+        """
         return self.step_seconds + (self.once_seconds / steps if steps else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How sure the answer's seconds are, and how near its step comes to the GPU's peak."""
+    """Certainty of the answer's seconds, and the distance of its step from the GPU's peak."""
 
     bound: str
-    """What bounds the step (`StepSeconds.bound`)."""
+    """Resource that bounds the step (`StepSeconds.bound`)."""
 
     measured_rates: bool
-    """Whether the GPU's rates were measured."""
+    """True if the GPU's rates were measured."""
 
     peak_seconds: float
-    """What the model's arithmetic would take at the data sheet's peaks; 0 where those are not known."""
+    """Seconds of the model's arithmetic at the data sheet's peaks; 0 if these are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """What was not considered, and why."""
+    """A technique that was not considered, and the reason."""
 
     what: str
-    """A technique, as a recipe writes it."""
+    """Technique in the notation of recipes."""
 
     why: str
-    """In words that a user can act on."""
+    """Reason in words that a user can act on."""
 
     recipes: int = 0
-    """How many recipes that ruled out; 0 where they were never put together."""
+    """Number of recipes that this excluded; 0 if they were never generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSlot:
-    """A slot that was not searched."""
+    """A slot that the search left unchanged."""
 
     slot: str
     """The slot's own name."""
 
     techniques: tuple[str, ...]
-    """What may stand in it: the technique that is kept, then others of its family."""
+    """Candidates of this slot: the fixed technique, then others of its family."""
 
     why: str
-    """Why it is kept, and how it is freed."""
+    """Reason why the slot is fixed, and the option that frees it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A slot that the plan fills otherwise."""
+    """A slot in which the plan differs from the user's recipe."""
 
     slot: str
     """The slot's own name."""
 
     theirs: str
-    """What the user has in it."""
+    """The user's technique in this slot."""
 
     ours: str
-    """What the plan has in it."""
+    """The plan's technique in this slot."""
 
     needed_bytes: int | None = None
-    """What the user's recipe takes with this change alone; None where that cannot be."""
+    """Bytes needed by the user's recipe with this change alone; None if that recipe is invalid."""
 
     step_seconds: float | None = None
-    """How long its step is."""
+    """Seconds of a step of that recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The user's recipe, and what the plan would change in it."""
+    """The user's recipe and the changes that the plan proposes."""
 
     recipe: str
-    """In the notation of recipes."""
+    """Recipe in the notation of recipes."""
 
     needed_bytes: int | None = None
-    """What must be free on the device; None where the recipe cannot run."""
+    """Bytes that must be free on the device; None if the recipe cannot run."""
 
     step_seconds: float | None = None
     """Seconds of the steady step."""
 
     why_not: str = ""
-    """Why it cannot run."""
+    """Reason why the recipe cannot run."""
 
     changes: tuple[Change, ...] = ()
-    """Slot by slot; none where the plan has nothing to change."""
+    """Changes by slot; empty if the plan changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why one slot of the best recipe is filled as it is."""
+    """Reason for the best recipe's technique in one slot."""
 
     slot: str
     """The slot's own name."""
 
     chosen: str
-    """What stands in it."""
+    """The best recipe's technique in this slot."""
 
     against: str
-    """What it is compared with: the slot's plain technique, or where that was chosen or would have to be
-    lowered first, the fastest other."""
+    """Technique of the comparison: the slot's plain technique, or else the fastest other one.
+
+    The fastest other one replaces a plain technique that was chosen, or that first needs a lower setting.
+    """
 
     needed_bytes: int | None = None
-    """What the recipe would take with that other; None when that cannot be."""
+    """Bytes needed by the recipe with that other technique; None if this is impossible."""
 
     step_seconds: float | None = None
-    """Seconds of its step."""
+    """Seconds of a step of that recipe."""
 
     once_seconds: float | None = None
-    """Seconds of its start-up."""
+    """Seconds of start-up of that recipe."""
 
     why_not: str = ""
-    """Why that cannot be."""
+    """Reason why that recipe is impossible."""
 
     kept: str = ""
-    """Why the slot was not searched, and how it is freed. With nothing to compare, `against` is empty."""
+    """Reason why the slot was not searched, and the option that frees it. `against` is then empty."""
 
     because: str = ""
-    """What makes the difference, where that is known."""
+    """Cause of the difference, if it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How much was searched."""
+    """Size of the search."""
 
     recipes: int
-    """Valid recipes of the space."""
+    """Number of valid recipes in the space."""
 
     tapes: int  # the key of the JSON document keeps this name
-    """Different traces among them; the allocator, what products are computed in and who makes the batches
-    change none."""
+    """Number of different traces among them. The allocator, the number format of fp32 products and the loader
+    do not change a trace."""
 
     footprints: int
-    """Different live bytes at the worst moment."""
+    """Number of different peaks of live bytes."""
 
     passes: int
-    """Kinds of passes that were rehearsed, on few layers where the model allows it."""
+    """Number of kinds of passes that were rehearsed, on few layers if the model allows it."""
 
     replayed: int
-    """Recipes whose step was put together in full, timed, and sent through the allocator."""
+    """Number of recipes whose whole step was assembled, timed and replayed through the allocator."""
 
 
 def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
-    """Which recipe of a front, whose bytes fall from the fastest to the smallest, is shown when nothing
-    fits."""
+    """Return the index of the recipe to show when nothing fits.
+
+    `front_bytes` are the bytes of a front in descending order, from the fastest recipe to the smallest.
+    """
     if objective == "memory":
         return len(front_bytes) - 1
     most = front_bytes[-1] * (1 + NEARLY_AS_SMALL)
@@ -216,102 +222,108 @@ def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Tabular):
-    """The answer: with this GPU, this model and this batch, do that, because."""
+    """The best recipe for a GPU, a model and a batch, with the reasons for it."""
 
     job: Job
-    """What must be trained."""
+    """The training job of the plan."""
 
     gpu: Gpu | None
-    """The GPU that it is planned for."""
+    """GPU for which the plan is made."""
 
     memory_bytes: int | None
-    """What may be used; None sets no bound."""
+    """Bytes that may be used; None for no limit."""
 
     headroom_bytes: int = 0
-    """How much of it should stay free."""
+    """Bytes of `memory_bytes` that should stay free."""
 
     fidelity: str
-    """The least exact that the user allows."""
+    """Lowest fidelity that the user allows."""
 
     objective: str
     """`speed`, `memory` or `cost`."""
 
     steps: int | None = None
-    """The run's length, over which the start-up was spread; None where it was not said."""
+    """Length of the run over which the start-up is spread; None if it was not given."""
 
     front: tuple[Choice, ...]
-    """Recipes than which no other is both as fast and as small, the fastest first; in JSON and on pages those
-    that fit stand first. One that would be smaller than a faster one by less than 3 % or 160 MiB may be
-    missing, the answer never; so are those slower than the answer by `SLOWEST` times, unless the whole front
-    was asked for."""
+    """Pareto front: no other recipe is both as fast and as small. The fastest comes first.
+
+    JSON and pages list the recipes that fit first. A recipe smaller than a faster one by less than 3 % or
+    160 MiB may be missing; the answer never is. Recipes slower than the answer by `SLOWEST` times are
+    missing too, unless the whole front was requested.
+    """
 
     best: Choice | None
-    """Of those that fit and leave the headroom, the one that the objective asks for; where none leaves it,
-    the smallest that fits; None when nothing fits."""
+    """Best recipe by the objective among those that fit and leave the headroom.
+
+    If none leaves the headroom, the smallest recipe that fits. None if nothing fits.
+    """
 
     ranked: tuple[Choice, ...] = ()
-    """The best that fit and are timed differently, as many as were asked for, the best first."""
+    """Best recipes that fit and differ in their seconds, as many as requested, the best first."""
 
     reasons: tuple[Reason, ...] = ()
-    """Of the best recipe, or of the nearest miss, slot by slot."""
+    """Reasons for the best recipe, or for the nearest miss, by slot."""
 
     kept: tuple[KeptSlot, ...] = ()
-    """Slots that were not searched."""
+    """Slots that the search left unchanged."""
 
     start: Start | None = None
-    """The recipe that the user started from, where there is one."""
+    """The recipe from which the user started, if any."""
 
     cures: tuple[str, ...] = ()
-    """When nothing fits: what would make it fit."""
+    """Changes that would make a recipe fit; empty if one fits."""
 
     refused: tuple[Exclusion, ...] = ()
-    """What was not considered."""
+    """Techniques that were not considered."""
 
     counts: Counts
-    """How much was searched."""
+    """Size of the search."""
 
     verified: bool | None = None
-    """Whether simulating the best recipe (or the nearest miss) in full gave the same figures."""
+    """True if a full simulation of the best recipe (or the nearest miss) gave the same figures."""
 
     timing: Pace | None = None
-    """Of the best recipe (or the nearest miss); None where the GPU's rates are not known."""
+    """Timing of the best recipe (or the nearest miss); None if the GPU's rates are unknown."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Packages that it was made with."""
+    """Versions of the packages that computed the plan."""
 
     doubts: tuple[str, ...] = ()
-    """What is less certain than the rest."""
+    """Sentences on the uncertain parts of the plan."""
 
     @property
     def fits(self) -> bool:
-        """Whether any recipe fits the memory."""
+        """True if any recipe fits the memory."""
         return self.best is not None
 
     @property
     def tight(self) -> bool:
-        """Whether the best recipe leaves less than the headroom."""
+        """True if the best recipe leaves less than the headroom."""
         return self.best is not None and self.is_tight(self.best)
 
     def is_tight(self, choice: Choice) -> bool:
-        """Whether a recipe fits and leaves less than the headroom."""
+        """Return whether a recipe fits and leaves less than the headroom."""
         return self.fitting(choice) and self.spare_bytes(choice) < self.headroom_bytes
 
     def fitting(self, choice: Choice) -> bool:
-        """Whether a recipe fits the memory."""
+        """Return whether a recipe fits the memory."""
         return self.spare_bytes(choice) >= 0
 
     @property
     def fitting_first(self) -> list[Choice]:
-        """The front, what fits first: the order of its numbers."""
+        """The front with the recipes that fit first, in the order of its numbering."""
         return sorted(self.front, key=self.fitting, reverse=True)
 
     def spare_bytes(self, choice: Choice) -> float:
-        """What a recipe leaves of the memory; infinite where there is no bound."""
+        """Return the bytes of memory that a recipe leaves free; infinite without a limit."""
         return math.inf if self.memory_bytes is None else self.memory_bytes - choice.needed_bytes
 
     def timed(self, choice: Choice) -> StepSpeed:
-        """How fast a step of one of its recipes is; what bounds it, and so its MFU, is known of the answer
-        alone."""
+        """Return the speed of a step of one of its recipes.
+
+        The bound of the step and its MFU are known for the answer alone.
+        """
         seconds, known = choice.step_seconds, self.timing
         measured = known.measured_rates if known else None
         if known is None or choice != self.best_or_nearest:
@@ -320,23 +332,26 @@ class Plan(Tabular):
         return speed_of(seconds, self.job, measured_rates=measured, bound=known.bound, mfu=mfu)
 
     def speed(self, choice: Choice) -> float:
-        """Samples per second of one of its recipes, with the start-up where the run's length was said."""
+        """Return samples per second of one of its recipes, with the start-up if the run's length was
+        given."""
         pace = choice.pace(self.steps)
         return self.job.batch_size / pace if pace else 0.0
 
     @property
     def nearest(self) -> Choice:
-        """When nothing fits, the nearest miss: of the recipes that are nearly as small as the smallest the
-        fastest; the smallest where that is asked for."""
+        """The nearest miss when nothing fits: the fastest recipe that is nearly as small as the smallest.
+
+        With the objective `memory` it is the smallest recipe.
+        """
         return self.front[nearest_miss([choice.needed_bytes for choice in self.front], self.objective)]
 
     @property
     def best_or_nearest(self) -> Choice:
-        """The best, or the nearest miss."""
+        """The best recipe, or the nearest miss."""
         return self.best or self.nearest
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The recipes of the front, a row each, what fits first, the fastest of it first."""
+        """Return one row per recipe of the front: those that fit first, each part from the fastest on."""
         return [
             asdict(choice)
             | {
@@ -349,7 +364,7 @@ class Plan(Tabular):
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""
+        """Return the document that `snugfit plan --json` prints; `Plan.from_json` reads it."""
         keys: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "front": encode(self.fitting_first)}
         keys["nearest_miss"] = None if self.best else encode(self.nearest)
         if self.timing:
@@ -358,7 +373,7 @@ class Plan(Tabular):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The plan that `to_json` wrote. Raises `UsageError` for anything else."""
+        """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "plan" or document.get("schema") != SCHEMA:
             raise UsageError("This is not a plan of this version of snugfit.")
         try:

@@ -1,4 +1,4 @@
-"""What is asked of a plan, checked: on one GPU, on many, or for a dataset's lengths."""
+"""Checks of the arguments of a plan, on one GPU, on several, or for a dataset's lengths."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from snugfit.techniques.technique import Fidelity
 def refuse_bad_request(
     job: Job, *, objective: str = "speed", memory_bytes: int | None = None, workers: int | None = None
 ) -> None:
-    """Raises `UsageError` for what is no job, an objective that there is not, a bound that is no number of
-    bytes, and processes that cannot be counted."""
+    """Raise `UsageError` for an invalid job, objective, number of bytes or number of processes."""
     refuse_what_is_no_job(job)
     if objective not in OBJECTIVES:
         raise UsageError(
@@ -29,14 +28,14 @@ def refuse_bad_request(
 
 
 def refuse_what_cannot_be_called(**given: object) -> None:
-    """Raises `UsageError` for an argument that is no function; None is none."""
+    """Raise `UsageError` for an argument that is neither a function nor None."""
     for name, value in given.items():
         if value is not None and not callable(value):
             raise UsageError(f"{name} is {value!r}; it must be a function, or be left out.")
 
 
 def fidelity_of(text: str | Fidelity) -> Fidelity:
-    """The degree with this name; raises `UsageError` with the legal ones."""
+    """Return the degree with this name. Raises `UsageError` with the valid names."""
     legal = [degree.value for degree in Fidelity]
     if text not in legal:
         raise UsageError(
@@ -46,7 +45,8 @@ def fidelity_of(text: str | Fidelity) -> Fidelity:
 
 
 def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
-    """The recipe to start from; raises `UsageError` for what is none, and for what cannot be listed."""
+    """Return the recipe from which to start. Raises `UsageError` for any other value and for an invalid
+    `ranked`."""
     if not (type(ranked) is int and ranked >= 0):
         raise UsageError(
             f"ranked is {ranked!r}; it must be a whole number from 0: how many of the best to list."

@@ -1,11 +1,11 @@
-"""Keys by which a search knows that two recipes share a part of their step.
+"""Keys that identify parts of a step shared by several recipes.
 
-A recipe's Setup decides everything about its step, and most recipes of a space share most of it: the same
-passes with another optimizer, the same trace with another loader. `StepKey` sorts a Setup's fields by the
-parts of a step that they change (`TOUCHES`), so that what is shared is rehearsed once.
+A recipe's Setup determines its whole step. Most recipes of a space share most of it: the same passes with
+another optimizer, or the same trace with another loader. `StepKey` sorts a Setup's fields by the parts of
+a step that they change (`TOUCHES`). Each shared part is thus rehearsed once.
 
-The fields come from the Setup itself. One that the table does not know touches passes and update alike: a new
-wish may cost a search some time until it has a row here, and never gives two recipes one trace by mistake.
+The fields come from the Setup itself. A field without a row in the table changes passes and update alike.
+A new wish without a row may slow a search down, but two recipes never share a trace by mistake.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from snugfit.techniques.wish import wishes
 
 
 class StepKey(NamedTuple):
-    """All of a Setup that its trace, its allocator and its seconds depend on.
+    """The fields of a Setup that determine its trace, its allocator and its seconds.
 
-    The order makes what recipes share a beginning of it: the first is the kind of passes, the first two are
-    passes of one size, the first three are one trace.
+    The order makes shared parts a common prefix. The first part identifies the kind of passes, the first
+    two the passes of one size, and the first three the trace.
     """
 
     passes: tuple[Hashable, ...]
-    """What forward and backward of a micro-batch do, whatever its size."""
+    """Fields that determine forward and backward of a micro-batch, regardless of its size."""
     micro_batches: tuple[Hashable, ...]
-    """How often they run, and on how many samples."""
+    """Number of micro-batches, and thus their size."""
     update: tuple[Hashable, ...]
-    """What the optimizer's step does."""
+    """Fields that determine the optimizer's step."""
     matmul: tuple[Hashable, ...]
-    """What products of fp32 matrices are computed in: no allocation and no kernel, only seconds."""
+    """Number format of fp32 matrix products. It changes seconds, but neither allocations nor kernels."""
     loader: tuple[Hashable, ...]
-    """Who makes the batches: only seconds."""
+    """Source of the batches. It changes seconds only."""
     launches: tuple[Hashable, ...]
-    """Whether kernels are launched one by one: of the passes, only seconds and which memory they lie in."""
+    """Launch of kernels, one by one or as graphs. In the passes it changes only seconds and the memory
+    pool."""
     allocator: tuple[Hashable, ...]
-    """How the allocator takes its segments: only what it reserves."""
+    """Segment policy of the allocator. It changes reserved bytes only."""
 
 
 TOUCHES: Mapping[str, tuple[str, ...]] = {
@@ -63,38 +64,38 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "expandable_segments": ("allocator",),
     **{wish.name: wish.touches for wish in wishes()},
 }
-"""The parts of a step that a field of a Setup changes."""
+"""Parts of a step that each field of a Setup changes."""
 
 UNKNOWN = ("passes", "update")
-"""What a field without a row is taken to change."""
+"""Parts that a field without a row changes."""
 
 WITHOUT_EFFECT = {(OptimizerWish, "trainer_name"), (LoaderWish, "pinned")}
-"""Fields of wishes that change nothing of a predicted step."""
+"""Fields of wishes without effect on a predicted step."""
 
 SIMPLE = {str, int, float, bool, type(None)}
-"""Values that stand in a key as they are."""
+"""Types whose values a key contains unchanged."""
 
 REMEMBERED_WISHES = 10_000
-"""Wishes whose keys are kept: more than a space has."""
+"""Number of wishes whose keys are cached, more than a space has."""
 
 
 def step_key(setup: Setup) -> StepKey:
-    """This Setup's key; equal for two Setups that nothing of a step tells apart."""
+    """Return this Setup's key, equal for two Setups with identical steps."""
     return StepKey(*[_values(setup, part) for part in StepKey._fields])
 
 
 def trace_key(setup: Setup) -> tuple[Hashable, Hashable, Hashable]:
-    """Return the first three parts of this Setup's key, equal for two Setups that have one trace."""
+    """Return the first three parts of this Setup's key, equal for two Setups with one trace."""
     return _values(setup, "passes"), _values(setup, "micro_batches"), _values(setup, "update")
 
 
 def passes_key(setup: Setup) -> Hashable:
-    """All of a Setup that its passes depend on, but for the size of a micro-batch."""
+    """Return the fields of a Setup that determine its passes, except for the size of a micro-batch."""
     return _values(setup, "passes")
 
 
 def program_key(setup: Setup) -> Hashable:
-    """Return all of a Setup that its compiled layers depend on; None where it has none."""
+    """Return the fields of a Setup that determine its compiled layers; None if it compiles none."""
     if setup.compile is None:
         return None
     saving_nothing = setup.with_fields(checkpoint=None, logits=None)
@@ -102,30 +103,34 @@ def program_key(setup: Setup) -> Hashable:
 
 
 def update_key(setup: Setup) -> Hashable:
-    """All of a Setup that its update depends on."""
+    """Return the fields of a Setup that determine its update."""
     return _values(setup, "update")
 
 
 def timing_key(setup: Setup) -> Hashable:
-    """All of a Setup that its seconds depend on beside its trace."""
+    """Return the fields of a Setup that determine its seconds in addition to its trace."""
     return _values(setup, "matmul"), _values(setup, "loader"), _values(setup, "launches")
 
 
 def adapters_key(setup: Setup) -> Hashable:
-    """All of a Setup that decides which parameters train."""
+    """Return the fields of a Setup that determine the trainable parameters."""
     return tuple([_hashable(wish.of(setup)) for wish in wishes() if wish.freezes])
 
 
 def as_rehearsed(setup: Setup) -> Setup:
-    """Of all Setups with this trace, the one that is rehearsed: what the trace does not show is plain."""
+    """Return the representative of all Setups with this trace. Fields without effect on the trace are
+    plain."""
     plain, names = type(setup)(), _names_by_part(setup)
     hidden = (*names["matmul"], *names["loader"], *names["allocator"])
     return replace(setup, **{name: getattr(plain, name) for name in hidden})
 
 
 def as_written(setup: Setup, *, padded: bool) -> Setup:
-    """The same, without what the passes of a step do not show: whether the step is recorded as CUDA graphs.
-    What is played back is what is written; of `padded` batches, what is written for it."""
+    """Return the same Setup without the recording as CUDA graphs, which a step's passes do not show.
+
+    Replayed kernels are those of unrecorded passes. With `padded` batches, they are those written for
+    recording.
+    """
     plain = as_rehearsed(setup)
     if plain.capture is None:
         return plain
@@ -133,8 +138,10 @@ def as_written(setup: Setup, *, padded: bool) -> Setup:
 
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
-    """What this part of a step depends on. Setups that come one after the other in a space share most of
-    their wishes, so the last answer for each part is kept."""
+    """Return the fields that determine this part of a step.
+
+    Consecutive Setups of a space share most of their wishes, so the last answer for each part is cached.
+    """
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
     if part == "passes" and setup.capture is not None and not setup.capture.recorded:
         values.append(setup.capture)
@@ -154,7 +161,7 @@ def _names_by_part(setup: Any) -> Mapping[str, tuple[str, ...]]:
 
 @cache
 def _sorted_fields(kind: Any) -> Mapping[str, tuple[str, ...]]:
-    """By the part of a step, the fields of a Setup that touch it."""
+    """Return the fields of a Setup by the part of a step that they change."""
     return {
         part: tuple(field.name for field in fields(kind) if part in TOUCHES.get(field.name, UNKNOWN))
         for part in StepKey._fields
@@ -162,7 +169,7 @@ def _sorted_fields(kind: Any) -> Mapping[str, tuple[str, ...]]:
 
 
 def _hashable(value: Any) -> Hashable:
-    """A wish as something that can be hashed. Recipes share wishes, so each is looked into once."""
+    """Return a hashable form of a wish. Recipes share wishes, so each is converted once."""
     known = _WISHES.get(id(value))
     if known is None:
         if len(_WISHES) >= REMEMBERED_WISHES:
@@ -171,7 +178,7 @@ def _hashable(value: Any) -> Hashable:
     return known[1]
 
 
-_WISHES: dict[int, tuple[Any, Hashable]] = {}  # by id, with the wish that it is the id of
+_WISHES: dict[int, tuple[Any, Hashable]] = {}  # by id; the entry holds the wish, so its id stays unique
 
 
 def _content(value: Any) -> Hashable:

@@ -1,1 +1,1 @@
-"""What recipes cost: lower bounds, traces of parts of a step, seconds on the queue, worker processes."""
+"""Costs of recipes: lower bounds, traces of parts of a step, queue times, and worker processes."""

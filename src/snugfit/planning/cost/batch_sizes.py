@@ -1,17 +1,18 @@
-"""Passes of several micro-batch sizes in one rehearsal: what a planner compares before it simulates in full.
+"""Profiles of passes with several micro-batch sizes, from one rehearsal. They precede full simulations.
 
-One model is built, and two steps run through it: one of the whole batch in one piece, and one whose
-micro-batches are each of another size. What is made once (workspaces, a gradient scaler) is made by the very
-first of them, and counts as if it had always been there. The whole batch finds no gradients; every later
-micro-batch adds its own to those that are there, as all but the first of a step do. So one micro-batch of
-each size is enough, and three figures are kept of it: how far the live bytes rise, how many are left at its
-end, and its kernels. The kernels of a step's first micro-batch are the same without the additions, and which
-those are shows the comparison with the whole batch; where that is not asked for, or one size is, the smallest
-runs twice.
+One model is built and runs two steps. The first has the whole batch in one piece, the second has
+micro-batches of different sizes. The very first pass makes the permanent allocations (workspaces, a
+gradient scaler). They count as if they had always existed. The whole batch finds no gradients. Every later
+micro-batch adds its own to the existing ones, as all but the first of a step do.
 
-An update, recorded alone (`splice.py`), gives the same three figures. Together they tell the live bytes at
-the worst moment of a steady step: a sum and a maximum, with nothing left out but the first step, in which
-less is alive. So it is never more than the truth.
+One micro-batch of each size is therefore enough. Three figures are kept: the rise of the live bytes, the
+bytes left at its end, and its kernels. The kernels of a step's first micro-batch are the same without the
+additions. The comparison with the whole batch identifies the additions. Without the whole batch, or with
+one size alone, the smallest size runs twice.
+
+An update, recorded alone (`splice.py`), gives the same three figures. Together they give the live bytes at
+the worst moment of a steady step: a sum and a maximum. They omit only the first step, in which less is
+alive. The result therefore never exceeds the true value.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ if TYPE_CHECKING:
 
 
 ADDITIONS = ("aten::add", "aten::add_")
-"""By which autograd adds to a gradient that is there."""
+"""Operators by which autograd accumulates into an existing gradient."""
 
 
 class PassProfile(NamedTuple):
-    """The passes of one step, all micro-batches of one size."""
+    """The passes of one step with micro-batches of one size."""
 
     peak_increase: Mapping[str, int]
-    """Most live bytes, above those between steps, at the allocations in each phase and module; layers of one
+    """Peak of live bytes above those between steps, by phase and module of the allocations. Layers of one
     stack count as one module."""
     residual_bytes: int
-    """Live bytes when the update begins, above those between steps."""
+    """Live bytes at the start of the update, above those between steps."""
     first: Work
-    """Of its first micro-batch."""
+    """Work of the first micro-batch."""
     further: Work
-    """Of any further one; nothing when it has but one."""
+    """Work of any further micro-batch; empty if there is only one."""
     kept_bytes: Mapping[str, int]
     """Bytes that layers keep for the backward pass, by the operator that made them."""
 
@@ -69,32 +70,34 @@ class PassProfiles:
     """Passes of several sizes on one model."""
 
     whole: PassProfile | None
-    """Of the whole batch in one piece, when that was asked for."""
+    """Profile of the whole batch in one piece, if requested."""
     by_samples: Mapping[int, PassProfile]
-    """By the samples of a micro-batch, of those that are smaller."""
+    """Profiles by samples of a micro-batch, for sizes below the whole batch."""
     baseline_bytes: int
-    """Live bytes between steps: weights, and what is made once."""
+    """Live bytes between steps: weights and permanent allocations."""
     gradients: tuple[int, ...]
-    """Which of the parameters that train have a gradient, by number."""
+    """Indices of the trainable parameters that have a gradient."""
     attention: tuple[str, ...]
-    """Which attention kernels were chosen."""
+    """Names of the chosen attention kernels."""
 
 
 class UpdateProfile(NamedTuple):
     """The update of a steady step."""
 
     peak_increase: int
-    """Most live bytes, above those when it begins."""
+    """Peak of live bytes above those at its start."""
     state_bytes: int
-    """Live bytes that it keeps from step to step."""
+    """Live bytes that persist from step to step."""
     work: Work
 
 
 def rehearse_sizes(
     job: Job, setup: Setup, policy: Policy, sizes: Iterable[int], *, whole: bool
 ) -> PassProfiles:
-    """The passes of this job with micro-batches of each of these sizes, and with `whole` in one piece, under
-    everything in this Setup but its optimizer."""
+    """Return the passes of this job with micro-batches of each of these sizes, in samples.
+
+    With `whole`, add the batch in one piece. The optimizer of this Setup is ignored.
+    """
     import torch
 
     job = replace(job, clip=None, decay_groups=False)
@@ -125,15 +128,15 @@ def rehearse_sizes(
 
 
 class _StepsOfSizes(PlainStep):
-    """The plain loop without an update, each micro-batch of a size of its own."""
+    """The plain loop without an update, with a separate size for each micro-batch."""
 
     sizes: Sequence[Sequence[int]] = ()
-    """Of each step, the samples of its micro-batches."""
+    """Samples of each micro-batch, by step."""
     gradients_stand = False
-    """Whether a step adds to the gradients of the one before."""
+    """True if a step adds to the gradients of the previous one."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, and runs its steps, each of which is announced as the first; there is no loss."""
+        """Build the model and run all steps, each announced as the first; there is no loss."""
 
         with run_context(self.setup):
             observer.phase("build")
@@ -169,7 +172,7 @@ def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseli
 
 
 class _KernelKey(NamedTuple):
-    """What tells an addition to a gradient from other kernels, however large the micro-batch is."""
+    """Properties that identify a gradient addition, regardless of the size of the micro-batch."""
 
     operator: str
     module: str
@@ -182,13 +185,16 @@ class _KernelKey(NamedTuple):
 
     @property
     def may_add_to_gradient(self) -> bool:
-        """Whether it adds two tensors of one shape in backward."""
+        """True for an addition of two tensors of one shape in backward."""
         return self.operator in ADDITIONS and self.phase == "backward" and len(set(self.shapes)) == 1
 
 
 def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
-    """What all further micro-batches run and a first one, perhaps of another size, does not: the additions to
-    gradients that are there."""
+    """Return the additions to existing gradients: kernels of all further micro-batches that a first one
+    lacks.
+
+    The first micro-batch may have another size.
+    """
     known = Counter(map(_KernelKey.of, first.kernels))
     more = [Counter(map(_KernelKey.of, work.kernels)) - known for work in further]
     common = functools.reduce(operator.and_, more)
@@ -196,8 +202,11 @@ def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
 
 
 def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
-    """The first micro-batch's work: where no gradient is there yet, autograd takes a gradient by a view and
-    adds nothing. That view, and those before the addition, count for the kernel that comes next."""
+    """Return the first micro-batch's work, without gradient additions.
+
+    Without an existing gradient, autograd takes the new one by a view and adds nothing. That view, and
+    those before the addition, count for the next kernel.
+    """
     left_out = additions.copy()
     kernels: list[Kernel] = []
     waits: list[int] = []
@@ -217,9 +226,11 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 
 
 def update_of(part: Part) -> UpdateProfile:
-    """The figures of an update that was recorded alone. What happens before it belongs to the passes, but
-    for the gradients, which are dropped here. Of one that is recorded, the second step allocates most, and
-    the last is the one that runs ever after."""
+    """Return the figures of an update that was recorded alone.
+
+    Allocations before it belong to the passes, except for the gradients, which are dropped here. In a
+    recorded update, the second step allocates most, and the last one repeats from then on.
+    """
     (made_before, makes), (_, steady), *_ = part.cut
     allocs = (move for move in made_before if isinstance(move, Alloc))
     gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
@@ -240,7 +251,7 @@ def _work(moves: Sequence[Move]) -> Work:
 
 
 def _change(move: Move) -> int:
-    """By how many bytes this move changes what is live."""
+    """Return the change of live bytes by this move."""
     if isinstance(move, Alloc):
         return move.nbytes
     return -move.stack.nbytes if isinstance(move, Free) else 0

@@ -1,4 +1,4 @@
-"""What a search knows of a recipe on one GPU: first the least that it can take, then what it takes."""
+"""Figures of a recipe on one GPU: first its lower bound, then its exact values."""
 
 from __future__ import annotations
 
@@ -6,59 +6,58 @@ from typing import NamedTuple
 
 
 class BelowLowerBound(Exception):
-    """A Setup took less than its lower bound: layers do not grow as two depths of the model seemed to."""
+    """A Setup took less than its lower bound: layers do not grow as two depths of the model suggested."""
 
 
 class Bound(NamedTuple):
-    """The least that a Setup takes on one GPU."""
+    """Lower bound of a Setup's cost on one GPU."""
 
     needed_bytes: int
-    """Live bytes at the worst moment, and the context."""
+    """Live bytes at the worst moment, plus the context."""
     seconds: float
-    """A step's, with its share of the start-up."""
+    """Seconds of a step with its share of the start-up."""
     resting_bytes: int = 0
-    """Of the bytes, those that are live in an update: no recomputing of activations changes them."""
+    """Bytes of `needed_bytes` that are live in an update. Recomputed activations do not change them."""
     layers_bytes: int = 0
-    """Of the bytes, the most that are live in an update or while a layer runs: no other loss changes them."""
+    """Peak of bytes that are live in an update or while a layer runs. No other loss changes them."""
     unkept_bytes: int = 0
-    """Of the bytes, those that would be live if no layer kept anything for the backward pass."""
+    """Bytes that would be live if no layer kept tensors for the backward pass."""
     device_seconds: float = 0.0
-    """Of the seconds, those that the device works; 0 where that is not known."""
+    """Seconds of `seconds` in which the device works; 0 if unknown."""
     gradient_bytes: int = 0
-    """Of the bytes, those that the passes leave to the update."""
+    """Bytes that the passes leave to the update."""
     depth: int = 0
-    """Layers of each stack of the model, which repeat; 0 where they do not."""
+    """Number of layers in each repeated stack of the model; 0 if layers do not repeat."""
     outside_bytes: int = 0
-    """Of the bytes, the most that would be live while no layer runs, if no layer kept anything that is not
-    recomputed."""
+    """Peak of live bytes while no layer runs, without tensors kept by layers that are not recomputed."""
     compiled_bytes: int = 0
-    """Of the bytes, those that would be live at least if layers were compiled."""
+    """Lower bound of live bytes with compiled layers."""
     compiled_seconds: float = 0.0
-    """Of the device's seconds, those that are left where layers are compiled; 0 where that is not known."""
+    """Seconds of `device_seconds` that remain with compiled layers; 0 if unknown."""
 
     def at_least(self, other: Bound) -> Bound:
-        """The larger bytes and seconds of both."""
+        """Return the larger bytes and seconds of both."""
         return Bound(max(self.needed_bytes, other.needed_bytes), max(self.seconds, other.seconds))
 
 
 class Figures(NamedTuple):
-    """What a Setup takes on one GPU."""
+    """Exact figures of a Setup on one GPU."""
 
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
     seconds: float
-    """A step's, with its share of the start-up: what recipes are compared by."""
+    """Seconds of a step with its share of the start-up, the figure that comparisons of recipes use."""
     once: float = 0.0
     """Seconds of the run's start-up."""
     share: float = 0.0
-    """Of `seconds`, the share of the start-up; 0 where the run's length was not said."""
+    """Share of the start-up in `seconds`; 0 if the run's length was not given."""
     doubts: tuple[str, ...] = ()
-    """What the rehearsal had to assume."""
+    """Assumptions of the rehearsal, as sentences."""
 
     peak_seconds: float = 0.0
-    """What the model's arithmetic would take at the data sheet's peaks; 0 where the step was not simulated in
+    """Seconds of the model's arithmetic at the data sheet's peaks; 0 if the step was not simulated in
     full."""
 
     @property
@@ -68,5 +67,5 @@ class Figures(NamedTuple):
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free on the device."""
+        """Bytes that must be free on the device."""
         return self.reserved_bytes + self.context_bytes

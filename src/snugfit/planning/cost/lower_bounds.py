@@ -1,13 +1,13 @@
-"""Lower bounds of what Setups take, from models of few layers.
+"""Lower bounds of the cost of Setups, from models of few layers.
 
-Passes are rehearsed on two of them, all sizes of micro-batch in one rehearsal, and so is each update; live
-bytes and seconds of two depths give those of the whole depth, by the straight line through them. Every moment
-of a step grows evenly with the layers, and the worst moment is the largest of them: a convex figure, of which
-that line is never more than the truth.
+Passes are rehearsed on two depths, with all sizes of micro-batch in one rehearsal. Each update is
+rehearsed likewise. The straight line through the live bytes and seconds of two depths gives those of the
+whole depth. Every moment of a step grows linearly with the layers, and the worst moment is their maximum.
+That maximum is a convex function, so the line never exceeds the true value.
 
-Passes and updates have depths of their own: passes that are recomputed in spans need deeper models, updates
-never do. Where a timer composes pieces of steps, their segments are joined at the whole depth, those of all
-optimizers at once; any other timer is asked about whole steps of few layers.
+Passes and updates have separate depths: passes that are recomputed in spans need deeper models, updates
+never do. If a timer composes pieces of steps, their segments are joined at the whole depth, for all
+optimizers at once. Any other timer times whole steps of few layers.
 """
 
 from __future__ import annotations
@@ -42,70 +42,71 @@ if TYPE_CHECKING:
 
 
 def in_layers(module: str) -> bool:
-    """Whether a name of `PassProfile.peak_increase` is of a module that is repeated."""
+    """Return whether a name of `PassProfile.peak_increase` denotes a repeated module."""
     return "*" in module
 
 
 def outside_layers(module: str) -> bool:
-    """Whether such a name is of a module that is not repeated."""
+    """Return whether such a name denotes a module that does not repeat."""
     return not in_layers(module)
 
 
 @dataclass(frozen=True)
 class DepthFit:
-    """What rehearsals of some depths say of the whole one."""
+    """Extrapolation from rehearsals of some depths to the whole depth."""
 
     depths: Sequence[ShallowJob]
     layers: int
-    """Of the whole depth."""
+    """Number of layers of the whole depth."""
 
     def extrapolate(self, values: Sequence[Any]) -> Any:
-        """The value at the whole depth, on the line through the values at these depths."""
+        """Return the value at the whole depth, on the line through the values at these depths."""
         return self.value_at(self.layers, values)
 
     def value_at(self, layers: int, values: Sequence[Any]) -> Any:
-        """The value with so many layers, on the line through the values at these depths."""
+        """Return the value with so many layers, on the line through the values at these depths."""
         return linear_extrapolate([shallow.layers for shallow in self.depths], values, layers)
 
 
 class StepBounds(NamedTuple):
-    """The least that a step takes."""
+    """Lower bound of a step's cost."""
 
     live_bytes: int
-    """At the worst moment."""
+    """Bytes at the worst moment."""
     seconds: Sequence[float]
-    """Of the step, on each GPU."""
+    """Seconds of the step, by GPU."""
     resting_bytes: int
-    """Live at the worst moment of the update."""
+    """Bytes live at the worst moment of the update."""
     layers_bytes: int
-    """Live at the worst moment of the update or of a layer."""
+    """Bytes live at the worst moment of the update or of a layer."""
     unkept_bytes: int
-    """Live at the worst moment of the passes but for what layers keep."""
+    """Bytes live at the worst moment of the passes, without tensors kept by layers."""
     device_seconds: Sequence[float]
-    """That each GPU works."""
+    """Seconds in which each GPU works."""
     gradient_bytes: int
-    """That the passes leave to the update."""
+    """Bytes that the passes leave to the update."""
     depth: int
-    """Layers of each stack; 0 where they do not repeat."""
+    """Number of layers in each stack; 0 if they do not repeat."""
     outside_bytes: int
-    """Live at the worst moment outside layers but for what layers keep that are not recomputed."""
+    """Bytes live at the worst moment outside layers, without tensors kept by layers that are not
+    recomputed."""
     compiled_bytes: int
-    """Live at the worst moment if its layers were compiled."""
+    """Bytes live at the worst moment with compiled layers."""
     compiled_seconds: Sequence[float]
-    """That each GPU works for what is left where layers are compiled."""
+    """Seconds in which each GPU runs kernels that compiled layers launch too."""
 
 
 class Bounds(NamedTuple):
-    """The least that some Setups take."""
+    """Lower bounds of the cost of some Setups."""
 
     per_setup: Sequence[StepBounds | CannotBeRecorded]
-    """Why there are none, of steps that are to be recorded and cannot be."""
+    """The bounds of each Setup, or the reason why its step cannot be recorded as requested."""
     attention: tuple[str, ...]
-    """Which attention kernels were chosen."""
+    """Names of the chosen attention kernels."""
 
 
 class LowerBounds:
-    """The least that Setups of one job take."""
+    """Lower bounds of the cost of one job's Setups."""
 
     def __init__(
         self, shallow_jobs: ShallowJobs, policy: CudaPolicy, timer: Timer, startup: StartupShares
@@ -116,8 +117,10 @@ class LowerBounds:
         self._segments: dict[Hashable, list[QueueSegment] | None] = {}
 
     def of(self, setups: Sequence[Setup]) -> Bounds:
-        """The least that each of these takes, which share their passes but for the size of a micro-batch.
-        Raises `SnugfitError` where one of them cannot be rehearsed."""
+        """Return the lower bounds of these Setups, which share their passes except for the micro-batch size.
+
+        Raises `SnugfitError` if one of them cannot be rehearsed.
+        """
         passes = _PassesBounds(self, setups)
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for number, setup in enumerate(setups):
@@ -136,11 +139,11 @@ class LowerBounds:
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
 
     def depth_fit(self, setup: Setup) -> DepthFit:
-        """The depths on which such a step is rehearsed."""
+        """Return the depths on which such a step is rehearsed."""
         return DepthFit(self.shallow_jobs.of(setup), self.shallow_jobs.layers(setup))
 
     def update(self, setup: Setup, shallow: ShallowJob, passes: PassProfiles | None = None) -> UpdateProfile:
-        """This Setup's update at this depth, at which these passes were rehearsed, if any were."""
+        """Return this Setup's update at this depth, after `passes` at the same depth, if given."""
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
@@ -151,8 +154,11 @@ class LowerBounds:
     def update_segments(
         self, setup: Setup, fit: DepthFit, timer: ComposableTimer
     ) -> list[QueueSegment] | None:
-        """Those of this Setup's update at the whole depth; None where it does not wait alike at every depth.
-        Updates have depths of their own, so one answer serves all passes."""
+        """Return the segments of this Setup's update at the whole depth.
+
+        Return None if its waits differ between depths. Updates have separate depths, so one answer serves
+        all passes.
+        """
         key = update_key(setup), timing_key(setup), tuple(shallow.layers for shallow in fit.depths)
         if key not in self._segments:
             works = [self.update(setup, shallow).work for shallow in fit.depths]
@@ -161,7 +167,8 @@ class LowerBounds:
         return self._segments[key]
 
     def _with_gradients(self, setup: Setup, shallow: ShallowJob) -> tuple[int, ...]:
-        """Which parameters have gradients: the model and its adapters decide, so one sample tells."""
+        """Return the indices of parameters with gradients. They depend on the model and its adapters alone,
+        so one sample is enough."""
         key = (adapters_key(setup), shallow.layers)
         if key not in self._gradients:
             one = replace(shallow.job, batch_size=1)
@@ -171,7 +178,7 @@ class LowerBounds:
 
 
 class _PassesBounds:
-    """The passes of some Setups on few layers, and the steps that they are a part of."""
+    """The passes of some Setups on few layers, and the steps that contain them."""
 
     def __init__(self, bounds: LowerBounds, setups: Sequence[Setup]) -> None:
         job, first = bounds.shallow_jobs.job, setups[0]
@@ -191,7 +198,7 @@ class _PassesBounds:
         self._left: dict[int, tuple[Work, Work]] = {}
 
     def bounds_of(self, setup: Setup, seconds: Sequence[float]) -> StepBounds:
-        """The least that such a step takes, which takes so long by the line through its depths."""
+        """Return the lower bounds of such a step, whose seconds are given."""
         resting = self.resting(setup)
         return StepBounds(
             live_bytes=max(self.rise(setup), resting),
@@ -208,7 +215,7 @@ class _PassesBounds:
         )
 
     def why_not_recorded(self, setup: Setup) -> CannotBeRecorded | None:
-        """Why such a step cannot be recorded as it is to be; None where it can, or is not to be."""
+        """Return the reason why such a step cannot be recorded as requested, or None."""
         if setup.capture is None:
             return None
         try:
@@ -223,20 +230,22 @@ class _PassesBounds:
     # ---- bytes -------------------------------------------------------------------------------------------
 
     def rise(self, setup: Setup) -> int:
-        """Live bytes at the worst moment of the passes."""
+        """Return live bytes at the worst moment of the passes."""
         return int(self._standing(setup) + self._rise(setup))
 
     def in_layers(self, setup: Setup) -> int:
-        """Live bytes at the worst moment within layers."""
+        """Return live bytes at the worst moment within layers."""
         return int(self._standing(setup) + self._rise(setup, in_layers))
 
     def unkept(self, setup: Setup) -> int:
-        """Live bytes at the worst moment of the passes but for what each layer adds to it."""
+        """Return live bytes at the worst moment of the passes, without the increase by each layer."""
         return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
 
     def outside(self, setup: Setup) -> int:
-        """Live bytes at the worst moment outside layers but for what each layer adds to it, unless each is
-        recomputed and so keeps its input alone."""
+        """Return live bytes at the worst moment outside layers, without the increase by each layer.
+
+        A layer that is recomputed keeps its input alone; if each is, the increase counts.
+        """
         if len(self.fit.depths) < 2:
             return 0
         # autocast keeps copies of the layers' weights until the forward pass ends, compiled layers keep none
@@ -245,30 +254,30 @@ class _PassesBounds:
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:
-        """Live bytes when the backward pass of the layers begins, if these were compiled."""
+        """Return live bytes at the start of the layers' backward pass, if these were compiled."""
         left_bytes = [
             sum(n for name, n in one.kept_bytes.items() if is_left(name)) for one in self._profiles(setup)
         ]
         return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
 
     def resting(self, setup: Setup) -> int:
-        """Live bytes at the worst moment of the update."""
+        """Return live bytes at the worst moment of the update."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         in_update = self.update_fit.extrapolate([update.peak_increase for update in updates])
         return int(self._standing(setup) + self._gradient_bytes(setup) + in_update)
 
     def _gradient_bytes(self, setup: Setup) -> float:
-        """Live bytes that the passes leave to the update."""
+        """Return live bytes that the passes leave to the update."""
         return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
     def _standing(self, setup: Setup) -> float:
-        """Live bytes between steps."""
+        """Return live bytes between steps."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
         return float(standing + self.update_fit.extrapolate([update.state_bytes for update in updates]))
 
     def _profiles(self, setup: Setup) -> list[PassProfile]:
-        """Of each depth, the passes of such a step."""
+        """Return the passes of such a step, by depth."""
         samples, count = self.batch_size // setup.micro_batches, setup.micro_batches
         profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
         return [profile for profile in profiles if profile is not None]
@@ -276,8 +285,11 @@ class _PassesBounds:
     def _rise(
         self, setup: Setup, among: Callable[[str], bool] | None = None, *, layers: int | None = None
     ) -> float:
-        """How far the live bytes rise at least in such passes: the largest line of all modules, or of those
-        whose names are `among` some; at the whole depth, or with so many `layers`."""
+        """Return the minimum rise of the live bytes in such passes: the maximum over the lines of all
+        modules.
+
+        `among` selects modules by name. The value is that of the whole depth, or of `layers` layers.
+        """
         key, at = (setup.micro_batches, among, layers), self.fit.layers if layers is None else layers
         if key not in self._rises:
             rises = [profile.peak_increase for profile in self._profiles(setup)]
@@ -290,8 +302,8 @@ class _PassesBounds:
     # ---- seconds -----------------------------------------------------------------------------------------
 
     def seconds(self, setups: Sequence[Setup]) -> Iterator[Sequence[float]]:
-        """Of steps that differ in their updates only, on each GPU, a step's share of the start-up among
-        them."""
+        """Yield the seconds of steps that differ in their updates only, by GPU, with the share of the
+        start-up."""
         timer = self.bounds.timer
         known: Mapping[int, Sequence[float]] = {}
         if isinstance(timer, ComposableTimer):
@@ -302,18 +314,20 @@ class _PassesBounds:
             yield [seconds + share for seconds in known.get(number) or self._by_depth(setup)]
 
     def device_seconds(self, setup: Setup) -> Sequence[float]:
-        """That each GPU works in such a step; none where the timer does not say."""
+        """Return the seconds in which each GPU works in such a step; empty if the timer lacks them."""
         return self._device_seconds(setup, _whole_work)
 
     def compiled_seconds(self, setup: Setup) -> Sequence[float]:
-        """That each GPU works in it for what is left where its layers are compiled; none where the timer does
-        not say, and of a step that is compiled or played back itself."""
+        """Return the seconds of kernels that remain with compiled layers, by GPU.
+
+        Empty if the timer lacks them, and for a step that is itself compiled or recorded.
+        """
         if setup.compile is not None or setup.capture is not None:
             return ()
         return self._device_seconds(setup, self._left_by_compilers)
 
     def _device_seconds(self, setup: Setup, part: Callable[[Work], Work]) -> Sequence[float]:
-        """That each GPU works for a `part` of the passes, and for the update."""
+        """Return the seconds in which each GPU works for a `part` of the passes, and for the update."""
         timer = self.bounds.timer
         if not isinstance(timer, ComposableTimer):
             return ()
@@ -335,7 +349,8 @@ class _PassesBounds:
         return seconds
 
     def _left_by_compilers(self, work: Work) -> Work:
-        """Of this work, what a compiler of layers leaves, remembered: timers know works by their identity."""
+        """Return the kernels that compiled layers launch too. The result is cached, since timers identify
+        works by id."""
         if id(work) not in self._left:
             self._left[id(work)] = work, left_by_compilers(work)
         return self._left[id(work)][1]
@@ -343,13 +358,15 @@ class _PassesBounds:
     def _works_of(
         self, setup: Setup, profile: PassProfile, shallow: ShallowJob, passes: PassProfiles | None = None
     ) -> list[Work]:
-        """What a step of one depth does: its first micro-batch, each further one, and its update."""
+        """Return the work of a step of one depth: its first micro-batch, each further one, and its update."""
         update = self.bounds.update(setup, shallow, passes)
         return [self._under(setup, work) for work in (profile.first, profile.further, update.work)]
 
     def _by_segments(self, setups: Sequence[Setup], timer: ComposableTimer) -> Mapping[int, Sequence[float]]:
-        """By the segments of passes and updates at the whole depth; nothing of those that do not wait alike
-        at every depth."""
+        """Return seconds from the segments of passes and updates at the whole depth.
+
+        Setups whose waits differ between depths are omitted.
+        """
         setup = setups[0]
 
         def at_depth(works: Sequence[Work]) -> list[QueueSegment] | None:
@@ -372,7 +389,7 @@ class _PassesBounds:
         return seconds
 
     def _by_depth(self, setup: Setup) -> Sequence[float]:
-        """By the steps of each depth."""
+        """Return seconds from the steps of each depth."""
         counts, depths = few(setup.micro_batches), []
         for shallow, profile, passes in zip(
             self.fit.depths, self._profiles(setup), self.by_depth, strict=True
@@ -388,7 +405,7 @@ class _PassesBounds:
         if key not in self._works:
             changed = kernels_under(setup, work.kernels)
             asked = work if changed is work.kernels else work._replace(kernels=changed)
-            self._works[key] = work, asked  # by id, with the work that it is the id of
+            self._works[key] = work, asked  # by id; the entry holds the work, so its id stays unique
         return self._works[key][1]
 
 
@@ -397,7 +414,7 @@ def _whole_work(work: Work) -> Work:
 
 
 def few(micro_batches: int) -> tuple[int, ...]:
-    """Numbers of micro-batches from which the seconds of this one follow."""
+    """Return the numbers of micro-batches from which the seconds of this number are extrapolated."""
     few_are_enough = micro_batches > MICRO_BATCHES + 1
     return (MICRO_BATCHES, MICRO_BATCHES + 1) if few_are_enough else (micro_batches,)
 
@@ -405,7 +422,7 @@ def few(micro_batches: int) -> tuple[int, ...]:
 def _by_length(
     updates: Sequence[Sequence[QueueSegment] | None],
 ) -> list[dict[int, Sequence[QueueSegment]]]:
-    """Those of one number of segments, together, by their indices."""
+    """Return the updates grouped by their number of segments, each with its index."""
     groups: dict[int, dict[int, Sequence[QueueSegment]]] = defaultdict(dict)
     for number, segments in enumerate(updates):
         if segments is not None:

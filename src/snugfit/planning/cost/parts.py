@@ -1,14 +1,14 @@
-"""Parts of steps, rehearsed once and remembered: what a search asks of the rehearsal.
+"""Cache of rehearsed parts of steps, the interface from a search to the rehearsal.
 
-Two questions are asked of a Setup. What is the *least* it can take (`screen`)? Its passes are rehearsed on
-models of few layers, all sizes of micro-batch in one rehearsal, and so is its update; `lower_bounds.py` gives
-what the whole depth takes at least. Models whose layers do not repeat are rehearsed in full.
+`screen` computes the *lower bound* of a Setup's cost. It rehearses the passes on models of few layers,
+with all sizes of micro-batch in one rehearsal, and the update likewise. `lower_bounds.py` derives the
+lower bound of the whole depth. Models whose layers do not repeat are rehearsed in full.
 
-And what does it *really* take (`judge`)? Passes and update are rehearsed at the whole depth and spliced, and
-the trace goes through the timer and the allocator. Whatever a plan states comes from there.
+`judge` computes the *exact* cost. It rehearses passes and update at the whole depth and splices them. The
+trace goes through the timer and the allocator. Every figure of a plan comes from this function.
 
-Rehearsing is what costs, and GPUs that decide alike share it: of each Setup there is one answer for each GPU,
-with a context and seconds of its own.
+Rehearsing dominates the cost, and GPUs with the same decisions share it. Each Setup has one answer per
+GPU, with a separate context and separate seconds.
 """
 
 from __future__ import annotations
@@ -68,37 +68,39 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 REMEMBERED_PARTS = 48
-"""Whole parts that are kept, at some ten megabytes each: more than there are kinds of passes in most spaces,
-for recipes that share them are judged far apart."""
+"""Maximum number of cached whole parts, at some ten megabytes each.
+
+It exceeds the number of kinds of passes in most spaces. Recipes that share passes are evaluated far apart.
+"""
 
 
 class _Replays(NamedTuple):
     trace: Trace
-    """Of the steady step, perhaps with fewer micro-batches."""
+    """Trace of the steady step, perhaps with fewer micro-batches."""
     by_segments: dict[bool, AllocatorPeaks]
-    """What the allocator shows, with expandable segments and without."""
+    """Peaks of the allocator, with expandable segments and without."""
 
 
 class _OwnTrace(NamedTuple):
     policy: CudaPolicy
-    """By which it was rehearsed."""
+    """Policy of the rehearsal."""
     sizes: Mapping[CudaPolicy, Mapping[tuple[str, int], int] | None]
-    """What other GPUs have in the place of its buffers (`ComparedPolicy`)."""
+    """Sizes of the buffers on other GPUs (`ComparedPolicy`)."""
     trace: Trace
 
 
 class FullCheck(NamedTuple):
-    """What simulating a recipe in full said."""
+    """Result of the full simulation of a recipe."""
 
     is_same: bool
-    """Whether it gave the same figures."""
+    """True if it gave the same figures."""
     doubts: tuple[str, ...]
     timing: StepSeconds | None
-    """Its seconds, where the GPU's rates are known."""
+    """Seconds of the step, if the GPU's rates are known."""
 
 
 class Parts:
-    """Rehearses parts of one job's steps for GPUs that decide as the first of them does."""
+    """Rehearse parts of one job's steps for GPUs with the same decisions as the first of them."""
 
     def __init__(
         self,
@@ -117,14 +119,16 @@ class Parts:
         self._redundant: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
         self._steady: set[Hashable] = set()
-        """The traces whose third step was seen to be the second again."""
+        """Keys of the traces whose third step equals the second."""
 
     # ---- lower bounds ------------------------------------------------------------------------------------
 
     def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | CannotBeRecorded]:
-        """The least that each of these takes on each GPU, or why it cannot be recorded; they differ in
-        micro-batches, optimizer, matrix products, loading, allocator and recording only. Raises
-        `SnugfitError` where one of them cannot be rehearsed."""
+        """Return the lower bounds of these Setups on each GPU, or the reason why one cannot be recorded.
+
+        They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording
+        only. Raises `SnugfitError` if one of them cannot be rehearsed.
+        """
         if not self.job.trains:
             return [self._exact_bound(setup) for setup in setups]
         bounds = self.lower_bounds.of(setups)
@@ -150,11 +154,13 @@ class Parts:
             Bound(nbytes + context, one) for context, one in zip(self._contexts(trace), seconds, strict=True)
         )
 
-    # ---- what it really takes ----------------------------------------------------------------------------
+    # ---- exact figures -----------------------------------------------------------------------------------
 
     def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
-        """What each of these takes on each GPU; they have one trace, and differ in the allocator and in how
-        products of matrices are computed only."""
+        """Return the exact figures of these Setups on each GPU.
+
+        They have one trace, and differ only in the allocator and in the number format of matrix products.
+        """
         replays = self._replays(setups[0], {setup.expandable_segments for setup in setups})
         launched = kernels_launched(setups[0], replays.trace.kernels)
         contexts = self._contexts(replace(replays.trace, kernels=launched))
@@ -174,7 +180,7 @@ class Parts:
         ]
 
     def _replays(self, setup: Setup, kinds: Collection[bool]) -> _Replays:
-        """The step through the allocator."""
+        """Return the results of the step's replay through the allocator."""
         run = self.run(setup) if self.job.trains else None
         if run is not None:
             requests = Requests(run)
@@ -185,15 +191,17 @@ class Parts:
         return _Replays(trace, {kind: _peaks_of(trace, expandable=kind) for kind in kinds})
 
     def _seconds(self, setup: Setup, trace: Trace) -> Sequence[float]:
-        """Of the step on each GPU; its trace may have fewer micro-batches."""
+        """Return the seconds of the step on each GPU; its trace may have fewer micro-batches."""
         if setup.micro_batches >= MANY and self.job.trains:
             return seconds_of(self.timer, micro_batch_works(trace, setup.micro_batches))
         return self.timer(trace)
 
     def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
-        """What each of these Setups, which have one trace, takes on each of these of the GPUs, simulated in
-        full by the GPU's own policy: GPUs that run the same kernels may yet differ in the workspaces and the
-        scratch of those. One rehearsal serves all whose buffers are as many."""
+        """Return the figures of these Setups on the given GPUs, simulated in full by each GPU's own policy.
+
+        The Setups have one trace. GPUs that run the same kernels may differ in the workspaces and the
+        scratch of these. One rehearsal serves all GPUs with the same number of buffers.
+        """
         policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in asked for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
         traces = self._own_traces(asked[0][0], [first, *further])
@@ -215,7 +223,8 @@ class Parts:
         return answers
 
     def _own_traces(self, setup: Setup, policies: Sequence[CudaPolicy]) -> dict[CudaPolicy, Trace]:
-        """The whole trace by each of these policies, the same object where the buffers are the same."""
+        """Return the whole trace by each of these policies, the same object if the buffers have the same
+        sizes."""
         plain = as_rehearsed(setup)
         steady = step_key(plain) in self._steady
         known = self._remember(
@@ -235,9 +244,9 @@ class Parts:
         return traces
 
     def _own_trace(self, setup: Setup, policy: CudaPolicy, *, steady: bool) -> _OwnTrace:
-        """The whole trace by this policy, compared with those of all GPUs, which may be asked about later."""
+        """Return the whole trace by this policy, with the buffer sizes of all other GPUs for later calls."""
         policies = dict.fromkeys(policy_for(gpu, Software()) for gpu in self.gpus)
-        module = self.job.model.module is not None  # whose code may ask for the GPU's capability
+        module = self.job.model.module is not None  # the module's code may read the GPU's compute capability
         further = [] if module else [other for other in policies if other != policy]
         compared = ComparedPolicy.of(policy, further)
         return _OwnTrace(policy, compared.sizes, rehearse(self.job, setup, compared, steady=steady))
@@ -247,8 +256,8 @@ class Parts:
         return model_peak_seconds(trace.kernels, device) if device else 0.0
 
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
-        """Whether simulating this recipe in full on this one of the GPUs gives these figures, and the doubts
-        it has."""
+        """Return whether a full simulation of this recipe on this GPU gives these figures, with its
+        doubts."""
         prediction = predict(self.job, recipe, gpu=self.gpus[gpu])
         footprint = prediction.footprint
         same = (
@@ -260,8 +269,10 @@ class Parts:
         return FullCheck(same, prediction.doubts, prediction.timing)
 
     def run(self, setup: Setup) -> PeriodicRun | None:
-        """The training run under this Setup; None where its parts cannot be spliced. Raises
-        `CannotBeRecorded` where it is to be recorded and waits for the device."""
+        """Return the training run under this Setup; None if its parts cannot be spliced.
+
+        Raises `CannotBeRecorded` if it is to be recorded and waits for the device.
+        """
         if setup.release:  # passes and update are one
             return None
         setup = as_rehearsed(setup)
@@ -291,8 +302,11 @@ class Parts:
         return self._remember(("passes", passes_key(setup), samples, setup.micro_batches > 1), make)
 
     def _second_step_is_redundant(self, setup: Setup) -> bool:
-        """Whether such passes may be rehearsed briefly, tested on few layers and one sample each. What a step
-        leaves behind does not depend on which of its layers are recomputed, once some are."""
+        """Return whether a short rehearsal of such passes is exact, tested on few layers and one sample each.
+
+        The memory that a step leaves behind is the same for any set of recomputed layers that is not
+        empty.
+        """
         count = min(setup.micro_batches, MICRO_BATCHES)
         kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
         key = (passes_key(kind), count)
@@ -310,7 +324,7 @@ class Parts:
         return self._remember(("whole", step_key(setup)), lambda: rehearse(self.job, setup, self.policy))
 
     def _remember(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
-        """What `make` gave for this key; the longest unused goes when there are many."""
+        """Return the cached result of `make` for this key; the least recently used entry is evicted."""
         if key not in self._whole:
             self._whole[key] = make()
         self._whole.move_to_end(key)
@@ -321,8 +335,11 @@ class Parts:
 
 
 def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[int]) -> tuple[Bound, ...]:
-    """Those of a step on each GPU, with its context; `least` are the contexts of recomputing, which may
-    choose another attention, without cuDNN's libraries."""
+    """Return the bounds of a step on each GPU, with its context.
+
+    `least` are the contexts with recomputation, which may choose another attention without cuDNN's
+    libraries.
+    """
     unknown = [0.0] * len(contexts)
     return tuple(
         Bound(

@@ -1,7 +1,7 @@
-"""The workers of a plan: each has `Parts` of its own, which remember what they rehearsed.
+"""Worker processes of a plan. Each has separate `Parts`, which cache their rehearsals.
 
-Where a plan cannot be sent to another process (a module of the user's own, a timer that is a closure), the
-parts are in this one.
+The parts stay in this process if a plan cannot be sent to another one. Reasons are a user's own module,
+and a timer that is a closure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _Result = TypeVar("_Result")
 def load_ahead(
     job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int, *, ahead: Iterable[str] = ()
 ) -> None:
-    """Has everything imported that the workers need, while this process does something else. `timer` is what
-    they will time steps with, or what that is made of; `ahead` are modules that techniques import."""
+    """Import all modules that the workers need, while this process continues.
+
+    `timer` is the workers' timer, or the source from which it is made. `ahead` lists modules that
+    techniques import.
+    """
     modules = [*_preload(job), *ahead]
     if workers > 1 and can_travel(job):
         start_fork_server(modules, for_what=(job, gpus, timer))
@@ -47,8 +50,11 @@ def parts_pool(
     apart: bool = False,
     spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
-    """So many workers with parts of this job in each; a single one is in this process unless it works
-    `apart`. `spare` are those that may help later."""
+    """Yield so many workers, each with separate parts of this job.
+
+    A single worker runs in this process unless it works `apart`. `spare` are processes that may help
+    later.
+    """
     make, modules = partial(_parts, job, gpus, timer, shallow=shallow, run=run), _preload(job)
     workers = workers if can_travel(job) else 1
     with worker_pool(make, workers=workers, preload=modules, apart=apart, spare=spare) as pool:
@@ -67,7 +73,7 @@ def with_pool(
     apart: bool = False,
     spare: SpareProcesses | None = None,
 ) -> _Result:
-    """What `search` finds with models of few layers, where those tell about the whole one; else with whole
+    """Return the result of `search` with models of few layers; if these do not represent the job, with whole
     models."""
     for shallow in (True, False):
         with parts_pool(
@@ -81,19 +87,19 @@ def with_pool(
 
 
 def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool, run: PlannedRun) -> Parts:
-    """In the worker, so that the parent imports none of it."""
+    """Make the parts in the worker, so that the parent process imports none of their modules."""
     from snugfit.planning.cost.parts import Parts
 
     return Parts(job, gpus, timer, shallow=shallow, run=run)
 
 
 def can_travel(job: Job) -> bool:
-    """Whether the job can be sent to another process."""
+    """Return whether the job can be sent to another process."""
     return job.model.module is None
 
 
 def _preload(job: Job) -> list[str]:
-    """Modules of a plan's workers; the last is ignored where transformers has no such file."""
+    """Return the modules of a plan's workers. The last one is ignored if transformers has no such file."""
     name = job.model.architecture
     return [
         "snugfit.planning.cost.parts",

@@ -1,11 +1,11 @@
-"""A step of many micro-batches through the allocator, by as few of them as tell what it takes.
+"""Replay of a step with many micro-batches through the allocator, reduced to a few of them.
 
-All micro-batches of a step but its first and its last are one list of requests, over and over, and so are the
-steps after the first. Once one of them begins as an earlier one did, block by block and address by address,
-those between them are a period: every so many further ones leave the allocator as they find it, and no peak
-moves any more. (Often it is each single one; where the blocks of one batch are still alive when those of the
-next are made, it is every second or third.) So whole periods are left out, and what remains tells what all
-of them take, to the byte. Where there is no period, all are replayed.
+All micro-batches of a step but its first and its last are the same list of requests. The steps after the
+first repeat likewise. Once a micro-batch begins in the same state as an earlier one, those between them
+are a period. The state covers all blocks and addresses. Each further period leaves the allocator
+unchanged, and no peak moves any more. Often a single micro-batch is the period. If the blocks of one batch
+are still alive at the start of the next, it is two or three. Whole periods are left out, and the result is
+still exact to the byte. Without a period, all micro-batches are replayed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 MANY = 16
-"""Micro-batches from which on a step is timed by three: the first, one between and the last."""
+"""Number of micro-batches from which a step is timed by three: the first, one between, and the last."""
 
 
 class AllocatorPeaks(NamedTuple):
-    """The most bytes of a run."""
+    """Peaks of the allocator's bytes in a run."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -38,16 +38,19 @@ class AllocatorPeaks(NamedTuple):
 
 
 Request = tuple[int, Any]
-"""The number of a stack, and the bytes that are allocated on it; or where on it the block lies that is freed,
-counted from its top, -1 and down. -1, and the name of what the driver does; or that the cache is emptied."""
+"""A stack's number with an allocation's bytes, or with the position of the freed block.
+
+The position counts from the stack's top: -1 and down. The number -1 precedes the name of an action of the
+driver, or the mark of an emptied cache.
+"""
 
 
 class Requests:
-    """What a run asks of an allocator, ready to be replayed."""
+    """Allocator requests of a run, prepared for replays."""
 
     def __init__(self, run: PeriodicRun) -> None:
         self._stacks: dict[Alloc, int] = {}
-        self._known: dict[int, Request] = {}  # by a move's id: what repeats is the same move
+        self._known: dict[int, Request] = {}  # by a move's id: repeated moves are the same object
         self._pending: set[str] = set(actions_by_word(Allocator().addresses))
         self._due: list[str] = []
         self._phase = "build"
@@ -58,11 +61,11 @@ class Requests:
         self.steps = run.steps
         self.stacks = len(self._stacks)
         self.of_graphs = [number for stack, number in self._stacks.items() if stack.stream == GRAPH_STREAM]
-        """Which stacks' blocks lie in the pool of CUDA graphs."""
+        """Numbers of the stacks whose blocks belong to the pool of CUDA graphs."""
 
     @property
     def leaves_as_many(self) -> bool:
-        """Whether the last step, of several, leaves as many live blocks on each stack as it found."""
+        """True if the last of several steps leaves as many live blocks on each stack as it found."""
         left: Counter[int] = Counter()
         for some, times in self.recorded[-1]:
             for stack, what in some:
@@ -92,7 +95,7 @@ class Requests:
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
-        """What the driver does before this block is allocated, each once."""
+        """Yield the driver's actions before this block is allocated, each once."""
         for word in (*self._due, alloc.phase, alloc.operator):
             if word in self._pending:
                 self._pending.remove(word)
@@ -101,7 +104,7 @@ class Requests:
 
 
 def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
-    """What the allocator shows after such a run."""
+    """Return the allocator's peaks after such a run."""
     allocator = Allocator(expandable=expandable)
     stacks: list[list[Any]] = [[] for _ in range(requests.stacks)]
     memory = [Memory.OWN] * requests.stacks
@@ -110,7 +113,7 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     actions = actions_by_word(allocator.addresses)
 
     def state() -> Hashable:
-        """Everything that what comes depends on."""
+        """Return the state that determines all later requests."""
         handed_out = tuple([tuple([block.address for block in stack]) for stack in stacks])
         return handed_out, allocator.state()
 
@@ -141,11 +144,11 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
 
 
 def _nothing() -> None:
-    """What the driver does a second time."""
+    """Replace an action of the driver that already happened."""
 
 
 def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:
-    """Replays this so many times, but for whole periods once one is known."""
+    """Replay this so many times, without whole periods once one is found."""
     begins: dict[Hashable, int] = {}
     left = times
     while left:
@@ -161,8 +164,10 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
 
 
 def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
-    """What the device does in each micro-batch of a steady step with so many, the update with the last one;
-    the trace may have fewer, if it has more than two."""
+    """Return the device's work in each micro-batch of a steady step, the update with the last one.
+
+    The trace may have fewer than `micro_batches`, if it has more than two.
+    """
     works = [_between(trace, *ends) for ends in pairwise([0, *later_starts(trace), len(trace.kernels)])]
     if len(works) == micro_batches:
         return works
@@ -170,7 +175,8 @@ def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
 
 
 def later_starts(trace: Trace) -> list[int]:
-    """With which of the steady step's kernels each micro-batch begins, but for the first."""
+    """Return the indices of the kernels that begin each micro-batch of the steady step, except for the
+    first."""
     return [
         index
         for index, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)

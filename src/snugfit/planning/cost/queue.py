@@ -1,21 +1,21 @@
-"""The queue of host and device in closed form: what is between two waits is four numbers for each GPU.
+"""Closed form of the queue of host and device: four numbers per GPU replace all kernels between two waits.
 
-With `a` the time until the first kernels up to this one have been launched and `w` the device's time for all
-those before it, the device ends a segment at
+`a` is the time until the first kernels up to this one have been launched. `w` is the device's time for all
+kernels before it. The device ends a segment at
 
     all its work + max(when it was free, when the host began + max(a - w))
 
-for it never stops but to wait for a kernel, and the last one that it waits for settles the end. Two segments
-without a wait between are one again, so what a piece of a step takes is worked out once, wherever the piece
-stands.
+The device never stops except to wait for a kernel, and the last such wait determines the end. Two segments
+without a wait between them form one segment again. The cost of a piece of a step is thus computed once,
+regardless of its position.
 
-Where a step waits more than once, as an optimizer does that reads a value for each parameter, host and device
-begin together after each wait. So all between the first wait and the last is a sum, which does not depend on
-what went before, and any piece of a step is three segments at most, however often it waits.
+A step may wait more than once, for example if its optimizer reads a value for each parameter. Host and
+device then begin together after each wait. All segments between the first wait and the last are a sum,
+independent of earlier ones. Any piece of a step is therefore three segments at most.
 
-The numbers of deeper models follow from those of two shallow ones. Launches and work grow evenly with the
-layers; `max(a - w)` is a largest of such, so the line through two depths is never more than it, and neither
-is what is simulated with it.
+The numbers of deeper models follow from those of two shallow ones. Launches and work grow linearly with
+the layers. `max(a - w)` is a maximum of linear functions. The line through two depths therefore never
+exceeds it, and neither do results simulated with it.
 
 All arrays are seconds, float64, and their last axis is the GPU.
 """
@@ -32,19 +32,19 @@ from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS
 
 
 class QueueSegment(NamedTuple):
-    """What happens between two waits: arrays of (..., GPUs) seconds."""
+    """The work between two waits: arrays of (..., GPUs) seconds."""
 
     host_s: Any
-    """To launch all of its kernels."""
+    """Seconds of the host to launch all of its kernels."""
     device_s: Any
-    """To run all of them."""
+    """Seconds of the device to run all of its kernels."""
     start_delay_s: Any
-    """From the host's beginning, the latest that the device would begin if it did nothing but wait."""
+    """Latest start of the device after the host's start, if it only waited for launches."""
     loader_s: Any
-    """Of worker processes, to make its batches."""
+    """Seconds of worker processes to make its batches."""
 
     def then(self, other: QueueSegment) -> QueueSegment:
-        """This segment, and the other after it without a wait."""
+        """Return this segment joined with `other` after it, without a wait between them."""
         return QueueSegment(
             self.host_s + other.host_s,
             self.device_s + other.device_s,
@@ -54,7 +54,7 @@ class QueueSegment(NamedTuple):
 
 
 def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """These pieces of a step one after the other, without waits between them."""
+    """Return these consecutive pieces of a step, joined without waits between them."""
     first, *rest = pieces
     segments = list(first)
     for piece in rest:
@@ -63,8 +63,11 @@ def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
 
 
 def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int]) -> Iterator[QueueSegment]:
-    """The segments before, between and after the waits, from arrays of (kernels, GPUs) seconds: of the
-    device, of the host, and of worker processes."""
+    """Yield the segments before, between and after the waits.
+
+    The arrays of (kernels, GPUs) seconds are those of the device, the host's launches and the worker
+    processes.
+    """
     cuts = [0, *(min(index, len(device)) for index in sorted(waits)), len(device)]
     nothing = np.zeros(device.shape[1])
     for start, end in pairwise(cuts):
@@ -78,8 +81,11 @@ def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int])
 
 
 def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegment]:
-    """No more than three segments that take as long: what is between the first wait and the last is one. At
-    each of those waits, which takes the host `wait_s` (GPUs,) seconds, the device has nothing left to do."""
+    """Return at most three segments with the same total time: those between the first wait and the last
+    become one.
+
+    At each of these waits the host takes `wait_s` (GPUs,) seconds, and the device has no work left.
+    """
     if len(segments) < 3:
         return list(segments)
     first, *inner, last = segments
@@ -89,9 +95,11 @@ def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegm
 
 
 def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any:
-    """Seconds (..., GPUs) of a steady step of these segments with waits between them, as
-    `prediction/seconds.py:simulate_queue` has it; the host takes `begin_s` to begin a step, and `wait_s` at
-    each wait, both (GPUs,)."""
+    """Return seconds (..., GPUs) of a steady step of these segments with waits between them.
+
+    The model is that of `prediction/seconds.py:simulate_queue`. The host takes `begin_s` to begin a step
+    and `wait_s` at each wait, both (GPUs,).
+    """
     now = free = last = length = np.zeros_like(wait_s)
     for _ in range(SIMULATED_STEPS):
         now = now + begin_s
@@ -108,7 +116,7 @@ def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any
 def extrapolate_depth(
     by_depth: Sequence[Sequence[QueueSegment]], line: Callable[[Sequence[Any]], Any]
 ) -> list[QueueSegment] | None:
-    """The segments on the line through those of these depths; None where those do not wait alike."""
+    """Return the segments on the line through those of these depths; None if their waits differ."""
     if len({tuple(_is_empty(segment) for segment in segments) for segments in by_depth}) != 1:
         return None
     extrapolated = []
@@ -124,7 +132,7 @@ def _is_empty(segment: QueueSegment) -> bool:
 
 
 def stack(alternatives: Sequence[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """As many segments as each of these alternatives has, whose arrays have a first axis for which it was."""
+    """Return the segments with all alternatives stacked along a new first axis of each array."""
     return [
         QueueSegment(*(np.stack(values) for values in zip(*same, strict=True)))
         for same in zip(*alternatives, strict=True)

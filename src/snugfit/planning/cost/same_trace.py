@@ -1,12 +1,12 @@
-"""Setups that have the same trace, and what differs between them put onto it.
+"""Application of Setups that share a trace to that trace.
 
-Three wishes change no allocation of a step and no kernel: what products of fp32 matrices are computed in, who
-makes the batches, and how the allocator takes its segments. So a plan rehearses once for all of them. The
-first two change how long kernels take, which is written onto the trace here; the third is the replay's.
+Three wishes leave a step's allocations and kernels unchanged: the format of fp32 products, the source of
+batches, and the allocator's segments. A plan rehearses once for all of them. The first two change kernel
+times, which this module writes into the trace. The third only affects the replay.
 
-Of passes that are played back as CUDA graphs the kernels are those of passes that are launched one by one.
-That the host launches each graph as one, and writes a share for each of several micro-batches, is written
-onto them here, too.
+Passes that are replayed as CUDA graphs have the same kernels as passes that are launched one by one. This
+module marks the differences in these kernels. The host launches each graph as one, and with several
+micro-batches it writes a share for each.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def trace_under(setup: Setup, trace: Trace) -> Trace:
-    """A trace that was rehearsed with plain products and loading, as it is under this Setup."""
+    """Return a trace as under this Setup. It was rehearsed with plain products and loading."""
     kernels = kernels_under(setup, trace.kernels)
     return trace if kernels is trace.kernels else replace(trace, kernels=kernels)
 
 
 def with_sizes(trace: Trace, sizes: Mapping[tuple[str, int], int]) -> Trace:
-    """The trace with buffers of other sizes, which are by name and bytes; those that are not in it stay."""
+    """Return the trace with the buffers in `sizes` (by name and bytes) resized; all other buffers stay."""
     changed = {key: nbytes for key, nbytes in sizes.items() if nbytes != key[1]}
     if not changed:
         return trace
@@ -46,7 +46,7 @@ def with_sizes(trace: Trace, sizes: Mapping[tuple[str, int], int]) -> Trace:
 
 
 def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """The same for kernels; the very same object where nothing is to be changed."""
+    """Return the kernels as under this Setup; the same object if nothing changes."""
     from snugfit.rehearsal.record.kernels import PRODUCTS, TF32
 
     kernels = kernels_launched(setup, kernels)
@@ -65,7 +65,7 @@ def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ..
 
 
 def kernels_launched(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """The same, played back where the Setup has it so; the very same object elsewhere."""
+    """Return the kernels replayed as CUDA graphs if the Setup records them; otherwise the same object."""
     if setup.capture is None:
         return kernels
     return played_back(kernels, has_shares=setup.micro_batches > 1)
@@ -75,15 +75,18 @@ PASSES = ("forward", "backward")
 """Phases that are recorded as CUDA graphs."""
 
 WRITES_SHARE = Kernel("aten::fill_", "", "load", 1, 8, ((),), "torch.float32", 1)
-"""By what a micro-batch's loss is multiplied goes to the device."""
+"""Copy of a micro-batch's loss factor to the device."""
 
 CASTS_SHARE = Kernel("aten::_to_copy", "", "forward", 1, 6, ((),), "torch.float32", 1, played=True)
-"""It takes the dtype of the loss, where that is a narrower one."""
+"""Cast of that factor to the loss's dtype, if this is narrower."""
 
 
 def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kernel, ...]:
-    """Kernels of passes as CUDA graphs run them, which the host launches as one for each pass; those that are
-    played back already stay. With shares, one is written to the device for each micro-batch."""
+    """Return the kernels of passes as CUDA graphs run them: the host launches each pass as one.
+
+    Kernels that are already replayed stay unchanged. With shares, one is written to the device per
+    micro-batch.
+    """
     first = next((kernel for kernel in kernels if kernel.phase in PASSES), None)
     if first is None or first.played:
         return kernels

@@ -1,8 +1,8 @@
-"""Models of few layers that stand for a deep one.
+"""Models of few layers that represent a deep one.
 
-A deep model's figures follow from two shallower ones, whose layers repeat as its own do, and whose
-checkpointing cuts them as it cuts the deep one. Where there are no two that are less work than the whole, the
-whole one stands for itself.
+A deep model's figures follow from two shallower ones. Their layers repeat as its own do, and their
+checkpointing has the same pattern. If no two shallower models are less work than the whole one, it is used
+itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FEWEST = 2
-"""Layers of the shallowest model that is rehearsed, of those that checkpointing treats alike: a first and
-another. What the first one makes for all (T5's bias of attention) only the checkpoints of later ones keep."""
+"""Least number of layers of the shallowest model, counted in layers that checkpointing treats alike: two.
+
+The first layer's shared results (T5's attention bias) are kept only by the checkpoints of later layers.
+"""
 
 SMOKE_TEST_PERIODS = 2
-"""Periods of layers in the model on which something is tested before it is relied on."""
+"""Number of layer periods in the model that tests a property before it is used."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,19 @@ class ShallowJob:
 
     job: Job
     setup: Setup
-    """With its checkpointing as the deep model has it."""
+    """Setup with the checkpointing pattern of the deep model."""
     layers: int
 
 
 class ShallowJobs:
-    """The shallow models of one job. `few` is whether there may be any."""
+    """The shallow models of one job; `few` permits them."""
 
     def __init__(self, job: Job, *, few: bool) -> None:
         self.job, self.few = job, few
         self._depths: dict[Hashable, Depth | None] = {}
 
     def of(self, setup: Setup) -> list[ShallowJob]:
-        """Two models of few layers that are less work than the whole one; else the whole one."""
+        """Return two models of few layers that are less work than the whole one; otherwise the whole one."""
         depth = self.depth(setup)
         if depth is not None and self.few:
             checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
@@ -63,8 +65,10 @@ class ShallowJobs:
         return [ShallowJob(self.job, setup, self.layers(setup))]
 
     def smoke_test_job(self, setup: Setup, samples: int) -> Job | None:
-        """The job on a model of so few layers that anything can be tested on it, with so large a batch; None
-        where the whole model is not deeper."""
+        """Return the job on a model of so few layers that any test on it is cheap, with `samples` samples.
+
+        Return None if the whole model is not deeper.
+        """
         depth = self.depth(setup)
         layers = SMOKE_TEST_PERIODS * depth.period if depth else 0
         if depth is None or layers >= depth.layers:
@@ -72,20 +76,20 @@ class ShallowJobs:
         return replace(depth.shallower(self.job, layers), batch_size=samples)
 
     def depth(self, setup: Setup) -> Depth | None:
-        """How deep the whole model is; None where that cannot be changed."""
+        """Return the depth of the whole model; None if it cannot be changed."""
         if setup.attention not in self._depths:
             self._depths[setup.attention] = depth_of(self.job, setup)
         return self._depths[setup.attention]
 
     def layers(self, setup: Setup) -> int:
-        """How many the whole model has."""
+        """Return the number of layers of the whole model."""
         depth = self.depth(setup)
         return depth.layers if depth else 1
 
 
 def linear_extrapolate(points: Sequence[float], values: Sequence[Any], at: float) -> Any:
-    """The value at `at` on the straight line through one or two points; values are numbers, or arrays of one
-    shape."""
+    """Return the value at `at` on the straight line through one or two points. Values are numbers, or arrays
+    of one shape."""
     if len(points) == 1:
         return values[0]
     return values[0] + (values[1] - values[0]) * (at - points[0]) / (points[1] - points[0])

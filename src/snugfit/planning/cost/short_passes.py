@@ -1,11 +1,11 @@
-"""Passes recorded in one step and two micro-batches, and written out as two steps and three.
+"""Passes recorded in one step of two micro-batches, and expanded to two steps of three.
 
-A second step is the first again, without what the first made for good: workspaces, a scaler's tensors. A
-third micro-batch is the second again, which begins while the one before it still holds its inputs. So one
-step with two micro-batches tells what two steps with three would, at a third of the work.
+A second step repeats the first, without its permanent allocations: workspaces, a scaler's tensors. A third
+micro-batch repeats the second, which begins while the previous one still has its inputs. One step with two
+micro-batches therefore gives the result of two steps with three, at a third of the work.
 
-That a step is like this is no law of torch: a model may keep its last output, and replace it. So each kind of
-passes is proven first, on a model of few layers: `second_step_is_redundant` records it both ways and
+Torch does not guarantee such steps: a model may keep its last output and replace it. Each kind of passes
+is therefore tested first, on a model of few layers: `second_step_is_redundant` records it both ways and
 compares.
 """
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 MICRO_BATCHES = 2
-"""Micro-batches that are recorded for any larger number."""
+"""Number of micro-batches that are recorded for any larger number."""
 
 SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
-"""What a kernel counts since the one before it."""
+"""Counters of a kernel since the previous one."""
 
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
@@ -38,19 +38,21 @@ def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
 
 
 def write_out(part: Part) -> Part:
-    """Return what `rehearse_passes` gives, of short passes whose second step is known to be redundant."""
+    """Return the result of `rehearse_passes`, expanded from short passes whose second step is redundant."""
     return replace(part, trace=_write_out(part.trace))
 
 
 def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
-    """Whether the passes of this job, best on few layers, are the same when one step of them is recorded and
-    when two are."""
+    """Return whether the passes of this job are the same recorded in one step and in two.
+
+    The job should have few layers.
+    """
     short, full = write_out(short_passes(job, setup, policy)), rehearse_passes(job, setup, policy)
     return _without_first_step_kernels(short) == _without_first_step_kernels(full)
 
 
 def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
-    """All of a part but what runs in its first step: of that a trace keeps nothing."""
+    """Return a part without the kernels and waits of its first step, which no trace keeps."""
     moves: list[Move] = []
     step = -1
     for move in part.trace.moves:
@@ -62,7 +64,7 @@ def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
 
 
 def _write_out(relative: RelativeTrace) -> RelativeTrace:
-    """Two steps of three micro-batches (or of one), from one step of two (or one)."""
+    """Return two steps of three micro-batches (or of one), from one step of two (or one)."""
     build, steps, rest = split_steps(relative.moves)
     first = _with_a_third(steps[0])
     second = [
@@ -72,7 +74,7 @@ def _write_out(relative: RelativeTrace) -> RelativeTrace:
 
 
 def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
-    """A step of two micro-batches with its second one twice; a step of one as it is."""
+    """Return a step of two micro-batches with its second one repeated; a step of one stays unchanged."""
     starts = micro_batch_starts(moves)
     if len(starts) < MICRO_BATCHES:
         return moves
@@ -85,8 +87,11 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
-    """The same step once more, when what it leaves behind is there, and what it replaced of the model is
-    gone."""
+    """Return the same step as a second one.
+
+    The permanent allocations of the first step already exist, and the tensors of the model that it
+    replaced are gone.
+    """
     first, second = LiveSet(), LiveSet()
     mapping = dict(zip(first.follow(build), second.follow(build), strict=True))
     blocks = [_block_of(move, first) for move in step]
@@ -97,9 +102,9 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
     for block in sorted(gone):
         second.free_of(mapping[block])
     moves: list[Move] = []
-    makers: set[str] = set()  # of the kernel that comes next: the operators of what lasts, "" for the rest
-    left_out: list[Kernel] = []  # since the last kernel that stays
-    replaced = 0  # of the model's tensors, since then
+    makers: set[str] = set()  # of the next kernel: the operators of permanent blocks, "" for all other blocks
+    left_out: list[Kernel] = []  # since the last retained kernel
+    replaced = 0  # number of the model's tensors, since the last retained kernel
     for move, block in zip(step, blocks, strict=True):
         if type(move) is Alloc:
             makers.add(move.operator if block in lasting else "")
@@ -125,8 +130,11 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
 
 
 def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -> Kernel:
-    """This kernel where those before it are not launched: what the host did before them, it does before this
-    one, but for the view by which each tensor that they `replaced` was put in its place."""
+    """Return this kernel with the counters of the omitted kernels before it.
+
+    The host's work before those counts before this one. The views that replaced tensors in the model are
+    excepted: one for each of the `replaced` tensors.
+    """
     if not left_out:
         return kernel
     counts = {name: sum(getattr(one, name) for one in (*left_out, kernel)) for name in SINCE_THE_LAST}
@@ -134,7 +142,7 @@ def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -
 
 
 def _block_of(move: Move, live: LiveSet) -> int:
-    """The block that this move allocates or frees; -1 for other moves."""
+    """Return the block that this move allocates or frees; -1 for other moves."""
     if type(move) is Alloc:
         return live.alloc(move)
     return live.free(move) if type(move) is Free else -1

@@ -1,9 +1,9 @@
-"""The run that a plan is made for: how long it is, and a step's share of its start-up.
+"""Length of the planned run, and a step's share of its start-up.
 
     seconds a step = (start-up + steps x steady step) / steps
 
-On a long run the steady step is all that counts; on a short one a recipe that starts sooner may be ahead of
-one that steps faster. A run whose length was not said is taken to have no end.
+On a long run only the steady step counts. On a short one a recipe with a faster start-up may beat one with
+faster steps. A run without a given length has no end.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LONGEST = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run's length, and what its start-up takes."""
+    """Length of a run, and the rates of its start-up."""
 
     steps: int | None = None
-    """Optimizer steps; None where that was not said."""
+    """Number of optimizer steps; None if it was not given."""
 
     rates: StartupRates = STARTUP_RATES
-    """What the host takes to start."""
+    """Rates of the host's start-up."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and not (type(self.steps) is int and 1 <= self.steps <= LONGEST):
@@ -54,12 +54,12 @@ ENDLESS = PlannedRun()
 
 
 class StartupShare(NamedTuple):
-    """What a recipe's start-up costs."""
+    """Cost of a recipe's start-up."""
 
     once: float
     """Seconds of the whole start-up."""
     share: float
-    """Of them, a step's share in seconds; 0 where the run has no end."""
+    """Share of a step in `once`, in seconds; 0 if the run has no end."""
 
 
 class StartupShares:
@@ -67,24 +67,26 @@ class StartupShares:
 
     def __init__(self, job: Job, run: PlannedRun) -> None:
         self.job, self.run = job, run
-        self._kernels: dict[int, tuple[Work, KernelSet]] = {}  # by the id of the work beside
+        self._kernels: dict[int, tuple[Work, KernelSet]] = {}  # by id, with the work
 
     def of(self, setup: Setup, trace: Trace) -> StartupShare:
-        """The start-up of a run whose steps are this trace."""
+        """Return the start-up of a run whose steps are this trace."""
         launched = count_in_programs(trace.kernels, setup)
         once = self._seconds(setup, distinct_kernels(trace.kernels), pinned_bytes(trace.kernels), launched)
         return StartupShare(once, once / self.run.steps if self.run.steps else 0.0)
 
     def least_share(self, setup: Setup, works: Iterable[Work]) -> float:
-        """The least seconds that a step's share can be, from what steps of few layers do: the kernels of
-        those are among the kernels of many."""
+        """Return the least seconds of a step's share, from the work of steps with few layers.
+
+        The kernels of few layers are a subset of the kernels of many.
+        """
         if self.run.steps is None:
             return 0.0
         kernels: KernelSet = frozenset().union(*map(self._kernels_of, works))
         return self._seconds(setup, kernels) / self.run.steps
 
     def forget(self) -> None:
-        """The steps that were asked about are not asked about again."""
+        """Clear the cache of kernels, since no further call times these steps."""
         self._kernels.clear()
 
     def _seconds(self, setup: Setup, kernels: KernelSet, pinned: int = 0, in_programs: int = 0) -> float:

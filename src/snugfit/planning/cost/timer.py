@@ -1,11 +1,12 @@
-"""The timers of a plan: seconds of a trace on each of some GPUs, kernel by kernel remembered.
+"""Timers of a plan: seconds of a trace on each of several GPUs, with cached kernel times.
 
-The seconds are `prediction/seconds.py`'s: the same rates, the same queue. A plan asks about thousands of
-traces of the same few kernels, and only for the length of the step, so what one kernel takes is looked up.
+The seconds are those of `prediction/seconds.py`: the same rates, the same queue. A plan times thousands of
+traces of the same few kernels, and needs only the length of the step. The time of each kernel is therefore
+cached.
 
-Between two waits the queue has a closed form (`queue.py`), so a step is a few segments for each GPU, and
-the steps of `simulate_queue` need no more than those. Copies beside the computation have none: segments leave
-them out, which is the least that a step takes, and what it takes is simulated kernel by kernel.
+Between two waits the queue has a closed form (`queue.py`). A step is thus a few segments per GPU, and the
+steps of `simulate_queue` need no more. Concurrent copies have no closed form. Segments omit them, which
+gives a lower bound; the exact time is simulated kernel by kernel.
 """
 
 from __future__ import annotations
@@ -38,33 +39,37 @@ Timer = Callable[[Trace], Sequence[float]]
 """Seconds of a trace's steady step on each GPU, from its kernels and waits."""
 
 REMEMBERED_WORKS = 1_000
-"""Pieces of steps whose segments are kept."""
+"""Number of pieces of steps whose segments are cached."""
 
 REMEMBERED_KERNELS = 100_000
-"""Kernels that are known again by their identity."""
+"""Number of kernels that are recognized by their id."""
 
 
 @runtime_checkable
 class ComposableTimer(Protocol):
-    """A timer that knows what a step takes from what its pieces do."""
+    """A timer that computes a step's seconds from those of its pieces."""
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """What this does between the waits, but for copies beside it; all between the first and the last is
-        one."""
+        """Return the segments between the waits, without concurrent copies.
+
+        The work between the first and the last wait is one segment.
+        """
 
     def device_seconds(self, work: Work) -> Any:
-        """Seconds (GPUs,) that the device works for this, without copies beside it."""
+        """Return seconds (GPUs,) in which the device runs this work, without concurrent copies."""
 
     def has_copies(self, work: Work) -> bool:
-        """Whether copies go beside it."""
+        """Return whether this work has concurrent copies."""
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Seconds (..., GPUs) of a steady step of these segments."""
+        """Return seconds (..., GPUs) of a steady step of these segments."""
 
 
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
-    """Seconds on each GPU of a steady step that does these one after the other; a timer that does not compose
-    is given a trace."""
+    """Return seconds on each GPU of a steady step that consists of these works, in order.
+
+    A timer that does not compose gets a trace.
+    """
     if isinstance(timer, ComposableTimer) and not any(map(timer.has_copies, works)):
         return tuple(timer.simulate(join(map(timer.segments, works))).tolist())
     kernels = tuple(kernel for work in works for kernel in work.kernels)
@@ -72,7 +77,7 @@ def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
 
 
 def _waits_of(works: Iterable[Work]) -> Iterator[int]:
-    """Before which kernels the host waits, when these are done one after the other."""
+    """Yield the indices of kernels before which the host waits, counted over the consecutive works."""
     before = 0
     for work in works:
         yield from (before + index for index in work.waits)
@@ -81,29 +86,31 @@ def _waits_of(works: Iterable[Work]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SingleGpuTimer:
-    """A function of a trace, as a timer of several GPUs would answer."""
+    """Adapter from a function of a trace to the interface of a timer of several GPUs."""
 
     seconds: Callable[[Trace], float]
 
     def __call__(self, trace: Trace) -> tuple[float]:
-        """Seconds of the trace's steady step."""
+        """Return seconds of the trace's steady step."""
         return (self.seconds(trace),)
 
 
 @dataclass(frozen=True)
 class PerGpuTimers:
-    """A function of a trace for each GPU, asked one after the other."""
+    """Adapter from one function of a trace per GPU to a timer, called one after the other."""
 
     timers: tuple[Callable[[Trace], float], ...]
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Seconds of the trace's steady step on each GPU."""
+        """Return seconds of the trace's steady step on each GPU."""
         return tuple(timer(trace) for timer in self.timers)
 
 
 class GpuTimers:
-    """Seconds of a step on each of these GPUs, by their rates; it can be pickled. Raises `GpuError` when the
-    table does not say how fast one of them is."""
+    """Seconds of a step on each of these GPUs, by their rates. Instances can be pickled.
+
+    Raises `GpuError` if the table lacks the rates of one of them.
+    """
 
     def __init__(self, gpus: Iterable[Gpu]) -> None:
         self.rates: tuple[Rates, ...] = tuple(rates_for(gpu) for gpu in gpus)
@@ -114,20 +121,20 @@ class GpuTimers:
         self._begin_s = np.array([rates.host.step for rates in self.rates])
         self._numbers: dict[Kernel, int] = {}
         self._rows = 0
-        self._by_id: dict[int, tuple[Kernel, int]] = {}  # a kernel that hashes slowly comes often
-        self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by the id of the work beside
+        self._by_id: dict[int, tuple[Kernel, int]] = {}  # avoids slow hashes of frequent kernels
+        self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by id, with the work
         self._copies: dict[int, tuple[Work, bool]] = {}  # likewise
         self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Seconds of the trace's steady step on each GPU."""
+        """Return seconds of the trace's steady step on each GPU."""
         if _copies_go(trace.kernels):
             return tuple(map(partial(self._with_copies, trace), self._clocks))
         segments, _ = self._segments(trace.kernels, trace.waits)
         return tuple(self.simulate(segments).tolist())
 
     def _with_copies(self, trace: Trace, clock: KernelClock) -> float:
-        """By the whole queue, of which no part has a closed form."""
+        """Return seconds of the whole queue, which has no closed form with copies."""
         host, kernels = clock.rates.host, trace.kernels
         device = [clock.seconds(kernel) for kernel in kernels]
         launches = [launch_seconds(kernel, host) for kernel in kernels]
@@ -136,7 +143,7 @@ class GpuTimers:
         return max(length, sum(loader_seconds(kernel, host) for kernel in kernels))
 
     def has_copies(self, work: Work) -> bool:
-        """Whether copies go beside it, remembered."""
+        """Return whether this work has concurrent copies, cached."""
         known = self._copies.get(id(work))
         if known is None:
             if len(self._copies) >= REMEMBERED_WORKS:
@@ -145,11 +152,11 @@ class GpuTimers:
         return known[1]
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """What this does between the waits, remembered."""
+        """Return the segments between the waits, cached."""
         return self._timing_of(work)[1]
 
     def device_seconds(self, work: Work) -> Any:
-        """Seconds (GPUs,) that the device works for this, remembered."""
+        """Return seconds (GPUs,) in which the device runs this work, cached."""
         return self._timing_of(work)[2]
 
     def _timing_of(self, work: Work) -> tuple[Work, list[QueueSegment], Any]:
@@ -161,12 +168,13 @@ class GpuTimers:
         return known
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Seconds (..., GPUs) of a steady step of these segments; making its batches may take longer."""
+        """Return seconds (..., GPUs) of a steady step of these segments, or of its batches if those take
+        longer."""
         length = simulate(segments, self._begin_s, self._wait_s)
         return np.maximum(length, sum(segment.loader_s for segment in segments))
 
     def _segments(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[list[QueueSegment], Any]:
-        """What is between the waits, and the device's seconds (GPUs,) for all of it."""
+        """Return the segments between the waits, and the device's seconds (GPUs,) for all of them."""
         if len(self._by_id) > REMEMBERED_KERNELS:
             self._by_id.clear()
         known = [self._by_id.get(id(kernel)) for kernel in kernels]
@@ -179,7 +187,7 @@ class GpuTimers:
         return merge_inner([*segments], self._wait_s), device.sum(axis=0)
 
     def _number(self, kernel: Kernel) -> int:
-        """The kernel's row in the table: one for all layers."""
+        """Return the kernel's row in the table, shared by all layers."""
         number = self._numbers.get(kernel)
         if number is None:
             alike = kernel._replace(module="")
@@ -204,16 +212,16 @@ class GpuTimers:
 
 @dataclass(frozen=True)
 class TimersWithGaps:
-    """The seconds of those GPUs whose rates are known, and 0 for the others."""
+    """A timer with the seconds of GPUs with known rates, and 0 for all other GPUs."""
 
     timers: GpuTimers
-    """Of those whose rates are known."""
+    """Timers of the GPUs with known rates."""
     indices: tuple[int | None, ...]
-    """Of each GPU, which of the timers is its; None where its rates are not known."""
+    """Index of each GPU in `timers`; None if its rates are unknown."""
 
     @classmethod
     def on(cls, gpus: Sequence[Gpu]) -> Self:
-        """The timers of these GPUs."""
+        """Return the timers of these GPUs."""
         known: list[Gpu] = []
         indices: list[int | None] = []
         for gpu in gpus:
@@ -225,28 +233,28 @@ class TimersWithGaps:
         return cls(GpuTimers(known), tuple(indices))
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Seconds of the trace's steady step on each GPU."""
+        """Return seconds of the trace's steady step on each GPU."""
         seconds = self.timers(trace)
         return tuple(0.0 if index is None else seconds[index] for index in self.indices)
 
     def has_copies(self, work: Work) -> bool:
-        """Whether copies go beside it."""
+        """Return whether this work has concurrent copies."""
         return self.timers.has_copies(work)
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """What this does between the waits, on those that are known."""
+        """Return the segments between the waits, on GPUs with known rates."""
         return self.timers.segments(work)
 
     def device_seconds(self, work: Work) -> Any:
-        """Seconds (GPUs,) that the device works for this."""
+        """Return seconds (GPUs,) in which the device runs this work."""
         return self._on_every(self.timers.device_seconds(work))
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Seconds (..., GPUs) of a steady step of these segments."""
+        """Return seconds (..., GPUs) of a steady step of these segments."""
         return self._on_every(self.timers.simulate(segments))
 
     def _on_every(self, known: Any) -> Any:
-        """Seconds (..., GPUs) of all, from those of the known."""
+        """Return seconds (..., GPUs) of all GPUs, from those with known rates."""
         unknown = np.zeros((*known.shape[:-1], 1))
         every = np.concatenate([known, unknown], axis=-1)
         return every[..., [-1 if index is None else index for index in self.indices]]
@@ -257,7 +265,7 @@ def _copies_go(kernels: Sequence[Kernel]) -> bool:
 
 
 def why_unknown(gpu: Gpu) -> str:
-    """Why this GPU's seconds are not known; nothing where they are."""
+    """Return the reason why this GPU's seconds are unknown; empty if they are known."""
     try:
         rates_for(gpu)
     except GpuError as unknown:

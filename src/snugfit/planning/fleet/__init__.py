@@ -1,1 +1,1 @@
-"""One plan for many GPUs of the table, and what a run costs on each."""
+"""One plan for many GPUs of the table, and the cost of a run on each."""

@@ -1,8 +1,8 @@
-"""How many cards of each kind train a job: the fewest that fit, and whether more of them are cheaper.
+"""Number of cards of each kind for a job: the fewest that fit, and larger numbers that are cheaper.
 
-A card of one kind costs the same as the next, so the cheapest number of them is the one whose step takes the
-fewest GPU seconds (GPUs x seconds a step), at whatever price. Prices compare kinds; they are the user's, and
-no part of the answer (`prices.py`).
+All cards of one kind cost the same. At any price, the cheapest number of them has the step with the fewest
+GPU seconds (GPUs x seconds a step). Prices compare kinds. They come from the user and are not part of the
+result (`prices.py`).
 """
 
 from __future__ import annotations
@@ -28,35 +28,38 @@ class CardsOfKind:
     """The answer for one kind of GPU."""
 
     gpu: Gpu
-    """The kind that was asked about."""
+    """The requested kind of GPU."""
 
     fits: bool | None
-    """Whether any of the numbers of them trains the job; None where that is not known."""
+    """True if any number of these GPUs trains the job; None if unknown."""
 
     headroom_bytes: int = 0
-    """How much of each GPU's memory should stay free."""
+    """Bytes of each GPU's memory that should stay free."""
 
     build_on: str = "device"
-    """Where the model is built: on the `host` where its weights exceed such a GPU."""
+    """Builder of the model: the `device`, or the `host` if its weights exceed such a GPU."""
 
     answers: tuple[OnGpus, ...] = ()
-    """The fastest recipe on the fewest that fit, then on each larger number on which a step takes fewer GPU
-    seconds than on all before; where nothing fits, the nearest miss on the largest number."""
+    """Fastest recipe on the fewest GPUs that fit, then on each larger number that takes fewer GPU seconds a
+    step.
+
+    If nothing fits, the nearest miss on the largest number.
+    """
 
     dearer: tuple[int, ...] = ()
-    """Larger numbers that were looked at, on which no recipe takes fewer GPU seconds than the last answer.
-    Beyond them none was looked at."""
+    """Larger numbers on which no recipe takes fewer GPU seconds than the last answer. No numbers beyond them
+    were tried."""
 
     measured_rates: bool | None = None
-    """Whether the GPU's rates were measured; False where they were scaled from another's by data sheet, None
-    where there are no seconds."""
+    """True if the GPU's rates were measured, False if a data sheet scaled them from another's, None without
+    seconds."""
 
     why: str = ""
-    """Why it has no answer."""
+    """Reason for a missing answer."""
 
     @property
     def key(self) -> str:
-        """The GPU's, in the table."""
+        """Key of the GPU in the table."""
         return self.gpu.key
 
     @property
@@ -71,8 +74,8 @@ class CardsOfKind:
 
     @property
     def lacking_bytes(self) -> int:
-        """How much memory each GPU has too little for the nearest miss, its headroom counted; 0 where
-        something fits or nothing is known."""
+        """Bytes that each GPU lacks for the nearest miss with its headroom; 0 if a recipe fits or none is
+        known."""
         if self.fits or not self.answers:
             return 0
         return self.answers[0].needed_bytes - (self.gpu.memory_bytes or 0) + self.headroom_bytes
@@ -83,40 +86,40 @@ class CardPlans:
     """The answers for many kinds of GPU."""
 
     job: Job
-    """What must be trained."""
+    """The training job of the plans."""
 
     fidelity: str
-    """The least exact that the user allows."""
+    """Lowest fidelity that the user allows."""
 
     objective: str = "speed"
-    """The order of the report: by the fewest GPUs and their seconds (`speed`), or by `cost`."""
+    """Order of the report: by the fewest GPUs and their seconds (`speed`), or by `cost`."""
 
     steps: int | None = None
-    """The run's length; None where it was not said. Its start-up is not counted."""
+    """Length of the run; None if it was not given. Its start-up is not counted."""
 
     gpus: tuple[int, ...]
-    """The numbers of GPUs that were allowed and share the global batch evenly."""
+    """Allowed numbers of GPUs that divide the global batch evenly."""
 
     uneven: tuple[int, ...] = ()
-    """Those that were named and cannot share it evenly."""
+    """Requested numbers that do not divide it evenly."""
 
     answers: tuple[CardsOfKind, ...]
-    """In the order in which the kinds were asked about."""
+    """Answers in the order of the requested kinds."""
 
     kept_slots: tuple[KeptSlot, ...] = ()
-    """Slots that were not searched."""
+    """Slots that the search left unchanged."""
 
     refused: tuple[Exclusion, ...] = ()
-    """What was not considered, and why."""
+    """Techniques that were not considered, with the reasons."""
 
     screened: int = 0
-    """How many recipes were simulated on few layers and micro-batches, some of them for several kinds."""
+    """Number of recipes simulated on few layers and micro-batches, some of them for several kinds."""
 
     doubts: tuple[str, ...] = ()
-    """Sentences on what is uncertain in the answers."""
+    """Sentences on the uncertain parts of the answers."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Packages that it was made with."""
+    """Versions of the packages that computed the plans."""
 
     @property
     def fitting(self) -> tuple[CardsOfKind, ...]:
@@ -125,7 +128,7 @@ class CardPlans:
 
     @property
     def fewest(self) -> CardsOfKind | None:
-        """The kind of which the fewest are needed; of several the one with the shorter step."""
+        """The kind that needs the fewest GPUs; among equals, the one with the shorter step."""
         return min(
             ((one.gpus, one.step_seconds, kind.key, kind) for kind in self.fitting if (one := kind.fewest)),
             key=lambda known: known[:3],
@@ -133,8 +136,8 @@ class CardPlans:
         )[3]
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit gpus --for MODEL --gpus N --json` prints; `CardPlans.from_json` reads it
-        back."""
+        """Return the document that `snugfit gpus --for MODEL --gpus N --json` prints; `CardPlans.from_json`
+        reads it."""
         answers = [
             encode_fields(
                 kind,
@@ -148,40 +151,40 @@ class CardPlans:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The answers that `to_json` wrote. Raises `UsageError` for anything else."""
+        """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != WHAT or document.get("schema") != SCHEMA:
             raise UsageError("These are not plans by number of GPUs of this version of snugfit.")
         return decode_fields(cls, document)
 
 
-# ---- what it costs -----------------------------------------------------------------------------------------
+# ---- the cost ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardsCost:
-    """What so many GPUs of a kind cost."""
+    """Cost of a number of GPUs of one kind."""
 
     key: str
     """The kind's key in the table."""
 
     gpus: int
-    """How many train together."""
+    """Number of GPUs that train together."""
 
     per_hour: float | None
-    """USD for all of them; None where the user gave no price."""
+    """USD an hour for all of them; None if the user gave no price."""
 
     per_1000_samples: float | None
     """USD for a thousand samples of steady steps."""
 
     run_seconds: float | None
-    """Seconds of the run, its start-up apart; None where its length was not said."""
+    """Seconds of the run without its start-up; None if its length was not given."""
 
     run: float | None
-    """USD for the run, its start-up apart."""
+    """USD for the run without its start-up."""
 
 
 def cost_of_cards(kind: CardsOfKind, one: OnGpus, prices: Prices, steps: int | None) -> CardsCost:
-    """What an answer costs, for a thousand samples and for a run of so many steps."""
+    """Return the cost of an answer, for a thousand samples and for a run of `steps` steps."""
     price = prices.per_hour.get(kind.key)
     per_hour = None if price is None else price * one.gpus
     run_seconds = steps * one.step_seconds if steps else None
@@ -196,19 +199,19 @@ def cost_of_cards(kind: CardsOfKind, one: OnGpus, prices: Prices, steps: int | N
 
 
 def costs_of_cards(plans: CardPlans, prices: Prices) -> list[CardsCost]:
-    """What each answer costs that fits."""
+    """Return the cost of each answer that fits."""
     return [cost_of_cards(kind, one, prices, plans.steps) for kind in plans.fitting for one in kind.answers]
 
 
 def cheapest_cards(plans: CardPlans, prices: Prices) -> CardsCost | None:
-    """The kind and number on which a sample costs least; None where no price is known for one that trains
-    this."""
+    """Return the kind and number with the lowest cost per sample; None without a price for one that trains
+    the job."""
     priced = [one for one in costs_of_cards(plans, prices) if one.per_1000_samples is not None]
     return min(priced, key=lambda one: (one.per_1000_samples or 0.0, one.gpus, one.key), default=None)
 
 
 def document_of_cards(plans: CardPlans, prices: Prices) -> dict[str, Any]:
-    """What `snugfit gpus --for MODEL --gpus N --json` prints beside the plans."""
+    """Return the costs that `snugfit gpus --for MODEL --gpus N --json` prints next to the plans."""
     best = cheapest_cards(plans, prices)
     return {
         "currency": "USD",

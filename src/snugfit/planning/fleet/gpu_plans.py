@@ -1,7 +1,7 @@
-"""The same plan on many GPUs: which of them trains a job, with what recipe, how fast.
+"""The same plan on many GPUs: those that train a job, with their recipes and speeds.
 
-What a run costs is no part of it: prices are the user's, and change by the day (`prices.py` lays them beside
-this answer). A GPU whose bytes or seconds are not known stands in the list with the reason.
+The cost of a run is not part of it: prices come from the user and change daily. `prices.py` combines them
+with these answers. A GPU whose bytes or seconds are unknown is listed with the reason.
 """
 
 from __future__ import annotations
@@ -25,55 +25,57 @@ class OnGpu:
     """The answer for one GPU."""
 
     gpu: Gpu
-    """The GPU that was asked about."""
+    """The requested GPU."""
 
     fits: bool | None
-    """Whether any recipe fits it; None where that is not known."""
+    """True if any recipe fits the GPU; None if unknown."""
 
     headroom_bytes: int = 0
-    """How much of the GPU's memory should stay free."""
+    """Bytes of the GPU's memory that should stay free."""
 
     choice: Choice | None = None
-    """The best recipe, or where nothing fits the nearest miss. Its seconds are 0 where they are not known."""
+    """Best recipe, or the nearest miss if nothing fits. Its seconds are 0 if they are unknown."""
 
     verified: bool | None = None
-    """Whether simulating it in full, whose figures these are, took what the search had found: the same
-    seconds, and the same bytes but for the GPU's own workspaces and scratch. None where there is no
-    recipe."""
+    """True if the full simulation, whose figures these are, confirmed the search; None without a recipe.
+
+    It confirms the same seconds, and the same bytes except for the GPU's own workspaces and scratch.
+    """
 
     rates: str = ""
-    """Where the seconds come from."""
+    """Source of the GPU's rates."""
 
     measured_rates: bool | None = None
-    """Whether the GPU's rates were measured; False where they were scaled from another's by data sheet, None
-    where there are no seconds."""
+    """True if the GPU's rates were measured, False if a data sheet scaled them from another's, None without
+    seconds."""
 
     mfu: float | None = None
-    """Model FLOPs utilisation of the recipe; None where no peak or no seconds are known."""
+    """Model FLOPs utilisation of the recipe; None without a known peak or seconds."""
 
     why: str = ""
-    """Why bytes or seconds are not known."""
+    """Reason why bytes or seconds are unknown."""
 
     doubts: tuple[str, ...] = ()
-    """What the rehearsal of the recipe had to assume."""
+    """Assumptions of the recipe's rehearsal, as sentences."""
 
     @property
     def key(self) -> str:
-        """The GPU's, in the table."""
+        """Key of the GPU in the table."""
         return self.gpu.key
 
     @property
     def lacking_bytes(self) -> int:
-        """How much memory there is too little; negative where something fits, 0 where that is not known."""
+        """Bytes of memory that are missing; negative if a recipe fits, 0 if unknown."""
         return self.choice.needed_bytes - (self.gpu.memory_bytes or 0) if self.choice else 0
 
     @property
     def tight(self) -> bool:
-        """Whether the recipe fits and leaves less than the headroom: then none leaves it."""
+        """True if the recipe fits and leaves less than the headroom. Then no recipe leaves it."""
         return bool(self.fits) and -self.lacking_bytes < self.headroom_bytes
 
     def pace(self, steps: int | None) -> float | None:
-        """Seconds a step on a run of so many (`Choice.pace`), where that is known and fits."""
+        """Return seconds a step on a run of `steps` steps (`Choice.pace`); None if unknown or if it does not
+        fit."""
         known = self.choice if self.fits and self.choice and self.choice.step_seconds else None
         return known.pace(steps) if known else None
 
@@ -83,37 +85,37 @@ class GpuPlans:
     """The answers for many GPUs."""
 
     job: Job
-    """What must be trained."""
+    """The training job of the plans."""
 
     fidelity: str
-    """The least exact that the user allows."""
+    """Lowest fidelity that the user allows."""
 
     objective: str
-    """What is best on each GPU: `speed`, `memory` or `cost` (which on one GPU is `speed`)."""
+    """Criterion on each GPU: `speed`, `memory` or `cost` (which on one GPU is `speed`)."""
 
     steps: int | None = None
-    """The run's length, over which the start-up was spread; None where it was not said."""
+    """Length of the run over which the start-up is spread; None if it was not given."""
 
     answers: tuple[OnGpu, ...]
-    """In the order in which the GPUs were asked about."""
+    """Answers in the order of the requested GPUs."""
 
     kept: tuple[KeptSlot, ...] = ()
-    """Slots that were not searched."""
+    """Slots that the search left unchanged."""
 
     counts: tuple[Counts, ...] = ()
-    """How much each of the searches searched; GPUs that run the same kernels share one."""
+    """Sizes of the searches; GPUs that run the same kernels share one."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Packages that it was made with."""
+    """Versions of the packages that computed the plans."""
 
     @property
     def fitting(self) -> tuple[OnGpu, ...]:
-        """The answers for GPUs that something fits."""
+        """The answers for GPUs on which a recipe fits."""
         return tuple(answer for answer in self.answers if answer.fits)
 
     @property
     def smallest(self) -> OnGpu | None:
-        """The GPU of the least memory that trains this; of several the fastest."""
+        """The GPU with the least memory that trains this; among equals, the fastest."""
         return min(
             self.fitting,
             key=lambda on_gpu: (on_gpu.gpu.memory_bytes or 0, on_gpu.pace(self.steps) or 0.0, on_gpu.key),
@@ -122,20 +124,20 @@ class GpuPlans:
 
     @property
     def fastest(self) -> OnGpu | None:
-        """The GPU with the shortest step, or where its length is known the shortest run."""
+        """The GPU with the shortest step, or with the shortest run if its length is known."""
         timed = (on_gpu for on_gpu in self.fitting if on_gpu.pace(self.steps))
         return min(timed, key=lambda on_gpu: (on_gpu.pace(self.steps) or 0.0, on_gpu.key), default=None)
 
     def speed(self, answer: OnGpu) -> StepSpeed | None:
-        """How fast the recipe of one of its answers is; None where there is none, or its seconds are not
-        known."""
+        """Return the speed of one answer's recipe; None without a recipe, or if its seconds are unknown."""
         seconds = answer.choice.step_seconds if answer.choice else 0.0
         if not seconds:
             return None
         return speed_of(seconds, self.job, measured_rates=answer.measured_rates, mfu=answer.mfu)
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads it back."""
+        """Return the document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads
+        it."""
         answers = [encode_fields(answer, timing=encode(self.speed(answer))) for answer in self.answers]
         keys: dict[str, Any] = {
             "answers": answers,
@@ -146,7 +148,7 @@ class GpuPlans:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The answers that `to_json` wrote. Raises `UsageError` for anything else."""
+        """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "plans for many GPUs" or document.get("schema") != SCHEMA:
             raise UsageError("These are not plans of this version of snugfit.")
         try:

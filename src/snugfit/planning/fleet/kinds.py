@@ -1,8 +1,8 @@
-"""Kinds of GPUs: those that one search may serve, and the searches of several kinds side by side.
+"""Kinds of GPUs that share a search, and concurrent searches of several kinds.
 
-Searches of two kinds share nothing, so each has a worker of its own where there are as many: two workers of
-one search wait for each other, and rehearse some updates twice. Once there are fewer kinds than workers, the
-one that is left over helps where the answers do not depend on it.
+Searches of two kinds share nothing, so each has a separate worker if there are enough. Two workers of one
+search wait for each other, and rehearse some updates twice. Once fewer kinds than workers remain, the free
+worker helps, if the answers do not depend on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _Answer = TypeVar("_Answer")
 def kinds_of(
     gpus: Iterable[Gpu], fixed: Kept, fidelity: Fidelity = Fidelity.ROUNDS
 ) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
-    """Those that one search may serve, together; and by the keys of the others, why they have no answer."""
+    """Return groups of GPUs that one search may serve, and answers with the reason for all other GPUs, by
+    key."""
     degrees = list(Fidelity)
     looked_at = [
         technique
@@ -56,11 +57,13 @@ def kinds_of(
 
 
 def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
-    """Equal for GPUs that one search may serve: they run the same kernels in most steps, and allow the same
-    of the techniques that are looked at."""
+    """Return a key that is equal for GPUs that one search may serve.
+
+    They run the same kernels in most steps, and allow the same of the considered techniques.
+    """
     policy = policy_for(gpu, Software())
     if gpu.memory_bytes is None:
-        raise GpuError(f"{gpu.name}: the table does not say how much memory a process can use.")
+        raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
     allowed = tuple(
         technique.name
         for technique in looked_at
@@ -70,7 +73,7 @@ def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
 
 
 def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
-    """Those that run the same kernels in any step."""
+    """Return groups of GPUs that run the same kernels in any step."""
     groups: dict[Hashable, list[Gpu]] = defaultdict(list)
     for gpu in gpus:
         groups[policy_for(gpu, Software()).decisions].append(gpu)
@@ -78,7 +81,7 @@ def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
 
 
 class _SearchStopped(Exception):
-    """Nobody wants the answer of this search any more."""
+    """The answer of this search is no longer needed."""
 
 
 def search_kinds(
@@ -90,13 +93,16 @@ def search_kinds(
     spare: SpareProcesses,
     tell: Tell,
 ) -> list[_Answer]:
-    """What `search` gives for each of these kinds, in order, so many `side_by_side` and each with its share
-    of the `workers`, which becomes `spare` when no kind is left to begin; a kind that turns out to be several
-    is searched as those."""
+    """Return the result of `search` for each of these kinds, in order.
+
+    `side_by_side` searches run at once, each with its share of the `workers`. A share becomes `spare` once
+    no further kind can begin. A kind that turns out to be several is split into separate searches.
+    """
     begun, done, began, stopped = 0, 0, time.monotonic(), threading.Event()
 
     def tell_for(gpus: int) -> Tell:
-        """Says which kind of GPUs is being searched, and once one is done how long the rest may take."""
+        """Return a callback that reports the current kind, and an estimate of the remaining seconds after the
+        first."""
         left = (time.monotonic() - began) / done * (len(kinds) - begun) if done else 0.0
         rest = f", then about {left:.0f} s more" if left else ""
         head = f"kind {begun} of {len(kinds)} ({gpus} GPUs): "

@@ -1,4 +1,4 @@
-"""What a GPU takes for its own workspaces and scratch, beside what others take that share its search."""
+"""Bytes of a GPU's own workspaces and scratch, relative to the other GPUs of its search."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Figures
 
 OWN_SHARE = 0.02
-"""Of the bytes that a recipe takes, how many may be another GPU's workspaces and scratch (chosen). Mostly it
-is fewer: between GPUs of 28 and of 188 multiprocessors 112 MiB of 9.9 GiB (BERT-large, batch 32). In small
-batches it is more: between an L4 and an RTX 5090 292 MiB of 7.4 GiB (BERT-large, batch 4, tf32). What differs
-by more than this is simulated by the search's policy too, which tells whether all of it is the GPU's own."""
+"""Greatest share of a recipe's bytes that may be another GPU's workspaces and scratch (chosen).
+
+The share is mostly smaller: GPUs of 28 and of 188 multiprocessors differ by 112 MiB of 9.9 GiB
+(BERT-large, batch 32). Small batches have a larger share. An L4 and an RTX 5090 differ by 292 MiB of 7.4
+GiB (BERT-large, batch 4, tf32). Recipes that differ by more are simulated by the search's policy too. The
+result shows if the difference belongs to the GPU.
+"""
 
 SIBLING_SHARE = 0.002
-"""Of the bytes of a recipe that shares its passes with one that was simulated by the GPU's own policy, how
-many may still be another: the scratch of its update, and what the allocator rounds (chosen)."""
+"""Greatest share of a sibling's bytes that may still differ (chosen).
+
+A sibling shares its passes with a recipe that was simulated by the GPU's own policy. The rest is the
+scratch of its update, and the allocator's rounding.
+"""
 
 
 class OwnBytes(NamedTuple):
-    """What a recipe takes more by a GPU's own policy than by the one that the search judges by."""
+    """Additional bytes of a recipe by a GPU's own policy, compared with the policy of the search."""
 
     requested: int
     allocated: int
@@ -27,11 +33,11 @@ class OwnBytes(NamedTuple):
 
     @classmethod
     def between(cls, own: Figures, other: Figures) -> Self:
-        """What `own` takes more than `other`."""
+        """Return the additional bytes of `own` over `other`."""
         return cls(*(one - two for one, two in zip(own[:3], other[:3], strict=True)))
 
     def added_to(self, figures: Figures) -> Figures:
-        """What such a recipe takes by the GPU's own policy, of which these figures are by the other."""
+        """Return the figures by the GPU's own policy, from those by the policy of the search."""
         return figures._replace(
             requested_bytes=figures.requested_bytes + self.requested,
             allocated_bytes=figures.allocated_bytes + self.allocated,

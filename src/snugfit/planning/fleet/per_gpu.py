@@ -1,22 +1,22 @@
-"""One GPU's part in a search that several share: what it still has to know, and its answer.
+"""State of one GPU in a search that several GPUs share: its open candidates and its answer.
 
-Each GPU looks for one recipe only, the fastest that fits it or the smallest, and not for a whole front. So a
-candidate is worth judging while it could still be that one: while it can fit, and its least seconds are not
-above those of the best that is known to fit. Where nothing can fit, the smallest is looked for instead.
+Each GPU needs one recipe only, the fastest that fits or the smallest, and not a whole front. A candidate
+is evaluated while it could still be that recipe. It must possibly fit, and its lower bound in seconds must
+not exceed those of the best known recipe that fits. If nothing can fit, the smallest is searched instead.
 
-GPUs that share a search run the same kernels, and take workspaces and scratch of their own. The search judges
-by the one that takes least (where another may take less, what comes near enough to fitting counts as if it
-did); the answer is then simulated in full, by the GPU's own policy (`Parts.whole`). Where that shows that it
-does not fit, the next one is looked for. Recipes that share their passes have their workspaces and scratch,
-so what that simulation showed one of them to take more holds for all. Where it is very much more, the answer
-is simulated by the search's policy too: what that takes must be what the search had found.
+GPUs that share a search run the same kernels, with separate workspaces and scratch. The search uses the
+policy of the GPU that takes least. If another GPU may take less, a candidate that nearly fits counts as
+fitting. The answer is then simulated in full by the GPU's own policy (`Parts.whole`). If it then does not
+fit, the search continues with the next one. Recipes that share their passes have the same workspaces and
+scratch. The additional bytes that the simulation finds for one of them hold for all. If the difference is
+very large, the answer is also simulated by the search's policy. The result must match the search.
 
-The smallest is exact where it is asked for. Where nothing fits, the nearest miss is the smallest up to
-`NEARLY_AS_SMALL`, and of those that were looked at for it the fastest. Spans of layers that may be the
-smallest are among them.
+The smallest recipe is exact if it is requested. If nothing fits, the nearest miss is the smallest up to
+`NEARLY_AS_SMALL`, and the fastest of the candidates within that limit. These include spans of layers that
+may be the smallest.
 
-Of recipes that share their passes and differ in the update, those are not judged that are no faster by their
-lower bounds than one that was judged and fits; nor, where nothing does, those that are no smaller.
+Recipes that share their passes and differ in the update are siblings. A sibling is skipped if its lower
+bound is no faster than an evaluated one that fits. If none fits, it is skipped if it is no smaller.
 """
 
 from __future__ import annotations
@@ -38,16 +38,21 @@ if TYPE_CHECKING:
 
 
 SAME_SECONDS = 1e-9
-"""Of a step's seconds, by how much sums of the same kernels in another order may differ."""
+"""Greatest relative difference between sums of the same kernels in different orders."""
 
 HELD_BACK = 2.0
-"""How often as slow as the fastest kind that nobody has looked at, without its recomputing, a recipe must be
-to wait for it (chosen): recomputing takes a third more."""
+"""Factor on the seconds of the fastest unscreened kind without its recomputing, above which recipes wait
+(chosen).
+
+Recomputing takes a third more.
+"""
 
 
 class PerGpuSearch:
-    """What one GPU has to know in a search that several share; `index` is its own among them. `takes_less` is
-    whether it may take less scratch than the one by which candidates are judged."""
+    """State of one GPU in a search that several share; `index` is its position among them.
+
+    `takes_less` is True if it may take less scratch than the GPU whose policy evaluates candidates.
+    """
 
     def __init__(
         self,
@@ -62,45 +67,48 @@ class PerGpuSearch:
         self.gpu, self.index, self.state, self.smallest = gpu, index, state, smallest
         self.headroom_bytes, self._less_share = headroom_bytes, OWN_SHARE if takes_less else 0.0
         self.seeks_smallest = smallest
-        """Whether the smallest is looked for: where it is asked for, or nothing can fit."""
+        """True if the smallest recipe is searched: it is requested, or nothing can fit."""
         self._small_enough = 1.0 if smallest else 1 - NEARLY_AS_SMALL
-        """Of the smallest, what must be below that to be looked for."""
+        """Factor on the smallest bytes below which a candidate is still searched."""
         self._bound = (gpu.memory_bytes or 0) - headroom_bytes
         self.own: dict[int, bool] = {}
-        """Candidates that were simulated in full by this GPU's own policy, and whether that took what they
-        had been judged to take."""
+        """Candidates that were simulated in full by this GPU's own policy, with True if the search's figures
+        matched."""
         self._more: dict[Hashable, OwnBytes] = {}
-        """By the passes, where one that has them was simulated so."""
+        """Additional bytes by passes, from the first candidate with these passes that was simulated in
+        full."""
         self._held_above = math.inf
-        """Seconds above which nothing is judged for now."""
+        """Seconds above which no candidate is evaluated for now."""
         self.sort()
 
     def sort(self) -> None:
-        """Takes notice of what the state knows; to be called whenever it has got lower bounds."""
+        """Sort the candidates by the state's lower bounds; call it after every change of these."""
         bounds = self.state.bounds
         self._by_seconds = [number for *_, number in sorted((b[1], b[0], n) for n, b in bounds.items())]
         self._by_bytes = sorted(bounds, key=bounds.__getitem__)
         self._open: tuple[int, list[int]] = (-1, [])
 
     def hold_back(self, recomputing: RecomputingKinds) -> None:
-        """Nothing is judged for now that is much slower than kinds that nobody has looked at may be."""
+        """Postpone candidates that are much slower than the lower bounds of unscreened kinds."""
         self._held_above = HELD_BACK * recomputing.least_seconds(self.index, self._may_fit)
         self._open = (-1, [])
 
     def release(self) -> bool:
-        """Nothing is held back any more; whether there is more to judge for it."""
+        """Stop postponing candidates. Return whether this opens any."""
         held, self._held_above, self._open = self._held_above, math.inf, (-1, [])
         return held < math.inf and any(self.open_candidates())
 
     def open_candidates(self) -> Iterable[int]:
-        """What could be better than the answer of now and was not judged, the most hopeful first."""
+        """Return candidates that could be better than the current answer and were not evaluated, the best
+        first."""
         judged = len(self.state.judged)
-        if self._open[0] != judged:  # nothing else is learned between two questions
+        if self._open[0] != judged:  # the list only changes with the number of evaluated candidates
             self._open = judged, list(self._open_candidates())
         return self._open[1]
 
     def is_hopeful(self) -> Callable[[Bound], bool]:
-        """Whether a candidate with this lower bound could be better than the answer of now."""
+        """Return a predicate of a lower bound: True if such a candidate could be better than the current
+        answer."""
         fitting = [] if self.smallest else self._fitting()
         enough = min((self.state.judged[number].seconds for number in fitting), default=math.inf)
         small_enough = self.state.smallest * self._small_enough
@@ -114,8 +122,10 @@ class PerGpuSearch:
         return hopeful
 
     def may_be_simpler(self) -> Callable[[int, Bound], bool]:
-        """Whether a candidate with this lower bound could be a simpler answer than the one of now; none is
-        looked for where nothing fits, or the smallest is asked for."""
+        """Return a predicate of a candidate and its lower bound: True if it could be a simpler answer.
+
+        It is always False if nothing fits, or if the smallest recipe is requested.
+        """
         if self._fastest() is None:
             return lambda number, least: False
         answer = self.answer()
@@ -137,21 +147,24 @@ class PerGpuSearch:
             yield from smaller or self._faster_near()
 
     def seek_smallest(self) -> bool:
-        """From now on looks for the smallest, where nothing fits; whether it did not before."""
+        """Search for the smallest recipe from now on if nothing fits. Return whether this is new."""
         did_not = not self.seeks_smallest and not self._fitting()
         if did_not:
             self.seeks_smallest, self._open = True, (-1, [])
         return did_not
 
     def learn(self, number: int, figures: Figures) -> None:
-        """This is what a candidate takes, by the policy that the search judges by."""
+        """Store a candidate's figures by the policy of the search."""
         self.state.learn(number, figures)
         if more := self._more.get(self.state.passes_of(number)):
             self.state.judged[number] = more.added_to(figures)
 
     def answer(self) -> int:
-        """The best of those judged, of which the simplest; when none leaves the headroom the smallest, and
-        when none fits the fastest of those that are nearly as small."""
+        """Return the best evaluated candidate, and the simplest among equals.
+
+        If none leaves the headroom, return the smallest that fits. If none fits, return the fastest that
+        is nearly as small as the smallest.
+        """
         fastest = self._fastest()
         if fastest is not None:
             return simplest(self.state, fastest, self.fits) if self._surely_fits(fastest) else fastest
@@ -161,13 +174,17 @@ class PerGpuSearch:
         return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
 
     def may_be_own(self, number: int, figures: Figures) -> bool:
-        """Whether so many bytes may differ from those that are known by workspaces and scratch alone."""
+        """Return whether workspaces and scratch alone may explain the difference from the known bytes."""
         known = self.state.judged[number]
         return abs(OwnBytes.between(figures, known).reserved) <= OWN_SHARE * known.reserved_bytes
 
     def set_own(self, number: int, figures: Figures, by_search: Figures | None = None) -> None:
-        """What this GPU itself takes; `by_search` is the same simulation by the policy that the search judges
-        by, for bytes that may not be the GPU's own. Those that share the passes take as much more."""
+        """Store this GPU's own figures of a candidate. Candidates with the same passes get the same
+        additional bytes.
+
+        `by_search` is the same simulation by the policy of the search, given if the difference may not be
+        the GPU's own.
+        """
         judged, passes = self.state.judged, self.state.passes_of(number)
         known = judged[number]
         more = OwnBytes.between(figures, known)
@@ -182,19 +199,19 @@ class PerGpuSearch:
         self._open = (-1, [])
 
     def _is_found(self, number: int, by_search: Figures) -> bool:
-        """Whether these are the bytes that the search found for this candidate."""
+        """Return whether these bytes match the search's figures for this candidate."""
         more = self._more.get(self.state.passes_of(number))
         as_own = more.added_to(by_search) if more else by_search
         return as_own[:3] == self.state.judged[number][:3]
 
     def exclude(self, numbers: Collection[int]) -> None:
-        """These cannot be judged."""
+        """Exclude candidates that cannot be simulated."""
         for number in numbers:
             self.state.bounds.pop(number, None)
         self.sort()
 
     def fits(self, number: int) -> bool:
-        """Whether a candidate that was judged fits and leaves the headroom, or may do so by this GPU's own
+        """Return whether an evaluated candidate fits with the headroom, or may fit by this GPU's own
         policy."""
         share = min(self._less_share, self._unknown_share(number))
         return self.state.judged[number].needed_bytes * (1 - share) <= self._bound
@@ -203,7 +220,7 @@ class PerGpuSearch:
         return needed * (1 - self._less_share) <= self._bound
 
     def _unknown_share(self, number: int) -> float:
-        """Of the bytes that a candidate was judged to take, how many may be this GPU's own scratch."""
+        """Return the greatest share of a candidate's bytes that may be this GPU's own scratch."""
         if number in self.own:
             return 0.0
         more = self._more.get(self.state.passes_of(number))
@@ -215,24 +232,24 @@ class PerGpuSearch:
         return [number for number in self.state.judged if self.fits(number)]
 
     def _fastest(self) -> int | None:
-        """The fastest of those judged that fit; None where the smallest is looked for."""
+        """Return the fastest evaluated candidate that fits; None in a search for the smallest."""
         fitting = [] if self.smallest else self._fitting()
         if not fitting:
             return None
         return self._first(fitting, lambda figures: (figures.seconds, figures.needed_bytes))
 
     def _surely_fits(self, number: int) -> bool:
-        """Whether a candidate fits whatever this GPU's own workspaces and scratch are."""
+        """Return whether a candidate fits for any workspaces and scratch of this GPU."""
         return self.state.judged[number].needed_bytes * (1 + self._unknown_share(number)) <= self._bound
 
     def _first(self, numbers: Sequence[int], order: Callable[[Figures], tuple[float, float]]) -> int:
-        """The first in this order, and among equals the one that any plan would take."""
+        """Return the first candidate in this order, and among equals the one of every plan."""
         judged = self.state.judged
         best = min(order(judged[number]) for number in numbers)
         return min((number for number in numbers if order(judged[number]) == best), key=self.state.rank)
 
     def _near_bytes(self) -> float:
-        """What a nearest miss may take; 0 where the smallest may fit, or is what is asked for."""
+        """Return the greatest bytes of a nearest miss; 0 if the smallest may fit or is requested."""
         least = self.state.smallest
         missed = not self.smallest and least * (1 - self._less_share) > (self.gpu.memory_bytes or 0)
         return least * (1 + NEARLY_AS_SMALL) if missed else 0.0
@@ -242,7 +259,7 @@ class PerGpuSearch:
         return [number for number, figures in self.state.judged.items() if figures.needed_bytes <= most]
 
     def _faster_near(self) -> Iterator[int]:
-        """What may be faster than the nearest miss of now, and was not judged."""
+        """Yield candidates that may be faster than the current nearest miss and were not evaluated."""
         most = self._near_bytes()
         enough = min((self.state.judged[number].seconds for number in self._near()), default=0.0)
         for number in self._by_seconds:
@@ -275,8 +292,10 @@ class PerGpuSearch:
                 yield number
 
     def _has_smaller_sibling(self, number: int) -> bool:
-        """Whether a sibling was judged that is as small by its lower bound; where the smallest is asked for,
-        that is not enough."""
+        """Return whether an evaluated sibling is as small by its lower bound.
+
+        Always False if the smallest recipe is requested, since that is then not enough.
+        """
         bounds = self.state.bounds
         needed = [bounds[other].needed_bytes for other in self.state.siblings(number)]
         return not self.smallest and min(needed, default=math.inf) <= bounds[number].needed_bytes
@@ -286,9 +305,11 @@ class PerGpuSearch:
 
 
 def screen_recomputing(recomputing: RecomputingKinds, searches: Sequence[PerGpuSearch]) -> bool:
-    """Gives kinds that recompute their lower bounds, as far as a GPU may have a better answer among them, or
-    a simpler one. Where there are none, nothing is held back any more, and GPUs that nothing fits look for
-    the smallest. Whether there is more to judge."""
+    """Compute lower bounds of recomputing kinds that may contain a better or a simpler answer for a GPU.
+
+    If there are none, evaluate postponed candidates, and search for the smallest recipe on GPUs without a
+    fitting one. Return whether there are candidates to evaluate.
+    """
     hopeful = [search.is_hopeful() for search in searches]
 
     def is_needed(number: int, least: OnGpus) -> bool:

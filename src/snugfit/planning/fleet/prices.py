@@ -1,11 +1,11 @@
-"""What a run costs on each GPU, at the user's own prices.
+"""Cost of a run on each GPU, at the user's own prices.
 
-Prices differ by a factor of five between vendors, change by the week, and count different things (the host,
-the disk, an hour begun), so none are shipped: the user says what an hour costs, and gets
+Prices differ by a factor of five between vendors, change weekly, and include different things (the host,
+the disk, an hour begun). None are therefore shipped. From the user's price per hour follows
 
     cost of a run = price of an hour x (seconds of start-up + steps x seconds of a step) / 3600
 
-which leaves out renting the machine, fetching weights and data, and what a vendor rounds up.
+This omits the time to rent the machine, downloads of weights and data, and the vendor's rounding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 HOUR = 3600
 SAMPLES = 1000
-"""Of which the cost is stated."""
+"""Number of samples to which the cost refers."""
 
 DEAREST = 1e6
-"""USD an hour: what is above it is no price of a GPU."""
+"""Greatest plausible price of a GPU in USD an hour."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Prices:
     """USD for an hour of each GPU, by its key."""
 
     per_hour: Mapping[str, float] = field(default_factory=dict)
-    """Of those that the user gave a price."""
+    """Prices of the GPUs for which the user gave one."""
 
     @classmethod
     def of(cls, given: Iterable[tuple[object, object]], where: str) -> Self:
-        """Pairs of a GPU's name and its price. Raises `UsageError` that begins with `where`, and `GpuError`
-        for a name that means no GPU, or several."""
+        """Return the prices from pairs of a GPU's name and its price.
+
+        Raises `UsageError` that begins with `where`, and `GpuError` for a name of no GPU or of several.
+        """
         per_hour: dict[str, float] = {}
         for name, price in given:
             key = find_gpu(str(name)).key
@@ -48,7 +50,7 @@ class Prices:
         return cls(per_hour)
 
     def with_(self, stronger: Prices) -> Prices:
-        """These prices, but for GPUs of which the stronger ones have another."""
+        """Return these prices, overridden by those of `stronger`."""
         return Prices({**self.per_hour, **stronger.per_hour})
 
 
@@ -60,26 +62,26 @@ def _price(value: object, what: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one GPU costs."""
+    """Cost of a run on one GPU."""
 
     key: str
     """The GPU's key in the table."""
 
     per_hour: float | None
-    """USD; None where the user gave no price."""
+    """USD an hour; None if the user gave no price."""
 
     per_1000_samples: float | None
-    """USD for a thousand samples of the run, or where its length was not said, of steady steps."""
+    """USD for a thousand samples of the run, or of steady steps if its length was not given."""
 
     run_seconds: float | None
-    """Seconds of the run with its start-up; None where its length was not said."""
+    """Seconds of the run with its start-up; None if its length was not given."""
 
     run: float | None
     """USD for the run."""
 
 
 def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
-    """What this GPU costs, for a thousand samples and for a run of so many steps."""
+    """Return the cost on this GPU, for a thousand samples and for a run of `steps` steps."""
     price, pace = prices.per_hour.get(answer.key), answer.pace(steps)
     per_second = None if price is None else price / HOUR
     seconds = None
@@ -96,15 +98,15 @@ def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
 
 
 def cheapest(plans: GpuPlans, prices: Prices) -> OnGpu | None:
-    """The GPU on which a sample costs least; None where no price is known for one that trains this."""
+    """Return the GPU with the lowest cost per sample; None without a price for one that trains this."""
     costs = {answer.key: cost(answer, prices, plans.steps).per_1000_samples for answer in plans.fitting}
     priced = [answer for answer in plans.fitting if costs[answer.key] is not None]
     return min(priced, key=lambda answer: (costs[answer.key] or 0.0, answer.key), default=None)
 
 
 def document(plans: GpuPlans, prices: Prices) -> dict[str, Any]:
-    """What `snugfit gpus --for MODEL --json` prints beside the plans: the run, and what it costs where prices
-    are known."""
+    """Return the costs that `snugfit gpus --for MODEL --json` prints next to the plans, for GPUs with
+    prices."""
     costs = [cost(answer, prices, plans.steps) for answer in plans.fitting]
     best = cheapest(plans, prices)
     return {

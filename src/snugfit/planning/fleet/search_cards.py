@@ -1,15 +1,16 @@
-"""The search for how many cards: of each kind of GPU the fewest that fit, and whether more are cheaper.
+"""Search for the number of cards: the fewest of each kind of GPU that fit, and cheaper larger numbers.
 
-More GPUs take less of each, so the fewest that fit are found by bisection over the numbers, with what
-recomputes most and single samples. On these the fastest recipe is looked for as `snugfit plan --gpus` does,
-then on each larger number, as long as that brings a step of fewer GPU seconds. Two things keep that short:
+Each GPU needs less memory if there are more of them. Bisection therefore finds the fewest that fit, with
+the most recomputation and single samples. For this number the fastest recipe is searched as in
+`snugfit plan --gpus`. The search continues with each larger number, as long as a step takes fewer GPU
+seconds. Two rules keep it short:
 
-- What was simulated tells of others (`several_gpus/evidence.py`): a way of sharing that cannot take fewer GPU
-  seconds than the best answer is not asked about.
-- Kinds that run the same kernels ask together, and share each rehearsal.
+- Simulated recipes bound others (`several_gpus/evidence.py`). A way to share the work that cannot take
+  fewer GPU seconds than the best answer is skipped.
+- Kinds that run the same kernels are searched together, and share each rehearsal.
 
-Bytes and seconds are those of few layers and few micro-batches (`several_gpus/judge.py`); nothing is
-simulated in full, which for a deep model and hundreds of micro-batches takes minutes for each answer.
+Bytes and seconds are those of few layers and few micro-batches (`several_gpus/judge.py`). Nothing is
+simulated in full: for a deep model and hundreds of micro-batches that takes minutes per answer.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
 PATIENCE = 2
-"""Numbers of GPUs in a row that are not cheaper, after which no more are looked at (chosen)."""
+"""Number of consecutive counts of GPUs that are not cheaper, after which the search ends (chosen)."""
 
 
 def plan_cards(
@@ -64,11 +65,11 @@ def plan_cards(
     workers: int | None = None,
     tell: Tell = lambda what: None,
 ) -> CardPlans:
-    """Of each of these kinds of GPU, by default all of the table, the fewest of these `counts` that train the
-    job, and larger ones on which a step takes fewer GPU seconds; the global batch is kept.
+    """Return the fewest GPUs of each kind that train the job, and larger numbers that take fewer GPU seconds.
 
-    The other arguments are as for `plan_several_gpus`. A kind whose bytes or seconds are not known gets no
-    answer, with the reason. Raises `UsageError` for what cannot be.
+    `gpus` are the kinds, by default all of the table, and `counts` the allowed numbers. The global batch
+    stays unchanged. All other arguments are those of `plan_several_gpus`. A kind whose bytes or seconds
+    are unknown gets no answer, with the reason. Raises `UsageError` for invalid arguments.
     """
     refuse_bad_request(job, workers=workers)
     kinds = list({gpu.key: gpu for gpu in map(find_gpu, all_gpus() if gpus is None else gpus)}.values())
@@ -100,8 +101,10 @@ def plan_cards(
 
 
 def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[list[int], list[int]]:
-    """The numbers of GPUs that share the job's batch evenly, and those that do not. Raises `UsageError` where
-    several were named and only a single GPU is left."""
+    """Return the numbers of GPUs that divide the job's batch evenly, and those that do not.
+
+    Raises `UsageError` if several were requested and only a single GPU remains.
+    """
     even = counts_of(counts, job, fixed)
     named = sorted({counts} if isinstance(counts, int) else set(counts))
     uneven = [count for count in named if count not in even]
@@ -117,14 +120,15 @@ def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[
 
 
 def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
-    """The kinds whose bytes and seconds are known; and by the keys of the others, why they have no answer."""
+    """Return the kinds with known bytes and seconds, and answers with the reason for all other kinds, by
+    key."""
     known, answers = [], {}
     for gpu in kinds:
         try:
             policy_for(gpu, Software())
             rates_for(gpu)
             if gpu.memory_bytes is None:
-                raise GpuError(f"{gpu.name}: the table does not say how much memory a process can use.")
+                raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
             if why := fixed.too_new(gpu.compute_capability):
                 raise GpuError(f"{gpu.name}: {why}")
             known.append(gpu)
@@ -137,7 +141,7 @@ def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[st
 
 
 class _Same(NamedTuple):
-    """What kinds have to agree on to be answered by one rehearsal."""
+    """Properties that kinds must share to use one rehearsal."""
 
     decisions: Hashable
     build_on: str
@@ -146,7 +150,7 @@ class _Same(NamedTuple):
 
 
 def _search_together(searches: Sequence[_KindSearch], pool: WorkerPool, tell: Tell) -> int:
-    """Lets all kinds ask until each has its answer; returns how many recipes were simulated."""
+    """Run the searches of all kinds until each has its answer. Return the number of simulated recipes."""
     screened = 0
     running = {index: search.run() for index, search in enumerate(searches)}
     decisions = [policy_for(search.gpu, Software()).decisions for search in searches]
@@ -177,7 +181,7 @@ def _search_together(searches: Sequence[_KindSearch], pool: WorkerPool, tell: Te
 def _next_questions(
     searches: Sequence[_KindSearch], running: dict[int, Asking[None]], answered: dict[int, Asked]
 ) -> Iterator[tuple[int, Asked]]:
-    """What the kinds ask that are not done yet, once they have heard the answers."""
+    """Yield the next requests of all unfinished kinds, after sending them the results."""
     for index, asked in answered.items():
         judged = [searches[index].known[question] for question in asked]
         try:
@@ -191,18 +195,18 @@ def _next_questions(
 
 @dataclass(frozen=True)
 class _Fastest:
-    """The fastest recipe on so many GPUs, or the nearest miss."""
+    """The fastest recipe on a number of GPUs, or the nearest miss."""
 
     gpus: int
     recipe: Recipe
     judged: Judged
     shared: Shared
     why: str = ""
-    """Of a mesh (`why_mesh`)."""
+    """Reason for a mesh (`why_mesh`)."""
 
 
 class _KindSearch:
-    """The search for one kind of GPU: what it asks, and what it was answered."""
+    """The search for one kind of GPU: its requests and their results."""
 
     def __init__(
         self, job: Job, counts: Sequence[int], fixed: Kept, fidelity: Fidelity, gpu: Gpu, headroom: int
@@ -219,11 +223,11 @@ class _KindSearch:
 
     @property
     def build_on(self) -> str:
-        """Where the model is built (`Job.build_on`)."""
+        """Device that builds the model (`Job.build_on`)."""
         return self._job.build_on
 
     def run(self) -> Asking[None]:
-        """Asks until there is an `answer`."""
+        """Yield requests until there is an `answer`."""
         base = yield from choose_base(self._job, self._counts, self._fixed, self._fidelity)
         first = yield from self._first_that_fits(base)
         if isinstance(first, _Fastest):
@@ -279,8 +283,10 @@ class _KindSearch:
         )
 
     def _first_that_fits(self, base: Recipe) -> Asking[int | _Fastest]:
-        """The place of the fewest GPUs that fit among the numbers that were asked about; or, where none do,
-        the nearest miss on the most."""
+        """Return the index of the fewest GPUs that fit in the requested numbers.
+
+        If none fits, return the nearest miss on the largest number.
+        """
         smallest = yield from self._smallest(self._counts[0], base)
         if smallest is not None and self._fits(smallest):
             return 0
@@ -303,8 +309,10 @@ class _KindSearch:
         return self._evidence.does_fit(one.judged)
 
     def _smallest(self, count: int, base: Recipe) -> Asking[_Fastest | None]:
-        """What takes least memory on so many GPUs, with as few axes of a mesh as may be: where none fits, of
-        all. None where nothing can be simulated."""
+        """Return the recipe that takes the least memory on so many GPUs, with as few mesh axes as possible.
+
+        If none fits, return the smallest of all. Return None if nothing can be simulated.
+        """
         known: list[_Fastest] = []
         for axes in range(MOST_AXES + 1 if count > 1 else 1):
             smallest = yield from self._smallest_mesh(count, base, axes)
@@ -314,7 +322,7 @@ class _KindSearch:
         return min(known, key=lambda one: one.judged.needed_bytes, default=None)
 
     def _smallest_mesh(self, count: int, base: Recipe, axes: int) -> Asking[_Fastest | None]:
-        """The same with so many axes: what recomputes most, and the smallest pieces."""
+        """Return the same with `axes` axes, the most recomputation, and the smallest pieces."""
         by_recomputing: dict[str, list[Shared]] = {}
         for shared in self._ways(count, base, axes):
             by_recomputing.setdefault(str(shared.recomputing), []).append(shared)
@@ -346,7 +354,7 @@ class _KindSearch:
         return min(known, key=lambda one: one.judged.needed_bytes, default=None)
 
     def _ways(self, count: int, base: Recipe, axes: int) -> list[Shared]:
-        """Ways to share the work, apart from those that recompute as one does that cannot be simulated."""
+        """Return ways to share the work, without those whose recomputing cannot be simulated."""
         every = ways(self._job, base, count, self._fixed, axes)
         return [
             shared for shared in every if not {str(shared.recomputing), refusable(shared)} & {*self.refused}
@@ -362,7 +370,7 @@ class _WithSmallestPieces(NamedTuple):
 
 
 def _leanest(every: Sequence[Shared]) -> list[Shared]:
-    """Those of which it is not known that another takes no more memory."""
+    """Return the ways for which no other way is known to take no more memory."""
     return [
         shared
         for at, shared in enumerate(every)

@@ -1,14 +1,13 @@
 """One search for many GPUs.
 
-What a rehearsal writes down depends on few things about a GPU: which kernels it runs (its attention, its
-grouped products), and a little on the workspaces and scratch of those. So GPUs that run the same kernels and
-allow the same techniques are searched together, one rehearsal for all of them: each has seconds and a context
-of its own for every recipe (`Parts`), and each decides for itself what is worth judging (`per_gpu.py`). The
-answers are those that a plan for each GPU alone would give.
+A rehearsal depends on few properties of a GPU: its kernels (attention, grouped products), and slightly
+their workspaces and scratch. GPUs that run the same kernels and allow the same techniques are therefore
+searched together, with one rehearsal for all of them. Each has separate seconds and a separate context for
+every recipe (`Parts`). Each also selects its own candidates (`per_gpu.py`). The answers are those of
+separate plans.
 
-Many GPUs decide otherwise only about wide heads, or about the grouped products of experts. They are searched
-together too, until a rehearsal asks what they do not agree on (`CudaPolicy.peers`): then each kind is
-searched alone.
+Many GPUs differ only in wide heads, or in the grouped products of experts. They are searched together too,
+until a rehearsal depends on such a difference (`CudaPolicy.peers`). Each kind is then searched separately.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 _IMPORTS = threading.Lock()
-"""Held where a space is made, which imports models: transformers' lazy modules are not safe for threads."""
+"""Lock around the construction of a space, which imports models: transformers' lazy modules are not
+thread-safe."""
 
 ClockOf = Callable[["Gpu"], Callable[["Trace"], float]]
 
@@ -71,14 +71,13 @@ def plan_gpus(
     free: Free = (),
     tell: Tell = lambda what: None,
 ) -> GpuPlans:
-    """On each of these GPUs, by default all of the table, the recipe that `objective` asks for among those
-    that fit it.
+    """Return the best fitting recipe by `objective` on each of these GPUs, by default all of the table.
 
-    `clock_of` gives a GPU's clock, the seconds of a trace on it; by default they follow from its rates.
-    `headroom`, `fidelity`, `workers`, `steps`, `once`, `start`, `keep`, `free` and `tell` are as for a plan.
-    A GPU whose seconds are not known gets its smallest recipe, and one that is not CUDA's or too old for what
-    is kept no answer, each with the reason. Raises `UsageError` for what cannot be, and `SnugfitError` if no
-    recipe of a space can be rehearsed.
+    `clock_of` returns a GPU's clock, the seconds of a trace on it; by default they follow from its rates.
+    `headroom`, `fidelity`, `workers`, `steps`, `once`, `start`, `keep`, `free` and `tell` are those of a
+    plan. A GPU with unknown seconds gets its smallest recipe. A GPU that is not CUDA's, or too old for the
+    fixed techniques, gets no answer. Both get the reason. Raises `UsageError` for invalid arguments, and
+    `SnugfitError` if no recipe of a space can be rehearsed.
     """
     from snugfit.planning.cost.parts_pool import can_travel, load_ahead
 
@@ -116,7 +115,7 @@ def plan_gpus(
 
 
 def _gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
-    """Each GPU once, in the order in which they were named. Raises `UsageError` where none is."""
+    """Return each GPU once, in the given order. Raises `UsageError` for an empty list."""
     named = all_gpus() if gpus is None else gpus
     if isinstance(named, str) or not isinstance(named, Iterable) or not (named := [*named]):
         raise UsageError(f"gpus is {gpus!r}; it must be a list such as ['h200', 'l4'], or None for all GPUs.")
@@ -141,9 +140,11 @@ def _search_kind(
     run: PlannedRun,
     tell: Tell,
 ) -> _KindAnswer:
-    """The answers for GPUs of one kind. The one that takes the least scratch goes first: the rehearsals are
-    by its policy. `headroom` is what each leaves free, in bytes by key; where other kinds are searched beside
-    it, a worker works apart, and processes become `spare`."""
+    """Return the answers for GPUs of one kind, searched by the policy of the one with the least scratch.
+
+    `headroom` are the bytes that each leaves free, by key. If other kinds are searched concurrently, a
+    worker works apart, and processes become `spare`.
+    """
     from snugfit.planning.cost.parts_pool import with_pool
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
@@ -162,8 +163,8 @@ def _search_kind(
 
 
 def _smallest(objective: str, timer: Timer, gpus: int) -> list[bool]:
-    """Of each GPU whether its smallest recipe is asked for: by the user, or because its seconds are not
-    known."""
+    """Return for each GPU True if its smallest recipe is needed: by request, or because its seconds are
+    unknown."""
     indices = timer.indices if isinstance(timer, TimersWithGaps) else range(gpus)
     return [objective == "memory" or index is None for index in indices]
 
@@ -199,7 +200,7 @@ def _search(
     smallest: Sequence[bool],
     tell: Tell,
 ) -> list[PerGpuSearch]:
-    """The search of each GPU, with an answer of its own."""
+    """Return the finished search of each GPU."""
     states = [SearchState(space) for _ in gpus]
     (recomputing := RecomputingKinds(states, pool, tell)).add_others()
     scratch = [policy_for(gpu, Software()).scratch_size for gpu in gpus]
@@ -222,8 +223,10 @@ def _search(
 
 
 def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
-    """Judges whatever a GPU still has to know, until none has to: traces that share their passes in one
-    worker, and Setups of one trace together."""
+    """Evaluate all open candidates of the GPUs until none is left.
+
+    One worker evaluates traces that share their passes, and Setups of one trace together.
+    """
     asked: dict[int, list[int]] = {}
 
     def ask(worker: int) -> Question | None:
@@ -256,9 +259,11 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
 
 
 def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
-    """Simulates each GPU's answer in full by its own policy; GPUs that have the same answer share a rehearsal
-    where they run the same kernels. Those are the figures that are stated. Where one takes far more than the
-    search had found, whose policy is the first GPU's, that is simulated as well."""
+    """Simulate each GPU's answer in full by its own policy. The plan reports these figures.
+
+    GPUs with the same answer and the same kernels share a rehearsal. If an answer takes far more than the
+    search found, it is also simulated by the search's policy, the first GPU's.
+    """
     groups: dict[int, list[PerGpuSearch]] = defaultdict(list)
     for search in searches:
         if search.answer() not in search.own:
@@ -280,8 +285,10 @@ def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuS
 def _whole(
     space: Space, pool: WorkerPool, asked: Mapping[int, Sequence[int]], what: str, tell: Tell
 ) -> dict[int, list[Figures]]:
-    """What these candidates take, simulated in full, each on these of the GPUs; those of one trace share a
-    rehearsal."""
+    """Return the figures of these candidates, simulated in full on the given GPUs.
+
+    Candidates of one trace share a rehearsal.
+    """
     by_trace: dict[int, list[int]] = defaultdict(list)
     for number in asked:
         by_trace[space.candidates[number].trace].append(number)

@@ -1,19 +1,18 @@
-"""Batches drawn from a dataset's lengths: how long each becomes, and how much of it is padding.
+"""Batches drawn from a dataset's lengths: their padded length and their share of padding.
 
-A batch is padded to its longest sample, so its length is decided by which samples meet in it. Three orders
-are known:
+A batch is padded to its longest sample, so its samples determine its length. Three orders exist:
 
-- `fixed`: every batch is padded to the longest sample of the dataset, whatever is in it;
-- `random`: samples in random order, each micro-batch padded to its own longest (dynamic padding, as
-  transformers' `DataCollatorWithPadding` does it);
-- `grouped`: samples of like lengths meet. As transformers' `LengthGroupedSampler` does it
-  (`trainer_pt_utils.get_length_grouped_indices`, with `train_sampling_strategy="group_by_length"`): a random
-  order is cut into pieces of at most fifty global batches, each piece is sorted, the longest sample of all
-  is put first. `tests/test_lengths_batches.py` compares the two, sample by sample.
+- `fixed`: every batch is padded to the longest sample of the dataset, regardless of its samples;
+- `random`: samples in random order, each micro-batch padded to its own longest sample. This is dynamic
+  padding, as in transformers' `DataCollatorWithPadding`;
+- `grouped`: samples of similar lengths share a batch, as in transformers' `LengthGroupedSampler`
+  (`trainer_pt_utils.get_length_grouped_indices`, with `train_sampling_strategy="group_by_length"`). A
+  random order is cut into pieces of at most fifty global batches. Each piece is sorted, and the longest
+  sample of all comes first. `tests/test_lengths_batches.py` compares the two, sample by sample.
 
-A global batch is cut into micro-batches in the order in which its samples came, and each is padded on its
-own, as every loop does. The last global batch of an epoch, when samples are lacking, is dropped. Draws are
-made from one seed: the same lengths give the same batches.
+A global batch is cut into micro-batches in the order of its samples. Each is padded separately, as in
+every loop. An incomplete last global batch of an epoch is dropped. Draws use one seed: the same lengths
+give the same batches.
 """
 
 from __future__ import annotations
@@ -32,22 +31,23 @@ if TYPE_CHECKING:
 
 ORDERS = ("fixed", "random", "grouped")
 MULTIPLES = (1, 8, 64)
-"""To which lengths are rounded up (`pad_to_multiple_of`): none, tensor cores' 16 bytes, and tiles."""
+"""Multiples to which lengths are rounded up (`pad_to_multiple_of`): none, tensor cores' 16 bytes, and
+tiles."""
 
 FEWEST_STEPS = 256
-"""Global batches that are drawn at least; small datasets are gone through several times."""
+"""Least number of global batches that are drawn; small datasets are repeated."""
 
 MOST_SAMPLES = 1 << 18
-"""Samples that are drawn at most, but for batches that are larger still: a dataset's share of them."""
+"""Greatest number of samples that are drawn from a dataset. A larger batch raises it."""
 
 MEGABATCHES = 50
-"""Global batches that are sorted together, at most: transformers' own figure."""
+"""Greatest number of global batches that are sorted together: transformers' own figure."""
 
 
 @dataclass(frozen=True)
 class DrawnBatches:
-    """Micro-batches of many global batches, as the order made them: arrays of (global batches, micro-batches
-    in each)."""
+    """Micro-batches of many global batches, in the drawn order: arrays of (global batches, micro-batches in
+    each)."""
 
     longest: Integers
     """Tokens of the longest sample."""
@@ -56,23 +56,26 @@ class DrawnBatches:
     """Tokens of the shortest sample."""
 
     tokens: Integers
-    """Of all samples: those that are not padding."""
+    """Tokens of all samples without padding."""
 
     samples: int
-    """Samples of one micro-batch."""
+    """Number of samples in one micro-batch."""
 
     def padded_to(self, multiple: int) -> Integers:
-        """The length of each micro-batch, rounded up to a multiple: (global batches, micro-batches)."""
+        """Return the length of each micro-batch, rounded up to a multiple: (global batches,
+        micro-batches)."""
         return -(-self.longest // multiple) * multiple
 
     def padding(self, multiple: int) -> float:
-        """The share of all tokens that is padding."""
+        """Return the share of padding in all tokens."""
         return 1 - float(self.tokens.sum()) / float((self.padded_to(multiple) * self.samples).sum())
 
 
 def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, seed: int = 0) -> DrawnBatches:
-    """Global batches of the dataset in this order, at least `FEWEST_STEPS` of them. Raises `JobError` for a
-    dataset that has fewer samples than a global batch."""
+    """Return global batches of the dataset in this order, at least `FEWEST_STEPS` of them.
+
+    Raises `JobError` for a dataset that has fewer samples than a global batch.
+    """
     import numpy as np
 
     if lengths.samples < batch_size:
@@ -97,8 +100,11 @@ def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, s
 
 
 def group_by_length(order: Integers, batch_size: int, together: int) -> Integers:
-    """The lengths (samples,) of a random order, as `get_length_grouped_indices` puts them: sorted within
-    pieces of `together` global batches, the longest of all exchanged with the first."""
+    """Return the lengths (samples,) of a random order, grouped as by `get_length_grouped_indices`.
+
+    They are sorted within pieces of `together` global batches. The longest of all is exchanged with the
+    first.
+    """
     import numpy as np
 
     size = together * batch_size
@@ -114,8 +120,10 @@ def _together(samples: int, batch_size: int) -> int:
 
 
 def _sample_lengths(lengths: Lengths, batch_size: int, random: np.random.Generator) -> Integers:
-    """Every sample's length (samples,); of a dataset too large for that, a random part that holds the
-    longest."""
+    """Return every sample's length (samples,), or those of a random part of a very large dataset.
+
+    The part includes the longest sample.
+    """
     import numpy as np
 
     tokens, samples = np.array(lengths.counts, dtype=np.int64).T

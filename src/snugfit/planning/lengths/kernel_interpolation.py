@@ -1,14 +1,14 @@
-"""The kernels of a step at any length, from those of three lengths.
+"""Interpolation of a step's kernels at any length, from those of three lengths.
 
-What a step asks of the device at another sequence length is the same list of operators; only their sizes
-change. Each size of an operand is a straight line in the length (samples x length, length, or neither), and
-what a kernel computes and moves is at most a parabola (attention's scores are length x length). So the
-kernels of three rehearsed lengths tell those of any other, tile by tile and wave by wave, where an
-interpolation of seconds would cut the corners off the stairs.
+A step at another sequence length runs the same list of operators; only their sizes change. Each operand
+size is linear in the length (samples x length, length, or neither). A kernel's work and traffic are at
+most quadratic (attention's scores are length x length). The kernels of three rehearsed lengths therefore
+determine those of any other, tile by tile and wave by wave. An interpolation of seconds would instead cut
+the corners off the stairs.
 
-What is no such list (a model that takes another path from some length on) is `NotInterpolable`. Sizes that
-are rounded up inside (the rows of eight in which a mask is stored) are a little off between the lengths; the
-caller rehearses a fourth and compares.
+A model whose operators change with the length raises `NotInterpolable`. Sizes with internal rounding, such
+as the rows of eight in which a mask is stored, are slightly off between the lengths. The caller rehearses
+a fourth length and compares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 
 class NotInterpolable(Exception):
-    """Steps of two lengths that differ in more than sizes."""
+    """Steps of two lengths differ in more than sizes."""
 
 
 class LengthSample(NamedTuple):
@@ -30,17 +30,17 @@ class LengthSample(NamedTuple):
     """Tokens of a sequence."""
 
     kernels: tuple[Kernel, ...]
-    """What the steady step runs."""
+    """Kernels of the steady step."""
 
     waits: tuple[int, ...]
-    """Before which of them the host waits."""
+    """Indices of the kernels before which the host waits."""
 
 
 class KernelInterpolator:
-    """A steady step at any length."""
+    """Interpolated steady step at any length."""
 
     def __init__(self, samples: Sequence[LengthSample]) -> None:
-        """From three lengths, the shortest first. Raises `NotInterpolable`."""
+        """Interpolate between three lengths, the shortest first. Raises `NotInterpolable`."""
         if len({(len(sample.kernels), sample.waits) for sample in samples}) != 1:
             raise NotInterpolable
         self.waits = samples[0].waits
@@ -55,20 +55,20 @@ class KernelInterpolator:
             raise NotInterpolable
 
     def at(self, length: int) -> Trace:
-        """The trace of the steady step at this length: its kernels and its waits, and nothing else."""
+        """Return the trace of the steady step at this length, with its kernels and its waits alone."""
         weights = _lagrange(self._lengths, length)
         kernels = [_kernel_at(law, weights) for law in self._laws]
         return Trace((), (), (), tuple(kernels[number] for number in self._order), self.waits, ())
 
 
 def _alike(kernels: Sequence[Kernel]) -> bool:
-    """Whether these differ in sizes only."""
+    """Return whether these kernels differ in sizes only."""
     plain = {kernel._replace(module="", shapes=(), flops=0, nbytes=0, leading=()) for kernel in kernels}
     return len(plain) == 1 and len({tuple(map(len, kernel.shapes)) for kernel in kernels}) == 1
 
 
 def _lagrange(known: Sequence[int], at: int) -> list[float]:
-    """The weight of the value at each known length for that at another, on the parabola through three."""
+    """Return the weight of the value at each known length, for the parabola's value at `at`."""
     weights = []
     for one in known:
         weight = 1.0

@@ -1,4 +1,4 @@
-"""The answer about a dataset's lengths: each way of padding, what it takes, and which is best."""
+"""Results for a dataset's lengths: each way of padding with its memory and seconds, and the best one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
 AS_FAST = 0.01
-"""Of the best samples per second: what is less than this from it is as fast, and the simpler is chosen."""
+"""Tolerance as a share of the best samples per second. Ways within it count as equally fast, and the simplest
+is chosen."""
 
 SIMPLEST = ("random", "grouped", "fixed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The same job on sequences that are cut: another job."""
+    """The same job on truncated sequences, which is another job."""
 
     at: int
-    """Tokens of a sequence, at most."""
+    """Greatest number of tokens in a sequence."""
 
     samples: float
     """Share of the samples that are cut."""
@@ -37,86 +38,87 @@ class Cut:
     """Share of the tokens that are lost."""
 
     ways: tuple[Way, ...]
-    """What each way of padding takes then."""
+    """Results of each way of padding on the truncated sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPlan:
-    """What a dataset's lengths mean for a job under a recipe on a GPU."""
+    """Results of a dataset's lengths for a job under a recipe on a GPU."""
 
     job: Job
-    """With the longest sequence."""
+    """Job with the longest sequence."""
 
     recipe: Recipe
-    """How it is trained."""
+    """Recipe of the training."""
 
     gpu: Gpu
-    """The GPU that it is trained on."""
+    """GPU of the training."""
 
     loop: str
-    """Which loop trains it."""
+    """Training loop by its name."""
 
     memory_bytes: int | None
-    """What may be used."""
+    """Bytes that may be used."""
 
     lengths: Lengths
-    """How long the dataset's samples are."""
+    """Lengths of the dataset's samples."""
 
     ways: tuple[Way, ...]
-    """Each way of padding; empty when the model does not take the longest sequence."""
+    """Results of each way of padding; empty if the model does not accept the longest sequence."""
 
     headroom_bytes: int = 0
-    """How many of them should stay free."""
+    """Bytes of `memory_bytes` that should stay free."""
 
     cut: Cut | None = None
-    """When a truncation was asked for."""
+    """Results with truncated sequences, if a truncation was requested."""
 
     sizes: tuple[Size, ...] = ()
     """Sizes that are slow on the device."""
 
     bound: str = ""
-    """What bounds the step of the longest batch."""
+    """Resource that bounds the step of the longest batch."""
 
     steps: int = 0
-    """Steps that were drawn for each way."""
+    """Number of steps that were drawn for each way."""
 
     rehearsed: int = 0
-    """Lengths that were rehearsed; the seconds of the others follow from theirs."""
+    """Number of lengths that were rehearsed; the seconds of all others are interpolated."""
 
     off: float = 0.0
-    """By how much the seconds that follow were found off, at most."""
+    """Greatest relative error found in interpolated seconds."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Packages that it was made with."""
+    """Versions of the packages that computed the plan."""
 
     doubts: tuple[str, ...] = ()
-    """What is less certain than the rest."""
+    """Sentences on the uncertain parts of the result."""
 
     def fits(self, way: Way) -> bool | None:
-        """Whether this way fits; None when it cannot be, or no memory was named."""
+        """Return whether this way fits; None if it is impossible, or without a memory limit."""
         if way.needed_bytes is None or self.memory_bytes is None:
             return None
         return way.needed_bytes <= self.memory_bytes
 
     def is_tight(self, way: Way) -> bool:
-        """Whether this way fits and leaves less than the headroom."""
+        """Return whether this way fits and leaves less than the headroom."""
         return bool(self.fits(way)) and self.spare_bytes(way) < self.headroom_bytes
 
     def spare_bytes(self, way: Way) -> int:
-        """Bytes that this way leaves of the memory; negative where it does not fit."""
+        """Return the bytes of memory that this way leaves free; negative if it does not fit."""
         return (self.memory_bytes or 0) - (way.needed_bytes or 0)
 
     @property
     def best(self) -> Way | None:
-        """The fastest that fits and leaves the headroom; where none leaves it, that fits. Among those as fast
-        the simplest. None when none fits."""
+        """The fastest way that fits and leaves the headroom; if none leaves it, the fastest that fits.
+
+        Among equally fast ways it is the simplest. None if none fits.
+        """
         fitting = [way for way in self.ways if self.fits(way) is not False]
         return _best([way for way in fitting if not self.is_tight(way)]) or _best(fitting)
 
     @property
     def is_assumed(self) -> bool:
-        """Whether the best is better than less rounding of lengths only by a price of unaligned rows that is
-        assumed."""
+        """True if only an assumed cost of unaligned rows makes the best way faster than less rounding."""
         best = self.best
         if best is None or best.aligned_step_seconds is None or knows_alignment(self.gpu):
             return False
@@ -128,7 +130,7 @@ class LengthPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit lengths --json` prints."""
+        """Return the document that `snugfit lengths --json` prints."""
         ways = [encode_fields(way, fits=self.fits(way)) for way in self.ways]
         fits = self.fits(self.best) if self.best else False if ways else None
         derived = {"fits": fits, "ways": ways, "best": encode(self.best), "assumed": self.is_assumed}
@@ -136,7 +138,7 @@ class LengthPlan:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The plan that `to_json` wrote. Raises `UsageError` for anything else."""
+        """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
             raise UsageError("This is not an answer about lengths of this version of snugfit.")
         try:

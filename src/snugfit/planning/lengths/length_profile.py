@@ -1,13 +1,14 @@
-"""One job under one recipe at many lengths: its bytes, and the seconds of a step.
+"""Memory and seconds of one job under one recipe at many lengths.
 
-Seconds are `prediction/seconds.py`'s, of the trace of that length. A few lengths are rehearsed; the kernels
-of the others follow from them (`kernel_interpolation.py`), and one more rehearsed length says how far off
-that is. Masks of attention are stored in rows of eight, and some kernels copy those that are not: where the
-lengths part in two lists of kernels there, each part is interpolated on its own. A model that is not like
-that either gets a straight line between more rehearsed lengths, and the result says so.
+Seconds are those of `prediction/seconds.py` for the trace of each length. A few lengths are rehearsed, and
+the kernels of all others are interpolated (`kernel_interpolation.py`). One more rehearsed length measures
+the error. Masks of attention are stored in rows of eight, and some kernels copy masks of other lengths. If
+that splits the lengths into two lists of kernels, each part is interpolated separately. If that fails too,
+seconds are linear between more rehearsed lengths, and the result reports it.
 
-Every sequence of a step is taken to have one length. A batch in which nothing is padded has no attention mask
-(the plain loop's rule), so its kernels are others: each length can be asked for with padding and without.
+All sequences of a step are assumed to have one length. A batch without padding has no attention mask (the
+plain loop's rule), so it runs other kernels. Each length can therefore be profiled with padding and
+without.
 """
 
 from __future__ import annotations
@@ -36,96 +37,96 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 SOME_PADDING = 0.5
-"""Of a padded batch: how much of it changes no shape, only that there is any."""
+"""Share of padding in a padded batch. Its value changes no shape; only its presence matters."""
 
 FEW = 4
-"""As many lengths are all rehearsed: interpolating takes three and a proof."""
+"""Number of lengths up to which all are rehearsed: interpolation needs three and a test."""
 
 TOLERANCE = 1e-3
-"""Of a step's seconds: how far off the proof may be."""
+"""Greatest relative error of the test length's seconds."""
 
 ROW = 8
 """Elements in a row of a mask that is stored whole (`pad_bias`, `native/transformers/attention.cpp`)."""
 
 MOST_KNOTS = 9
-"""Rehearsed lengths of a line where kernels cannot be interpolated."""
+"""Number of rehearsed lengths of a line, for kernels that cannot be interpolated."""
 
 TIMED_PER_CLASS = 32
-"""Lengths of one alignment that are timed; between them the seconds are a straight line."""
+"""Number of timed lengths per alignment; seconds between them are linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """What the step takes at one length."""
+    """Memory of the step at one length."""
 
     requested_bytes: int
-    """What tensors and kernels ask for."""
+    """Peak of the bytes that tensors and kernels request."""
 
     allocated_bytes: int
-    """What they are handed."""
+    """Peak of these bytes after the allocator's rounding."""
 
     reserved_bytes: int
-    """What the allocator takes from the device."""
+    """Peak of the bytes that the allocator reserves on the device."""
 
     context_bytes: int
-    """CUDA's context and libraries, beside it."""
+    """Bytes of CUDA's context and libraries, outside the allocator."""
 
     doubts: tuple[str, ...] = ()
-    """What is less certain in them."""
+    """Sentences on the uncertain parts of these bytes."""
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free on the device."""
+        """Bytes that must be free on the device."""
         return self.reserved_bytes + self.context_bytes
 
 
 class BatchShape(NamedTuple):
-    """What decides which kernels a batch runs, and on what sizes."""
+    """Properties of a batch that determine its kernels and their sizes."""
 
     length: int
     """Tokens of each sequence."""
 
     padded: bool
-    """Whether something in it is padding."""
+    """True if the batch contains padding."""
 
 
 class LengthSeconds(NamedTuple):
     """Seconds of a step at one length."""
 
     step: float
-    """At the rates as they are."""
+    """Seconds at the given rates."""
 
     aligned: float
-    """Were rows that are no multiple of 16 bytes to cost nothing."""
+    """Seconds at rates without a cost of rows that are not a multiple of 16 bytes."""
 
 
 @dataclass
 class LengthProfiler:
-    """Rehearses one job under one recipe at the lengths that are asked for, each once."""
+    """Rehearse one job under one recipe at the requested lengths, each once."""
 
     job: Job
-    """What must be trained; its own length does not matter here."""
+    """The training job; its own length is ignored."""
 
     recipe: Recipe
-    """How it is trained."""
+    """Recipe of the training."""
 
     gpu: Gpu
-    """The GPU that it is trained on."""
+    """GPU of the training."""
 
     loop: str = "plain"
-    """Which loop trains it."""
+    """Training loop by its name."""
 
     tell: Callable[[str], None] = lambda what: None
-    """Hears what is being done."""
+    """Receives messages on the progress."""
 
     rates: Rates = field(init=False)
-    """How fast the GPU is. Raises `GpuError` when that is not known."""
+    """Rates of the GPU. Raises `GpuError` if they are unknown."""
 
     off: float = 0.0
-    """The largest share by which interpolated seconds were off."""
+    """Greatest relative error of interpolated seconds."""
 
     lines: bool = False
-    """Whether some seconds lie on a line between rehearsed lengths, because the kernels cannot be
+    """True if some seconds are linear between rehearsed lengths, because the kernels cannot be
     interpolated."""
 
     _samples: dict[BatchShape, LengthSample] = field(default_factory=dict)
@@ -136,25 +137,25 @@ class LengthProfiler:
 
     @property
     def rehearsal_count(self) -> int:
-        """How many lengths were rehearsed."""
+        """Number of lengths that were rehearsed."""
         return len(self._samples)
 
     @property
     def doubts(self) -> dict[str, None]:
-        """What is less certain at the lengths that were rehearsed, each once."""
+        """Sentences on uncertain results at the rehearsed lengths, each once."""
         return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
 
     def at(self, length: int, padded: bool) -> Job:
-        """The job at this length. Raises `JobError` where the model has no such positions."""
+        """Return the job at this length. Raises `JobError` if the model has no such positions."""
         return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
 
     def bytes(self, length: int, padded: bool) -> Bytes:
-        """What the step takes when every sequence has this length."""
+        """Return the memory of the step in which every sequence has this length."""
         self.sample(length, padded)
         return self._bytes[BatchShape(length, padded)]
 
     def sample(self, length: int, padded: bool) -> LengthSample:
-        """The steady step at this length, rehearsed."""
+        """Return the rehearsed steady step at this length."""
         key = BatchShape(length, padded)
         if key not in self._samples:
             self.tell(f"simulating {length} tokens{'' if padded else ', unpadded'}")
@@ -175,11 +176,11 @@ class LengthProfiler:
         return self._samples[key]
 
     def timing(self, length: int, padded: bool, *, rates: Rates | None = None) -> StepSeconds:
-        """The step at this length, rehearsed and timed."""
+        """Return the timing of the rehearsed step at this length."""
         return self._timing(_trace(self.sample(length, padded)), rates)
 
     def seconds_of(self, trace: Trace) -> LengthSeconds:
-        """Seconds of the steady step of any trace."""
+        """Return seconds of the steady step of any trace."""
         priced = self._timing(trace).step_seconds
         clocks = KernelClock(self.rates), KernelClock(without_alignment_cost(self.rates))
         products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
@@ -188,8 +189,8 @@ class LengthProfiler:
         return LengthSeconds(priced, self._timing(trace, without_alignment_cost(self.rates)).step_seconds)
 
     def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, LengthSeconds]:
-        """Seconds of the step at each of these lengths."""
-        alone = {1} & set(lengths)  # one token has nothing to attend to: other kernels
+        """Return seconds of the step at each of these lengths."""
+        alone = {1} & set(lengths)  # one token has no others to attend to: its kernels differ
         return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
 
     def _timing(self, trace: Trace, rates: Rates | None = None) -> StepSeconds:
@@ -224,7 +225,7 @@ class LengthProfiler:
         return self._line(lengths, padded)
 
     def _off(self, interpolator: KernelInterpolator, proof: int, padded: bool) -> float:
-        """The share by which the interpolated seconds are off at a length that is rehearsed as a proof."""
+        """Return the relative error of the interpolated seconds at a length that is rehearsed as a test."""
         real = self.timing(proof, padded)
         if len(interpolator.at(proof).kernels) != len(self.sample(proof, padded).kernels):
             raise NotInterpolable
@@ -240,7 +241,8 @@ class LengthProfiler:
     def _by_alignment_class(
         self, lengths: Sequence[int], interpolator: KernelInterpolator
     ) -> dict[int, LengthSeconds]:
-        """Seconds at these lengths: of many, those of one alignment lie on a line between some of them."""
+        """Return seconds at these lengths. Among many of one alignment, some are timed and the rest are
+        linear."""
         alike: dict[int, list[int]] = defaultdict(list)
         for length in lengths:
             alike[math.gcd(length, ROW)].append(length)
@@ -258,7 +260,7 @@ class LengthProfiler:
 
 
 def without_alignment_cost(rates: Rates) -> Rates:
-    """The rates, were rows that are no multiple of 16 bytes to cost nothing."""
+    """Return the rates without a cost of rows that are not a multiple of 16 bytes."""
     return replace(
         rates,
         products={name: replace(rate, unaligned=(1.0, 1.0, 1.0)) for name, rate in rates.products.items()},
@@ -266,7 +268,7 @@ def without_alignment_cost(rates: Rates) -> Rates:
 
 
 def _between(lengths: Sequence[int], known: dict[int, LengthSeconds]) -> dict[int, LengthSeconds]:
-    """Straight lines between what is known."""
+    """Return linear interpolations between the known seconds."""
     import numpy as np
 
     both = [
@@ -280,7 +282,8 @@ def _trace(sample: LengthSample) -> Trace:
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:
-    """So many of these, evenly by value, the first and the last among them; one is from the middle."""
+    """Return `count` of these lengths, evenly spaced by value, with the first and the last; one is the
+    middle."""
     if len(lengths) <= count:
         return list(lengths)
     if count == 1:

@@ -1,12 +1,12 @@
-"""From a dataset's lengths: what each way of padding takes, in bytes at the worst and in seconds on average.
+"""Search over ways to pad a dataset: peak bytes of each way, and its average seconds.
 
-A run must survive its longest batch, so bytes are those of the step whose every sequence is as long as the
-longest batch can be, rehearsed and replayed as `predict` does it. Its seconds are those of all its batches:
-they are drawn (`batches.py`), and each length has its own (`length_profile.py`); `padding.py` puts them
-together.
+A run must survive its longest batch. Bytes are those of a step whose sequences all have the greatest
+possible length, rehearsed and replayed as in `predict`. Seconds are those of all batches. The batches are
+drawn (`batches.py`), and each length has separate seconds (`length_profile.py`). `padding.py` combines
+them.
 
-Cutting the sequences changes what is learned. It is another job: shown apart when it is asked for, and never
-proposed.
+Truncated sequences change the learned model. Truncation is another job: it is shown separately on request,
+and never proposed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from snugfit.techniques.recipe import Recipe
 
 
 def job_of(job: Job, lengths: Lengths) -> Job:
-    """The job whose every batch is as long as the dataset's longest sample. Raises `JobError` for a task
-    without sequences, and for a sample longer than the model's positions."""
+    """Return the job whose every batch is as long as the dataset's longest sample.
+
+    Raises `JobError` for a task without sequences, and for a sample longer than the model's positions.
+    """
     if not has_sequence(job.task):
         raise JobError(f"Lengths are for sequences of tokens, but the task {job.task} has none.")
     padding = 1 - lengths.mean / lengths.longest
@@ -55,11 +57,11 @@ def plan_lengths(
     seed: int = 0,
     tell: Callable[[str], None] = lambda what: None,
 ) -> LengthPlan:
-    """What each way of padding the dataset's batches takes, under this recipe on this GPU.
+    """Return memory and seconds of each way to pad the dataset's batches, under this recipe on this GPU.
 
-    `headroom` (bytes, or text such as `2%`) of the memory stays free where a way of padding leaves it, by
-    default as for a plan. `cut` also tells what it would take with sequences of so many tokens at most.
-    `seed` draws the batches, `tell` hears what is being done. Raises `UsageError` for what cannot be,
+    `headroom` (bytes, or text such as `2%`) of the memory stays free if a way of padding leaves it. Its
+    default is that of a plan. `cut` adds results for sequences of at most so many tokens. `seed` draws the
+    batches, and `tell` receives messages on the progress. Raises `UsageError` for invalid arguments,
     `RehearsalError` for a step without a trace.
     """
     refuse_bad_request(job, memory_bytes=memory_bytes)
@@ -111,7 +113,8 @@ def _refuse_without_padding(recipe: Recipe, lengths: Lengths) -> None:
 
 
 def _refuse_graphs(recipe: Recipe) -> None:
-    """Each shape of a batch records CUDA graphs of its own, and their memory adds up."""
+    """Raise `UsageError` for CUDA graphs. Each shape of a batch records separate graphs, and their memory
+    adds up."""
     wish = recipe.setup().compile
     if wish is not None and wish.records_graphs:
         raise UsageError(
@@ -153,7 +156,7 @@ def _cut(lengths: Lengths, shorter: Lengths, ways: tuple[Way, ...]) -> Cut:
 
 def _doubts(profiler: LengthProfiler, lengths: Lengths) -> Iterable[str]:
     if not profiler.rates.measured:
-        yield f"Of this GPU no rates were measured: seconds are {profiler.rates.source}."
+        yield f"For this GPU no rates were measured: seconds are {profiler.rates.source}."
     if profiler.lines:
         yield (
             "Seconds: this model runs other kernels at other lengths, so seconds between the simulated "

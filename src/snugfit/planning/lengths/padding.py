@@ -1,9 +1,9 @@
-"""What each way of padding a dataset's batches takes: the longest batch's bytes, and all batches' seconds.
+"""Results of each way to pad a dataset's batches: bytes of the longest batch, and seconds of all batches.
 
-A step of micro-batches of several lengths takes the mean of what steps of each length take. That is exact
-where passes follow one another without a gap. A host that is faster than the device in long batches and
-slower in short ones could run ahead in the one and make up for the other; but CUDA's queue of launches is
-shorter than a pass of a large model, so that is not counted on.
+A step with micro-batches of several lengths takes the mean of the seconds at each length. That is exact if
+passes follow one another without a gap. A host may be faster than the device in long batches and slower in
+short ones. It could then run ahead and compensate. But CUDA's queue of launches is shorter than a pass of
+a large model, so this effect is ignored.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to pad a dataset's batches, and what it takes."""
+    """One way to pad a dataset's batches, with its memory and seconds."""
 
     order: str
     """`fixed`, `random` or `grouped` (`batches.py`)."""
 
     multiple: int
-    """Lengths are rounded up to multiples of it."""
+    """Multiple to which lengths are rounded up."""
 
     length: int
-    """Tokens of the longest batch that can occur."""
+    """Tokens of the longest possible batch."""
 
     needed_bytes: int | None = None
-    """What must be free on the device; None when the model takes no batch so long."""
+    """Bytes that must be free on the device; None if the model does not accept so long a batch."""
 
     reserved_bytes: int | None = None
-    """Of it, what the allocator takes."""
+    """Bytes of `needed_bytes` that the allocator reserves."""
 
     padding: float | None = None
-    """Share of all tokens that is padding."""
+    """Share of padding in all tokens."""
 
     step_seconds: float | None = None
-    """The average over the steps."""
+    """Average seconds of a step."""
 
     aligned_step_seconds: float | None = None
-    """The same, were rows that are no multiple of 16 bytes to cost nothing."""
+    """Average seconds of a step, without a cost of rows that are not a multiple of 16 bytes."""
 
     longest_step_seconds: float | None = None
-    """Of the longest step that was drawn."""
+    """Seconds of the longest drawn step."""
 
     samples_per_second: float | None = None
-    """The average over the steps."""
+    """Average samples per second over the steps."""
 
     tokens_per_second: float | None = None
-    """The same for tokens that are not padding."""
+    """Average tokens per second over the steps, without padding."""
 
     why_not: str = ""
-    """Why it cannot be."""
+    """Reason why this way is impossible."""
 
 
 class Ways:
-    """Every way of padding one dataset's batches."""
+    """All ways to pad one dataset's batches."""
 
     def __init__(self, profiler: LengthProfiler, lengths: Lengths, seed: int) -> None:
         self.profiler, self.lengths = profiler, lengths
@@ -83,17 +83,17 @@ class Ways:
         self.why_not = {multiple: self._refusal(multiple) for multiple in MULTIPLES}
 
     def longest(self, multiple: int) -> int:
-        """Tokens of the longest batch that can occur."""
+        """Return the tokens of the longest possible batch."""
         return -(-self.lengths.longest // multiple) * multiple
 
     def shapes(self) -> Iterable[BatchShape]:
-        """The batches that were drawn: each length, and whether something in it is padded."""
+        """Yield the drawn batches: each length, with and without padding as drawn."""
         for drawn in self.drawn.values():
             for multiple in filterfalse(self.why_not.get, MULTIPLES):
                 yield from _shapes(drawn, multiple)
 
     def ways(self, seconds: Mapping[BatchShape, LengthSeconds]) -> tuple[Way, ...]:
-        """What each way of padding takes, from the seconds of each drawn shape."""
+        """Return the results of each way of padding, from the seconds of each drawn shape."""
         return tuple(self._way(order, multiple, seconds) for order in ORDERS for multiple in MULTIPLES)
 
     def _way(self, order: str, multiple: int, seconds: Mapping[BatchShape, LengthSeconds]) -> Way:
@@ -127,8 +127,8 @@ class Ways:
         return ""
 
     def _may_be_padded(self, length: int, multiple: int, order: str) -> bool:
-        """Whether something can be padded in the longest batch: whatever meets the longest sample in it, or
-        the sample itself, rounded up."""
+        """Return whether the longest batch may contain padding: next to the longest sample, or from its own
+        rounding."""
         alone = self.profiler.job.batch_size == self.micro_batches and order != "fixed"
         within = length - multiple if alone else 0
         return any(within < tokens < length for tokens, _ in self.lengths.counts)
@@ -143,7 +143,7 @@ def _shapes(drawn: DrawnBatches, multiple: int) -> set[BatchShape]:
 def _steps(
     drawn: DrawnBatches, multiple: int, seconds: Mapping[BatchShape, LengthSeconds]
 ) -> list[LengthSeconds]:
-    """Of each step: the mean of what steps of its micro-batches' lengths take."""
+    """Return the seconds of each step: the mean over its micro-batches' lengths."""
     padded = drawn.padded_to(multiple)
     partly = drawn.shortest < padded
     return [
@@ -157,7 +157,7 @@ def _mean(of: Sequence[LengthSeconds]) -> LengthSeconds:
 
 
 def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:
-    """LengthSeconds of a step at every length that was drawn."""
+    """Return seconds of a step at every drawn length."""
     shapes = {shape for ways in of for shape in ways.shapes()}
     seconds: dict[BatchShape, LengthSeconds] = {}
     for padded in (True, False):

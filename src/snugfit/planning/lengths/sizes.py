@@ -1,18 +1,18 @@
-"""Sizes that are slow on a device: which ones, what they cost, and what would be better.
+"""Sizes that are slow on a device, their cost, and faster alternatives.
 
-Products of matrices are worked off in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA,
-"Matrix Multiplication Background User's Guide", sections 2.2 and 3). So a size just past the end of a tile
-or a wave costs as much as a much larger one, and tensor cores want rows that are multiples of 16 bytes. Each
-size is found by predicting: the job with another size beside the job as it is, bytes and seconds of both.
-What gains less than `WORTH` is not listed.
+Matrix products are computed in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA, "Matrix
+Multiplication Background User's Guide", sections 2.2 and 3). A size just past the end of a tile or a wave
+costs as much as a much larger one. Tensor cores need rows that are multiples of 16 bytes for full speed.
+Each size is found by predictions: bytes and seconds of the job with another size, and of the job itself.
+Gains below `WORTH` are not listed.
 
-Only the vocabulary is *proposed* to be changed, and a length to be padded: neither changes what is learned.
-Another batch is another job, and the widths belong to the model, so those are only listed.
+Only a change of the vocabulary and padding to another length are *proposed*: neither changes the learned
+model. Another batch is another job, and the widths belong to the model, so those are only listed.
 
-How much unaligned rows cost (`MatmulRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
-Until cuBLAS 11 they kept products off the tensor cores; since then they are only slower there, by an amount
-that depends on the shape (the guide's section 2.2). Where it is assumed, a gain that is gone when unaligned
-rows cost nothing says so.
+The cost of unaligned rows (`MatmulRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
+Until cuBLAS 11 they kept products off the tensor cores. Since then they are only slower there, by an
+amount that depends on the shape (the guide's section 2.2). If the cost is assumed and the gain depends on
+it alone, the result reports this.
 """
 
 from __future__ import annotations
@@ -33,55 +33,59 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 WORTH = 0.01
-"""Of the samples per second: what gains less is not listed."""
+"""Least gain in samples per second that is listed, as a share."""
 
 FREE = 0.005
-"""Of a step's seconds: a larger batch that takes no more than this longer costs nothing."""
+"""Share of a step's seconds by which a larger batch may be slower and still count as free."""
 
 MULTIPLES = (8, 64)
 STEEP = 2
-"""A shorter length stands at the end of a tile or a wave when the seconds that it saves are so many times its
-share: attention alone makes shorter sequences a little faster, token by token."""
+"""Least ratio of saved seconds to saved length at which a shorter length ends a tile or a wave.
+
+Attention alone makes shorter sequences slightly faster, token by token.
+"""
 
 NEAR = 4
-"""A batch is near when it is within a fourth of the job's."""
+"""Divisor of the job's batch that limits the distance of alternative batches: a fourth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A size that costs, and another beside it."""
+    """A costly size, and an alternative to it."""
 
     what: str
     """`vocabulary`, `sequence length`, `batch` or `width`."""
 
     given: int
-    """The size as it is."""
+    """The size in the job."""
 
     instead: int | None
-    """What would be better; None for a width, which is the model's own."""
+    """The faster size; None for a width, which belongs to the model."""
 
     gain: float
-    """Share of samples per second that it would bring; of tokens per second where sequences get shorter."""
+    """Gain in samples per second, as a share; in tokens per second if sequences get shorter."""
 
     more_bytes: int | None = None
-    """On the device; negative when it takes less."""
+    """Additional bytes on the device; negative if it takes less."""
 
     step_seconds: float | None = None
-    """Of a step with the other size."""
+    """Seconds of a step with the other size."""
 
     proposed: bool = False
-    """Whether it can be changed without changing what is learned."""
+    """True if the change does not affect the learned model."""
 
     assumed: bool = False
-    """Whether the gain rests on the assumed price of unaligned rows alone."""
+    """True if the gain depends on the assumed cost of unaligned rows alone."""
 
     where: str = ""
-    """Of a width: a module that has it."""
+    """Name of a module that has this width."""
 
 
 def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size, ...]:
-    """What could gain by another size in the step of this length. Nothing when the host bounds the step, or
-    the making of its batches: no product is waited for."""
+    """Return sizes whose change could speed up the step of this length.
+
+    Empty if the host or the loading of batches bounds the step: no product is then waited for.
+    """
     if profiler.timing(length, padded).bound in ("host", "loading"):
         return ()
     at = _At(profiler, length, padded)
@@ -90,14 +94,14 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
 
 @dataclass(frozen=True)
 class _At:
-    """The step that sizes are compared with."""
+    """The reference step for comparisons of sizes."""
 
     profiler: LengthProfiler
     length: int
     padded: bool
 
     def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
-        """Another step beside this one, by samples or by tokens."""
+        """Return a comparison of this step with another one, by samples or by tokens."""
         needed = other.profiler.bytes(other.length, other.padded).needed_bytes
         return Size(
             what=what,
@@ -111,22 +115,22 @@ class _At:
         )
 
     def seconds(self, rates: Rates | None = None) -> float:
-        """Seconds of the step."""
+        """Return seconds of the step."""
         return self.profiler.timing(self.length, self.padded, rates=rates).step_seconds
 
     def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
-        """Share of samples (or tokens) per second that the other step has more than this one."""
+        """Return the gain of the other step over this one in samples (or tokens) per second, as a share."""
         work = other.profiler.job.batch_size / self.profiler.job.batch_size
         if tokens:
             work *= other.length / self.length
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
     def steep(self, other: _At, share: float) -> bool:
-        """Whether the other step, which leaves out a share of this one's work, saves far more than that."""
+        """Return whether the other step, with `share` less work than this one, saves far more than that."""
         return 1 - other.seconds() / self.seconds() > STEEP * share
 
     def with_changes(self, **changes: Any) -> _At:
-        """The same length of a job that is changed."""
+        """Return the same length of a changed job."""
         profiler = self.profiler
         job = replace(profiler.job, **changes)
         return replace(
@@ -135,7 +139,7 @@ class _At:
 
 
 def up(size: int, multiple: int) -> int:
-    """The next multiple, or the size itself."""
+    """Return the next multiple, or the size itself."""
     return -(-size // multiple) * multiple
 
 
@@ -143,7 +147,7 @@ def up(size: int, multiple: int) -> int:
 
 
 def _vocabulary(at: _At) -> Iterator[Size]:
-    """Rows added to the embedding, as `resize_token_embeddings(pad_to_multiple_of=64)` adds them."""
+    """Yield rows added to the embedding, as by `resize_token_embeddings(pad_to_multiple_of=64)`."""
     rows = _rows(at.profiler.job.model)
     best: Size | None = None
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
@@ -174,7 +178,8 @@ def _with_rows(model: Model, rows: int) -> Model:
 
 
 def _length(at: _At) -> Iterator[Size]:
-    """A longer one that takes fewer seconds (padding), and a shorter one with more tokens per second."""
+    """Yield a longer length that takes fewer seconds (padding), and a shorter one with more tokens per
+    second."""
     length = at.length
     longer = sorted({up(length, multiple) for multiple in MULTIPLES} - {length})
     shorter = sorted({length // multiple * multiple for multiple in MULTIPLES} - {length, 0})
@@ -197,8 +202,10 @@ def _length(at: _At) -> Iterator[Size]:
 
 
 def _batch(at: _At) -> Iterator[Size]:
-    """A smaller batch with more samples per second, and the largest that takes no longer: both stand at the
-    end of a wave."""
+    """Yield a smaller batch with more samples per second, and the largest batch at no extra time.
+
+    Both are at the end of a wave.
+    """
     pieces = at.profiler.recipe.setup().micro_batches
     samples = at.profiler.job.batch_size // pieces
     low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
@@ -216,7 +223,8 @@ def _batch(at: _At) -> Iterator[Size]:
 
 
 def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
-    """Seconds of every batch between these, from their kernels; nothing where they cannot be interpolated."""
+    """Return seconds of every batch between these, from their kernels; empty if they cannot be
+    interpolated."""
     low, high = sorted(steps)
     by_size = {
         size: step.profiler.sample(at.length, at.padded)._replace(length=size)
@@ -233,7 +241,8 @@ def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
 
 
 def _widths(at: _At) -> Iterator[Size]:
-    """Widths of the model whose rows are no multiple of 16 bytes: what they cost if the assumption holds."""
+    """Yield widths of the model whose rows are not a multiple of 16 bytes, with their cost by the
+    assumption."""
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}

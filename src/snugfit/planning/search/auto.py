@@ -1,19 +1,19 @@
-"""`auto` in a recipe: the least recomputing and offloading with which the rest of it fits.
+"""The technique `auto` of a recipe: the least recomputing and offloading with which the recipe fits.
 
     snugfit predict bert-large-uncased --batch-size 32 --gpu l4 --recipe "bf16 + auto"
 
-It is a question and no technique: the answer depends on the GPU. So it is answered before there is a recipe,
-and what is run, kept and written down is the concrete one. Tried in this order, each by a whole prediction
-for the loop that will run:
+`auto` depends on the GPU, so it is replaced before a recipe exists. Runs, checkpoints and files contain
+the concrete recipe. These steps are tried in order, each with a whole prediction for the loop of the run:
 
-1. all activations are kept;
-2. the fewest layers are recomputed, from the first, up to all of them; and where a part of these can wait on
-   the host while other layers are computed, and the step is shorter by that, such a mixture;
-3. all layers are recomputed, and the inputs of the fewest wait on the host, up to all of them.
+1. Keep all activations.
+2. Recompute the fewest layers, from the first, up to all of them. A part of their activations may wait on
+   the host during other layers' computation. If this shortens the step, use such a mixture.
+3. Recompute all layers, and let the inputs of the fewest wait on the host, up to all of them.
 
-The first that leaves the headroom is taken; where none does, the last, if it fits at all. Bytes fall about
-evenly with each further layer, so the next number to ask about is where the line through the two nearest
-answers crosses the bound. A plan may find a faster recipe: it looks at other techniques as well.
+The first recipe that leaves the headroom is taken. If none does, the last one is taken, if it fits at all.
+Bytes decrease nearly linearly with each further layer. The next number of layers is the intersection of
+the limit with the line through the two nearest predictions. A plan may find a faster recipe, since it also
+tries other techniques.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ if TYPE_CHECKING:
 
 NO_LIMIT = (
     f"{AUTO!r} in a recipe is the least recomputing that fits a GPU, and there is none here. Name one with "
-    "--gpu, or write what is to be recomputed in its place, such as 'every_layer'."
+    "--gpu, or write a technique in its place, such as 'every_layer'."
 )
 
 
 class Resolved(NamedTuple):
-    """What `auto` stands for."""
+    """The replacement of `auto`."""
 
     recipe: Recipe
     why: str
-    """A sentence with the techniques, and why these."""
+    """Sentence with the techniques and the reason for them."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Resolved.from_json` reads it back."""
+        """Return a JSON object that `Resolved.from_json` reads."""
         return {"recipe": self.recipe.to_json(), "why": self.why}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The recipe and reason that `to_json` wrote."""
+        """Return the recipe and reason that `to_json` wrote."""
         return cls(Recipe.parse(document["recipe"]), str(document["why"]))
 
 
-AUTO_ALONE = "'auto' is for one GPU. Leave --gpus out, or name what is recomputed, such as 'every_layer'."
+AUTO_ALONE = "'auto' is for one GPU. Leave --gpus out, or name a technique, such as 'every_layer'."
 
 
 def predict(
@@ -89,16 +89,19 @@ def predict(
     trainer_class: type[Any] | None = None,
     rates: Rates | None = None,
 ) -> Prediction:
-    """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text, in
-    which `auto` stands for the least recomputing that fits; what it stands for is logged, and is in the
-    prediction's recipe. On several such `gpus` the global batch stays, and each takes its share.
+    """Return the prediction for `job` under `recipe` on `gpu`, computed without a GPU.
 
-    `memory_bytes` is what may be used, when it is not all of the GPU's. What fits and leaves less of it than
-    `headroom` (bytes, or text such as `2%`) is marked as tight; by default 2 % of the GPU's, and more where
-    the bytes are in doubt. `loop` is `plain`, `accelerate` or `trainer`; `trainer_class` is a subclass of
-    `transformers.Trainer` to rehearse in its place; `rates` are by default this GPU's. Raises `UsageError`
-    for what cannot be, `RehearsalError` for a step without a trace, `NothingFits` where nothing that `auto`
-    may stand for fits.
+    Both may be given as text. In a text recipe, `auto` means the least recomputing that fits. Its
+    replacement is logged and part of the prediction's recipe. On several `gpus` the global batch stays the
+    same, and each takes its share.
+
+    `memory_bytes` limits the memory, if it is less than the GPU's. A recipe that fits and leaves less than
+    `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's memory,
+    and more for uncertain bytes. `loop` is `plain`, `accelerate` or `trainer`. `trainer_class` is a
+    subclass of `transformers.Trainer` to rehearse in its place. `rates` are by default this GPU's.
+
+    Raises `UsageError` for invalid arguments and `RehearsalError` for a step without a trace. Raises
+    `NothingFits` if no replacement of `auto` fits.
     """
     how: dict[str, Any] = {
         "gpu": gpu, "memory_bytes": memory_bytes, "headroom": headroom, "loop": loop, "software": software,
@@ -121,8 +124,10 @@ def resolve(
     memory_bytes: int | None = None,
     **how: Any,
 ) -> Resolved:
-    """The `rest` of a recipe with the least recomputing and offloading that fits; `how` goes to `predict`.
-    Raises `UsageError` where nothing says what must fit, and `NothingFits` where nothing does."""
+    """Return the `rest` of a recipe with the least recomputing and offloading that fits.
+
+    `how` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
+    """
     if gpu is None and memory_bytes is None:
         raise UsageError(NO_LIMIT)
     gpu = find_gpu(gpu) if gpu is not None else None
@@ -162,8 +167,11 @@ def resolve(
 
 
 def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
-    """With so many layers gone, of which some wait on the host, where that is faster by more than would be
-    called as fast; None where it is not."""
+    """Return a recipe that frees `gone` layers, some of them by waiting on the host; None without a clear
+    gain.
+
+    A gain is clear if it exceeds the tolerance of equally fast recipes.
+    """
     mixture = mixture_of(asked.job, link_of(gpu))
     if mixture is None or gone >= mixture.layers:
         return None
@@ -181,14 +189,14 @@ def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: G
 
 @dataclass
 class _Asked:
-    """Whole predictions of recipes, each made once."""
+    """Whole predictions of recipes, each computed once."""
 
     job: Job
     how: Mapping[str, Any]
     known: dict[Recipe, Prediction | SnugfitError] = field(default_factory=dict)
 
     def of(self, recipe: Recipe) -> Prediction:
-        """The prediction. Raises `SnugfitError` for one that cannot be made."""
+        """Return the prediction. Raises `SnugfitError` if it is impossible."""
         if recipe not in self.known:
             try:
                 self.known[recipe] = predict_recipe(self.job, recipe, **self.how)
@@ -200,7 +208,7 @@ class _Asked:
         return answer
 
     def is_known(self, recipe: Recipe) -> bool:
-        """Whether it can be predicted at all: a model may have no layers to recompute."""
+        """Return whether it can be predicted at all: a model may have no layers to recompute."""
         try:
             self.of(recipe)
         except SnugfitError:
@@ -214,25 +222,27 @@ class _Asked:
         return first.memory_bytes or 0
 
     def needed_bytes(self, recipe: Recipe) -> int:
-        """Bytes that must be free."""
+        """Return the bytes that must be free."""
         return self.memory - (self.of(recipe).spare_bytes or 0)
 
     def seconds(self, recipe: Recipe) -> float:
-        """Of a step; 0 where they are not known."""
+        """Return the seconds of a step; 0 if they are unknown."""
         timing = self.of(recipe).timing
         return timing.step_seconds if timing else 0.0
 
     def lacking(self, recipe: Recipe) -> int:
-        """Bytes that it needs beyond those that leave the headroom; below 0 where it leaves it."""
+        """Return the bytes that are missing to leave the headroom; below 0 if the recipe leaves it."""
         return self.of(recipe).headroom_bytes - (self.of(recipe).spare_bytes or 0)
 
     def leaves_headroom(self, recipe: Recipe) -> bool:
-        """Whether it fits and leaves the headroom."""
+        """Return whether the recipe fits and leaves the headroom."""
         return self.lacking(recipe) <= 0
 
     def least(self, recipes: Sequence[Recipe]) -> Recipe:
-        """Of these, of which each needs less than the one before, the first that fits; the first of all does
-        not, and the last does."""
+        """Return the first recipe that fits, of recipes whose bytes decrease.
+
+        The first of all must not fit, and the last must.
+        """
         low, high, rounds = 0, len(recipes) - 1, 0
         while high - low > 1:
             above, below = self.lacking(recipes[low]), self.lacking(recipes[high])
@@ -254,13 +264,13 @@ def _resolve_to(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
 
 
 def _each_layer(job: Job) -> list[Technique]:
-    """What recomputes each layer."""
+    """Return the technique that recomputes each layer, in a list."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.CHECKPOINTING]
     settings = [one for kind in kinds for one in kind.settings(job)]
     return [one for one in settings if one.install(Setup()).checkpoint == EVERY_LAYER][:1]
 
 
 def _all_on_host() -> list[Technique]:
-    """What keeps on the host whatever may be kept there."""
+    """Return the techniques that keep all possible activations on the host."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.ACTIVATION_OFFLOAD]
     return [Recipe.parse(kind.last_resort)[kind.slot] for kind in kinds if kind.last_resort]

@@ -1,9 +1,9 @@
-"""The order of a search for one GPU: one queue of what to screen and what to judge.
+"""Order of a search for one GPU: one queue of candidates to screen and to evaluate.
 
-Each candidate with lower bounds has a least number of seconds, and so has each kind of passes that waits for
-them. The fastest comes first, for its result makes most of what is slower needless. A free worker takes what
-is slower than the tasks of other workers only up to `AHEAD_SHARE`. It takes no kind whose bounds depend on a
-result that another worker is about to have.
+Each candidate with lower bounds has a minimum number of seconds, and so has each kind of passes that waits
+for bounds. The fastest comes first, since its result makes most slower ones unnecessary. A free worker
+takes tasks that are slower than those of other workers only up to `AHEAD_SHARE`. It takes no kind whose
+bounds depend on a pending result of another worker.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ AHEAD_SHARE = 1.0
 
 
 class _SearchTask(NamedTuple):
-    """Candidates that a worker screens or judges."""
+    """Candidates that a worker screens or evaluates."""
 
     method: str
     seconds: float
-    """Least seconds of the fastest; infinite for kinds that nothing bounds yet."""
+    """Least seconds of the fastest; infinite for kinds without bounds."""
     numbers: list[int]
 
 
 class _Needed(NamedTuple):
-    """The candidates of a kind that are needed, after so many results."""
+    """The candidates of a kind that are needed, after a number of results."""
 
     results: int
     numbers: list[int]
@@ -46,7 +46,7 @@ class _Needed(NamedTuple):
 
 
 class BestFirst:
-    """Screen and judge all that may be on the front of a search for one GPU."""
+    """Screen and evaluate all candidates for the front of a search for one GPU."""
 
     def __init__(self, state: SearchState, kinds: RecomputingKinds, tell: Tell) -> None:
         self.state, self.kinds, self.tell = state, kinds, tell
@@ -54,20 +54,20 @@ class BestFirst:
         self._tasks: dict[int, _SearchTask] = {}
         """Tasks of the workers, by the number of the question."""
         self._unbounded = deque(groups_by_passes(state.space, kinds.others))
-        """Kinds that nothing bounds: they are screened first."""
+        """Kinds without bounds, which are screened first."""
         self._results = 0
         self._needed: dict[int, _Needed] = {}
-        """By the kinds that wait, what was needed of them when they were last examined."""
+        """Needed candidates of each waiting kind at its last examination."""
         self._stale = set(kinds.waiting)
-        """Kinds of which more is known since."""
+        """Kinds with new results since then."""
         self._complete = False
         """True while no result came since all kinds were examined."""
         self._groups: list[tuple[float, int, list[int]]] = []
-        """A heap of least seconds, bytes and numbers of candidates with one trace that wait to be judged."""
+        """Heap of least seconds, bytes and numbers of candidates with one trace that wait for evaluation."""
         self._add_groups(number for number in state.bounds if number not in state.judged)
 
     def run(self, pool: WorkerPool) -> None:
-        """Work until nothing is needed. Raises `BelowLowerBound`."""
+        """Work until no candidate is needed. Raises `BelowLowerBound`."""
         self.tell(f"estimating {len(self._unbounded)} kinds of steps")
         for answer in pool.answers(self._ask, helped=True):
             self._learn(answer)
@@ -82,15 +82,18 @@ class BestFirst:
             return None
         screens, first = task.method == "screen", task.numbers[0]
         if not screens or self._is_compiled(first):
-            self.state.is_for(worker, first)  # from now on no other worker's
+            self.state.is_for(worker, first)  # from now on reserved for this worker
         number = ~first if screens else first
         self._tasks[number] = task
         setups = [self.state.space.candidates[one].setup for one in task.numbers]
         return Question(number, task.method, (setups,))
 
     def _unbounded_task(self, worker: int) -> _SearchTask | None:
-        """Return a kind that nothing bounds. One worker begins at each end of the list, which is in the order
-        of what updates depend on, so that few updates are rehearsed in both."""
+        """Return a kind without bounds.
+
+        The list is in the order of the updates' keys. One worker begins at each end, so few updates are
+        rehearsed in both.
+        """
         for group in reversed(self._unbounded) if worker % 2 else self._unbounded:
             if self._may_screen(worker, group[0]):
                 self._unbounded.remove(group)
@@ -124,9 +127,11 @@ class BestFirst:
         return task
 
     def _next_screened(self, worker: int, most: float, now: float) -> _SearchTask | None:
-        """Return a kind that may be faster than `most`. All of those must be screened, so what bounds others
-        comes first. Layers that are lowered first take long: they are not screened ahead of what others do
-        `now`."""
+        """Return a kind that may be faster than `most`.
+
+        All such kinds must be screened, so kinds that bound others come first. Compiled layers without a
+        lowered program take long. They are not screened ahead of the tasks that others do `now`.
+        """
         while True:
             for kind in self._stale:
                 self._examine(kind)
@@ -145,7 +150,8 @@ class BestFirst:
             self._stale, self._complete = set(self.kinds.waiting), True
 
     def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:
-        """Return the kinds that may be faster, those to lower last: others may make them needless."""
+        """Return the kinds that may be faster. Kinds to lower come last, since others may make them
+        unnecessary."""
         waiting = self.kinds.waiting
         return sorted(
             (self._must_be_lowered(needed.numbers[0]), self.kinds.rank(kind), needed.seconds, kind)
@@ -154,7 +160,7 @@ class BestFirst:
         )
 
     def _examine(self, kind: int) -> _Needed:
-        """Return what is needed of a kind by what is known now."""
+        """Return the needed candidates of a kind by the current results."""
         needed = self._needed.get(kind)
         if needed is None or needed.results != self._results:
             numbers = self.kinds.needed_of(kind)

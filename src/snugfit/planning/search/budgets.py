@@ -1,9 +1,9 @@
-"""Where a search looks at budgets of compiled layers.
+"""Conditions under which a search includes budgets of compiled layers.
 
-Each budget is a program of its own for each size of a micro-batch, which takes as long to lower as compiled
-layers without one: looked at like any other kind of recomputing they took a plan of Llama-3.2-1B, 2 x 2048
-tokens, from 49 seconds of CPU to 113. A budget saves memory and no time. So it is looked at where compiled
-layers that keep all do not fit, and elsewhere said to be left out.
+Each budget is a separate program for each size of a micro-batch. Lowering it takes as long as for compiled
+layers without one. As an ordinary kind of recomputing, budgets increased a plan from 49 to 113 seconds of
+CPU (Llama-3.2-1B, 2 x 2048 tokens). A budget saves memory and no time. It is therefore included only if
+compiled layers that keep all do not fit, and otherwise reported as left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
 
 BUDGET_SHARE = 0.02
-"""Of the seconds of compiled layers that keep all, how much less those with a budget may take. Of GPT-2,
-RoBERTa, BERT, ViT, Qwen, Gemma and Llama none took less than these by the rates of an H200."""
+"""Greatest share by which layers with a budget may take fewer seconds than compiled layers that keep all.
+
+None of GPT-2, RoBERTa, BERT, ViT, Qwen, Gemma and Llama took less than these by the rates of an H200.
+"""
 
 
 class Budgets:
-    """The candidates of a space whose compiled layers have a budget. `everywhere` looks at all of them, as
-    where the best few recipes are listed."""
+    """The candidates of a space whose compiled layers have a budget.
+
+    `everywhere` includes all of them, for lists of the best few recipes.
+    """
 
     def __init__(
         self,
@@ -40,8 +44,10 @@ class Budgets:
         self.space, self.states, self.least_of, self.everywhere = space, states, least_of, everywhere
 
     def are_idle(self, number: int) -> bool:
-        """Whether this candidate has a budget and needs none: on each GPU the same without one fits. What the
-        user has is always looked at."""
+        """Return whether this candidate has a budget without need: the same without one fits on each GPU.
+
+        The user's own budget is always included.
+        """
         candidate, start = self.space.candidates[number], self.space.fixed.start
         own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]
         if self.everywhere or own or not candidate.setup.has_budget:
@@ -57,8 +63,7 @@ class Budgets:
         return self._without(number) in self.states[0].bounds
 
     def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
-        """Those of these candidates that were not looked at, though the same without a budget was, in a
-        sentence."""
+        """Yield one exclusion for the idle candidates whose recipe without a budget was screened."""
         idle = [number for number in numbers if self.are_idle(number) and self._is_known_without(number)]
         if idle:
             name = self.space.candidates[idle[0]].recipe[Slot.CHECKPOINTING].name
@@ -66,8 +71,11 @@ class Budgets:
             yield Exclusion(what=name, why=why, recipes=len(idle))
 
     def _fits(self, index: int, state: SearchState, number: int) -> bool:
-        """By what is known of it. What was not judged although it may fit is no faster than something that
-        does; what cannot be simulated cannot be with a budget either."""
+        """Return whether a candidate may fit by its known bytes.
+
+        A candidate that may fit and was not evaluated is no faster than another that fits. A candidate
+        that cannot be simulated cannot be simulated with a budget either.
+        """
         least = self.least_of(number)
         known = state.judged.get(number) or state.bounds.get(number) or (least and least[index])
         return not known or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes

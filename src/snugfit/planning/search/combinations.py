@@ -1,8 +1,8 @@
-"""All ways to put a recipe together of what each slot offers, without those that a technique objects to.
+"""All combinations of the slots' techniques, without those to which a technique objects.
 
-Slot by slot, and a technique is asked whether it objects as soon as the slots that it looks at are filled:
-what two techniques object to together is left out with all that would follow, and counted. A space is a small
-part of all combinations, and each of them would be asked a dozen questions.
+Slots are filled one by one. A technique's objections are evaluated as soon as the slots that it reads are
+filled. An objection between two techniques excludes and counts all continuations. A space is a small part
+of all combinations, and each of them would need a dozen checks.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ class Combination(NamedTuple):
     """One technique of each slot."""
 
     number: int
-    """Among all combinations of the choices, those that are objected to too."""
+    """Index among all combinations of the choices, including excluded ones."""
     techniques: tuple[Technique, ...]
     setup: Setup
-    """What they make, one after the other."""
+    """Setup that the techniques install, one after the other."""
 
 
 class Objection(NamedTuple):
-    """Why techniques do not go together."""
+    """The reason why techniques do not combine."""
 
     technique: str
-    """The one that objects, as a recipe writes it."""
+    """Technique that objects, in the notation of recipes."""
     why: str
 
 
 class _PendingObjection(NamedTuple):
-    """What a technique is asked about the recipe around it."""
+    """A check of a technique against the recipe around it."""
 
     technique: Technique
     ask: Callable[[Technique, TechniqueBySlot], str]
-    """Gives its objection, empty where it has none."""
+    """Returns the technique's objection, or an empty text."""
     waits_for: int
-    """The slot without which it has no answer."""
+    """Index of the slot that the check needs."""
 
 
 class _NotYetFilledError(Exception):
-    """A technique asks for a slot that is not filled yet."""
+    """A technique reads a slot that is not filled yet."""
 
     def __init__(self, position: int) -> None:
         self.position = position
 
 
 class _Beginning:
-    """The recipe as far as it is put together."""
+    """The recipe with the slots filled so far."""
 
     def __init__(self, techniques: tuple[Technique, ...]) -> None:
         self._techniques = techniques
@@ -72,7 +72,7 @@ class _Beginning:
 
 
 class _WithoutKept:
-    """The recipe as far as it is put together, with plain techniques in the slots that are not searched."""
+    """The recipe with the slots filled so far, and plain techniques in the slots that are not searched."""
 
     def __init__(self, recipe: TechniqueBySlot, fixed: Kept) -> None:
         self._recipe, self._fixed = recipe, fixed
@@ -86,7 +86,7 @@ class Combinations:
 
     def __init__(self, choices: Sequence[Sequence[Technique]], job: Job, fixed: Kept) -> None:
         self.objections: Counter[Objection] = Counter()
-        """What was objected to so far, with the number of combinations."""
+        """Objections so far, with the number of combinations that each excluded."""
         self._choices, self._job, self._fixed = choices, job, fixed
         self._following = [prod(map(len, choices[position + 1 :])) for position in range(len(choices))]
 
@@ -112,7 +112,7 @@ class Combinations:
                 )
 
     def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
-        """What this technique is asked from here on."""
+        """Yield the checks of this technique."""
         if type(technique).objections is not Technique.objections:
             yield _PendingObjection(technique, self._objection, position)
         if type(technique).planned_without is not Technique.planned_without:
@@ -121,8 +121,7 @@ class Combinations:
     def _still_open(
         self, questions: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
     ) -> tuple[_PendingObjection, ...] | None:
-        """Those of the questions that have no answer yet; None where one's answer is an objection, which is
-        counted."""
+        """Return the checks without a result; None after an objection, which is counted."""
         last, recipe = len(techniques) - 1, _Beginning(techniques)
         still_open = []
         for question in questions:
@@ -143,7 +142,8 @@ class Combinations:
         return next(technique.objections(self._job, recipe), "")
 
     def _not_planned(self, technique: Technique, recipe: TechniqueBySlot) -> str:
-        """Why plans do not put it beside the others; empty where all of them are kept, or the user's own."""
+        """Return the reason why plans omit this combination; empty if all of it is fixed or the user's
+        own."""
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):
             return ""

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 COMPILED_SHARE = 0.005
-"""Largest share by which a compiled step may fall below its bound of seconds. Products and attention took
+"""Greatest share by which a compiled step may fall below its bound of seconds. Products and attention took
 equal seconds in every compared step of BERT-large."""
 
 PIECES_SHARE = 0.1
-"""Largest share by which more micro-batches may be faster than fewer ones. Each micro-batch launches all
+"""Greatest share by which more micro-batches may be faster than fewer ones. Each micro-batch launches all
 kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
 
 
@@ -105,8 +105,7 @@ class CompiledKinds:
         return least
 
     def again_seconds(self, number: int) -> float:
-        """Return the least seconds of what this candidate computes again, by the uncompiled one; 0 where that
-        is not known."""
+        """Return the least seconds of this candidate's recomputation, by the uncompiled one; 0 if unknown."""
         if number not in self._uncompiled:
             return 0.0
         alike, bare = self._uncompiled[number]

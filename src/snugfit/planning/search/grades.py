@@ -1,22 +1,23 @@
-"""Of a technique with many grades the one that is just enough, where a faster recipe lacks some bytes.
+"""Search for the least sufficient grade of a technique, if a faster recipe lacks some bytes.
 
-Recomputing the first k layers has as many settings as a model has layers, each with passes of its own that
-are rehearsed at the whole depth. So they are no part of the space. They lie between keeping all and
-recomputing each layer, in bytes and in seconds. Once the fastest recipe of the space that fits is known, a
-few of those that keep all, do not fit, and may be faster on the line to each layer, get the least grade that
-fits: looked for on that line, from both sides, in some two to six rehearsals. Of those that may be as fast
-the simplest is taken, and the allocator's kinds of segments are both tried, since a grade's trace is the same
-for both. That is no exact search: what the line says of a recipe may be wrong.
+Recomputing the first k layers has one setting per layer of the model. Each has different passes, which are
+rehearsed at the whole depth. These settings are therefore not part of the space. In bytes and in seconds
+they are between keeping all activations and recomputing each layer.
 
-Of the layers that have to go, some may wait on the host instead: those whose copies are done beside all that
-is computed anyway cost nothing. How many these are follows from the line as well, and from the link
-(`mixture.py`). Where that makes a step faster by more than would be called as fast, such a mixture is
-rehearsed, and first: where it fits, the least grade is mostly no longer worth looking for.
+The search starts from the fastest recipe of the space that fits. It considers a few recipes that keep all
+activations and do not fit. On the line to recomputing each layer they may be faster. For each it finds the
+least grade that fits, on that line and from both sides, in two to six rehearsals. Among equally fast
+results it takes the simplest. It tries both kinds of the allocator's segments, since a grade's trace is
+the same for both. This search is not exact: the line may be wrong for a recipe.
 
-Of kernels, layers whose largest product is computed again are looked for likewise, between none of them and
-all (`Technique.smaller`): a part of a layer costs fewer seconds for a byte than the whole of it.
+Activations of some layers may wait on the host instead. Copies that finish during other computation cost
+nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly
+faster is rehearsed first. If it fits, the least grade is mostly no longer worth a search.
 
-A technique that is kept for all layers, as `host(all)`, is looked for with fewer of them.
+For kernels, the layers whose largest product is recomputed are searched likewise, from none to all
+(`Technique.smaller`). A part of a layer costs fewer seconds per byte than the whole layer.
+
+For a technique that is fixed for all layers, such as `host(all)`, fewer layers are searched.
 """
 
 from __future__ import annotations
@@ -45,24 +46,26 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Recipes that get a grade, one after the other, the fastest on the line first."""
+"""Number of recipes that get a grade, one after the other, the fastest on the line first."""
 
 SMALLER_RECIPES = 2
-"""Recipes of which smaller settings of one technique are rehearsed, the fastest first."""
+"""Number of recipes for which smaller settings of one technique are rehearsed, the fastest first."""
 
 KEPT_RECIPES = 2
-"""Of those that fit with what is kept for all layers, the fastest, which are looked at with fewer."""
+"""Number of fastest recipes that fit with the fixed technique in all layers, for which fewer layers are
+tried."""
 
 ROUNDS = 4
-"""Times that grades of one recipe are rehearsed, two at a time."""
+"""Greatest number of rounds in which grades of one recipe are rehearsed, two at a time."""
 
 NEVER_SEEN = 0.25
-"""Of a step's seconds, what recomputing each layer adds where nothing is known of it: a forward pass is a
-third of a step's products."""
+"""Assumed share of a step's seconds that recomputing each layer adds: a forward pass is a third of a step's
+products."""
 
 
 class _Between(NamedTuple):
-    """A recipe that keeps all and does not fit, and what is known of it with each layer recomputed."""
+    """A recipe that keeps all activations and does not fit, with figures of the same one with each layer
+    recomputed."""
 
     number: int
     needed_bytes: int
@@ -71,24 +74,27 @@ class _Between(NamedTuple):
     most_seconds: float
 
     def share(self, memory_bytes: int) -> float:
-        """How far on the line to each layer it fits."""
+        """Return the position on the line to recomputing each layer at which the recipe fits, from 0 to 1."""
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
 
     def layers_within(self, memory_bytes: int, layers: int) -> int:
-        """How many of so many layers have to go."""
+        """Return the number of `layers` that must be freed."""
         return min(max(1, math.ceil(self.share(memory_bytes) * layers)), layers)
 
     def seconds_within(self, memory_bytes: int) -> float:
-        """What it takes there."""
+        """Return the seconds at that position."""
         return self.seconds + self.share(memory_bytes) * (self.most_seconds - self.seconds)
 
 
 def find_grades(
     state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> Space:
-    """Judges the least grades that fit and are faster than all that was judged and fits, and adds them to the
-    state's space, which it gives back. None where nothing fits. `link` is how many bytes a second go to the
-    host; where that is not known, nothing is sent there unasked."""
+    """Evaluate the least grades that fit and are faster than every evaluated recipe that fits. Return the
+    state's space.
+
+    The grades are added to the space, unless nothing fits. `link` are the bytes a second to the host.
+    Without it, activations are sent there only on request.
+    """
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
     fixed = state.space.fixed.slots
@@ -104,7 +110,7 @@ def find_grades(
                 break
             tried.add(state.space.candidates[between.number].sized)
             tell(f"looking for {technique.name} that fits")
-            if mixture is not None:  # which mostly makes the other needless
+            if mixture is not None:  # mostly makes grades unnecessary
                 _look_for_mixture(state, pool, between, mixture)
             if between.seconds_within(state.memory_bytes) >= state.fastest_that_fits * (1 - AS_FAST):
                 continue
@@ -121,8 +127,10 @@ def find_grades(
 
 
 def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, mixture: Mixture) -> None:
-    """Judges recipes with some of their layers on the host that may be faster than all that fits, and than
-    recomputing as few layers as fit, and adds those that are."""
+    """Evaluate recipes with some of their layers on the host, and add those that are faster.
+
+    They may be faster than every recipe that fits, and than recomputing as few layers as possible.
+    """
     memory = state.memory_bytes or 0
 
     def look(recipe: Recipe) -> Tried | None:
@@ -141,8 +149,11 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
 
 
 def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, tell: Tell) -> None:
-    """Judges the fastest recipes that keep all and do not fit with smaller settings of what is in this slot,
-    and adds those that fit and are faster than all that does."""
+    """Evaluate smaller settings of this slot's technique for the fastest recipes that keep all and do not
+    fit.
+
+    Add the recipes that fit and are faster than every other one that fits.
+    """
     smaller = {technique: technique.smaller(job) for technique in state.space.offers(slot)}
     if not any(smaller.values()):
         return
@@ -168,8 +179,11 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
 def _fastest_too_large(
     state: SearchState, slot: Slot, smaller: Mapping[Technique, Sequence[Technique]], tried: Collection[int]
 ) -> int | None:
-    """Of the recipes that recompute no layer, do not fit, and may be faster than all that fits, the fastest,
-    with other passes than those `tried`, whose technique in this slot has `smaller` settings."""
+    """Return the fastest recipe that does not fit and may be faster than every one that fits.
+
+    It recomputes no layer, its passes differ from those `tried`, and its technique in this slot has
+    `smaller` settings.
+    """
     most, plain = state.fastest_that_fits * (1 - AS_FAST), roster.plain(Slot.CHECKPOINTING)
     seconds: dict[int, float] = {}
     for number, bound in state.bounds.items():
@@ -183,12 +197,12 @@ def _fastest_too_large(
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
-    """Judges the fastest recipes that fit with the least of these in place of what is kept, and adds those
-    that are faster."""
+    """Evaluate the least of these settings for the fastest recipes that fit, and add those that are
+    faster."""
     fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
     for number in fitting[:KEPT_RECIPES]:
         base = state.space.candidates[number].recipe
-        low, high = 0, len(lesser) + 1  # the most that does not fit, and the least that does
+        low, high = 0, len(lesser) + 1  # indices: the last that does not fit, and the first that does
         for _ in range(2 * ROUNDS):
             if high - low <= 1:
                 break
@@ -205,8 +219,10 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
 
 
 def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between | None:
-    """Of the recipes with other passes than those `tried`, the simplest that may be as fast as the fastest
-    on the line, if that is faster than all that fits."""
+    """Return the simplest of the equally fast recipes on the line, with other passes than those `tried`.
+
+    Return None if they are no faster than every recipe that fits.
+    """
     space, memory = state.space, state.memory_bytes or 0
     most = state.fastest_that_fits * (1 - AS_FAST)
     lines = [
@@ -224,7 +240,7 @@ def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between
 
 
 def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
-    """What keeps all and does not fit, but may with each layer recomputed."""
+    """Yield the recipes that keep all and do not fit, but may fit with each layer recomputed."""
     space, plain = state.space, roster.plain(slot)
     every = next((one for one in space.offers(slot) if one.install(Setup()).checkpoint == EVERY_LAYER), None)
     for number, bound in state.bounds.items():
@@ -245,9 +261,11 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
 def _least_that_fits(
     state: SearchState, pool: WorkerPool, between: _Between, grades: Sequence[Technique]
 ) -> tuple[Recipe, Figures] | None:
-    """The first of these grades with which the recipe fits, and what it takes; None where that was not
-    found or is no faster than what fits anyway."""
-    low, high = 0, len(grades) + 1  # grades that do not fit, and that do; 0 keeps all, and the last is each
+    """Return the first of these grades with which the recipe fits, with its figures.
+
+    Return None if none was found, or if it is no faster than the best that fits.
+    """
+    low, high = 0, len(grades) + 1  # too large, and fitting: 0 keeps all, the last is each
     low_bytes, high_bytes = between.needed_bytes, between.least_bytes
     least_grade: tuple[Recipe, Figures] | None = None
     base, memory = state.space.candidates[between.number].recipe, state.memory_bytes or 0
@@ -271,8 +289,10 @@ def _least_that_fits(
 
 
 def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
-    """What a recipe takes by the simplest allocator with which it fits, or the one that needs the fewest
-    bytes; None where it cannot be rehearsed."""
+    """Return a recipe with the simplest allocator with which it fits, or else the smallest, and its figures.
+
+    Return None if it cannot be rehearsed.
+    """
     space = state.space
     allocators = sorted(space.offers(Slot.ALLOCATOR), key=lambda one: one != space.simplest[Slot.ALLOCATOR])
     stand_ins = {one: stand_in(space, one) for one in map(recipe.with_, allocators)}
@@ -287,7 +307,7 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
 
 
 def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = None) -> None:
-    """Makes this recipe one of the space's, with what it takes where that is known."""
+    """Add this recipe to the space, with its figures if they are known."""
     space, setup, number = state.space, recipe.setup(), len(state.space.candidates)
     update, own, like = step_key(setup).update, -number, stand_in(space, recipe)
     program = own if like is None else space.candidates[like].program
@@ -303,8 +323,10 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
 
 
 def stand_in(space: Space, recipe: Recipe) -> int | None:
-    """Of a recipe with a grade, the same with the slot's plain technique, or with what is kept there; its own
-    number for any other. None where that is not in the space."""
+    """Return the candidate for a recipe, with graded techniques replaced by the slot's plain or fixed one.
+
+    Without a grade this is the recipe's own number. Return None if the result is not in the space.
+    """
     for technique in recipe:
         if technique not in space.offers(technique.slot):
             plain, offered = roster.plain(technique.slot), space.offers(technique.slot)

@@ -1,9 +1,9 @@
-"""Layers that are recomputed, and after them some whose activations wait on the host.
+"""Mixtures of layers that are recomputed, followed by layers whose activations wait on the host.
 
-Both free what a layer keeps. Recomputing costs the layer's forward pass again; a copy costs nothing as long
-as it is done beside what is computed anyway. So of the layers that have to go, as many wait on the host as
-the link can carry in that time, and the others are recomputed: the first ones, since the backward pass comes
-to them last (`checkpointing/first_layers.py`). Of a recomputed layer only the input waits there.
+Both free the activations of a layer. Recomputing repeats the layer's forward pass. A copy costs nothing if
+it finishes during other computation. As many layers wait on the host as the link can transfer in that
+time, and the rest are recomputed. These are the first layers, since the backward pass reaches them last
+(`checkpointing/first_layers.py`). Only the input of a recomputed layer waits there.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Slot, Technique
 
 MOST_ON_HOST = 8 * GIB
-"""Of activations in the host's page-locked memory, where nobody asked for that (chosen): what a machine that
-trains on one GPU has beside all else."""
+"""Greatest bytes of activations in the host's page-locked memory without a request (chosen).
+
+A machine that trains on one GPU has that much free.
+"""
 
 
 ROUNDS = 4
-"""Mixtures that are looked at for one recipe."""
+"""Greatest number of mixtures that are tried for one recipe."""
 
 
 class RecomputingLine(NamedTuple):
-    """From a step that keeps all activations to one that recomputes each layer."""
+    """Line from a step that keeps all activations to one that recomputes each layer."""
 
     needed_bytes: int
     seconds: float
@@ -42,36 +44,37 @@ class RecomputingLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What may be done with the layers of a model."""
+    """Ways to free the activations of a model's layers."""
 
     job: Job
     recomputing: Sequence[Technique]
-    """The first layer, the first two, and so on up to all but one."""
+    """Techniques that recompute the first layer, the first two, up to all but one."""
     on_host: Sequence[Technique]
-    """The same layers, whose activations wait there."""
+    """Techniques that keep the activations of these layers on the host."""
     link: float
     """Bytes a second to the host, and as many back."""
 
     @property
     def layers(self) -> int:
-        """How many the model has."""
+        """Number of layers in the model."""
         return len(self.on_host) + 1
 
     def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
-        """With so many layers that have to go, of which so many are sent and the others recomputed."""
+        """Return the recipe that frees `gone` layers: `sent` of them wait on the host, the rest are
+        recomputed."""
         base = self.with_recomputing(base, gone - sent) if gone > sent else base
         return base.with_(self.on_host[gone - 1])
 
     def with_recomputing(self, base: Recipe, layers: int) -> Recipe:
-        """With so many layers recomputed."""
+        """Return the recipe with this number of layers recomputed."""
         return base.with_(self.recomputing[layers - 1])
 
     def free_copies(self, line: RecomputingLine, gone: int) -> int:
-        """Of so many layers that have to go, how many can be sent while others are computed.
+        """Return how many of `gone` layers can be sent while other layers are computed.
 
-        A layer takes as long as recomputing it does. The copies begin when the first layer that is sent is
-        done, and the last of them is awaited when the last layer but one is: `sent * copy` is at most
-        `(layers - 2 - (gone - sent)) * layer`, in seconds. The backward pass has twice as long for them.
+        Computing a layer takes as long as recomputing it. The copies begin after the first sent layer. The
+        last copy must be finished after the last layer but one: `sent * copy` is at most
+        `(layers - 2 - (gone - sent)) * layer`, in seconds. The backward pass has twice that time.
         """
         layer = (line.most_seconds - line.seconds) / self.layers
         nbytes = (line.needed_bytes - line.least_bytes) / self.layers
@@ -82,16 +85,16 @@ class Mixture:
         return max(0, most)
 
     def seconds(self, line: RecomputingLine, gone: int, sent: int) -> float:
-        """What such a step takes on the line."""
+        """Return the seconds of such a step on the line."""
         return line.seconds + (gone - sent) * (line.most_seconds - line.seconds) / self.layers
 
 
 class Tried(NamedTuple):
-    """A recipe that was looked at."""
+    """A recipe that was tried."""
 
     recipe: Recipe
     lacking: int
-    """Bytes that it needs beyond those that it may; below 0 where it fits."""
+    """Bytes above the limit; below 0 if it fits."""
     seconds: float
 
 
@@ -103,10 +106,12 @@ def find_mixture(
     most: float,
     look: Callable[[Recipe], Tried | None],
 ) -> Recipe | None:
-    """The recipe with as many layers on the host as cost nothing and the others of those that have to go
-    recomputed, where that takes less than `most` seconds by more than would be called as fast; None where
-    none was found. From so many `gone` layers on it is looked for those that fit, and for fewer; `look` gives
-    None for what cannot be."""
+    """Return the recipe that sends as many layers to the host as cost nothing, and recomputes the rest.
+
+    Its step takes clearly less than `most` seconds. The search starts with `gone` freed layers, increases
+    the number until the recipe fits, and then tries fewer. `look` returns None for invalid recipes. Return
+    None if none is found.
+    """
     best, fewest, sent = None, 0, mixture.free_copies(line, gone)
     a_layer = max(1.0, (line.needed_bytes - line.least_bytes) / mixture.layers)
     most *= 1 - AS_FAST
@@ -130,8 +135,7 @@ def find_mixture(
 
 
 def mixture_of(job: Job, link: float | None) -> Mixture | None:
-    """What may be done with the layers of this job's model; None where they are not known, or the link is
-    not."""
+    """Return the ways to free the layers of this job's model; None if they or the link are unknown."""
     recomputing, on_host = (grades_of(slot, job) for slot in AUTO_SLOTS)
     if not recomputing or not on_host:
         return None
@@ -139,11 +143,11 @@ def mixture_of(job: Job, link: float | None) -> Mixture | None:
 
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
-    """Return the grades of the slot's technique that has some, else nothing."""
+    """Return the grades of the slot's technique, if it has any."""
     of_slot = (kind.grades(job) for kind in roster.techniques() if kind.slot is slot)
     return next(filter(None, of_slot), ())
 
 
 def is_valid(recipe: Recipe, job: Job) -> bool:
-    """Whether nothing in a recipe objects to the job or to the rest of it."""
+    """Return whether nothing in a recipe objects to the job or to the rest of it."""
     return not any(True for technique in recipe for _ in technique.objections(job, recipe))

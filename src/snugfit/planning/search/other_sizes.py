@@ -1,10 +1,10 @@
-"""Lower bounds of a candidate, from the same candidate with more and so smaller micro-batches.
+"""Lower bounds of a candidate, from the same candidate with more and thus smaller micro-batches.
 
-A kernel runs at most twice as often where layers are computed again, and the host has some more to do. So
-fewer micro-batches save at most three times the seconds that they save without. The most that is live is the
-largest of several moments, each of which grows evenly with the samples. That is a convex figure: beyond two
-known sizes it is never below the line through them. A budget changes how much grows with the samples, and
-nothing of the rest: there one size is enough.
+Recomputation at most doubles a kernel's runs, and the host has slightly more work. Fewer micro-batches
+therefore save at most three times the seconds that they save without it. The peak is the maximum of
+several moments, each linear in the samples. It is a convex function, and beyond two known sizes it is
+never below the line through them. A budget only changes the growth with the samples, so one size is enough
+for it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ if TYPE_CHECKING:
     from snugfit.planning.search.space import Space
 
 PEAK_SHARE = 0.01
-"""Share of the bytes that follow from other sizes by which a step may be smaller (chosen): workspaces grow in
-steps."""
+"""Share by which a step's bytes may fall below the extrapolation (chosen): workspaces grow in steps."""
 
 MISSING = -1
-"""Number of a candidate that the space has not."""
+"""Number of a candidate that is not in the space."""
 
 MOST_SAVED = 3
-"""Times the seconds that fewer micro-batches save without recomputing, which they save with it at most. Of a
-small GPT-2, where the host is late, 2.2 were seen."""
+"""Limit of the seconds that fewer micro-batches save with recomputing, in multiples of the savings without
+it.
+
+A small GPT-2, bound by the host, reached 2.2.
+"""
 
 
 TWO_SIZES = 2
-"""Sizes that a line goes through."""
+"""Number of sizes that determine a line."""
 
 
 class OtherSizes:
-    """The sizes of micro-batches of each candidate of a space; `bounds` holds what is known of candidates."""
+    """The sizes of micro-batches of each candidate of a space, with the known `bounds` of candidates."""
 
     def __init__(self, space: Space, bounds: Mapping[int, Bound]) -> None:
         self.space, self._bounds = space, bounds
@@ -55,7 +57,7 @@ class OtherSizes:
         return self._smaller[number]
 
     def pieces(self, number: int) -> int:
-        """Return how many micro-batches this candidate has."""
+        """Return the number of micro-batches of this candidate."""
         return self.space.candidates[number].setup.micro_batches
 
     def least(self, number: int) -> Bound:
@@ -87,7 +89,7 @@ class OtherSizes:
             return 0.0
         two = [*plain.items()][:TWO_SIZES]
         if any(one.needed_bytes <= one.resting_bytes for one in (*dict(two).values(), bound)):
-            return 0.0  # the update decides
+            return 0.0  # the update determines the peak
         at_rest = self._on_line(two, 0.0)
         points, values = [0.0, 1 / self.pieces(first)], [at_rest, bound.needed_bytes]
         return float(linear_extrapolate(points, values, 1 / pieces))

@@ -1,4 +1,4 @@
-"""What a search says while it runs: how far it is, how long it may still take, and the best so far."""
+"""Progress messages of a search: the finished part, the estimated time left, and the best recipe so far."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 
 ENOUGH = 8
-"""Parts of a search that are done before the time left is estimated, and over which the estimate is smoothed:
-a part may take ten times as long as another."""
+"""Number of finished parts before the time left is estimated, and over which the estimate is smoothed.
+
+One part may take ten times as long as another.
+"""
 
 
 class Progress:
-    """Says how far a part of the search is, and how long it may still take."""
+    """Report the finished part of a search, and the estimated time left."""
 
     def __init__(self, what: str, total: int, tell: Tell) -> None:
         self.what, self.total, self.tell = what, total, tell
@@ -27,8 +29,8 @@ class Progress:
         self.end: float | None = None
 
     def step(self, skips: bool = False, share: float = 1.0) -> None:
-        """One more is done, which took no time where that `skips` it; of those that are left, this share will
-        take time."""
+        """Count one more part. A part with `skips` took no time, and `share` of the remaining parts will take
+        time."""
         self.done += 1
         self.skipped += skips
         now = time.monotonic()
@@ -42,13 +44,15 @@ class Progress:
 
 
 def _to_fives(seconds: float) -> int:
-    """To whole seconds, above ten to fives: an estimate that is no better does not look it."""
+    """Round to whole seconds, above ten to multiples of five, since the estimate is no more precise."""
     return round(seconds) if seconds < 10 else 5 * round(seconds / 5)
 
 
 def with_best(tell: Tell, best_so_far: Callable[[], Choice | None]) -> Tell:
-    """Adds to whatever is said the best recipe that is known by then to fit; its figures come first, for the
-    line may be cut."""
+    """Return a callback that appends the best known recipe that fits to every message.
+
+    Its figures come first, since the line may be cut.
+    """
 
     def tell_both(what: str) -> None:
         if best := best_so_far():

@@ -1,8 +1,8 @@
 """The best few recipes of a search, which `--verify` measures.
 
-The front holds what no other recipe dominates in speed and bytes, so the second fastest is mostly not on it.
-Where the best few are asked for, recipes are judged further, in the order of their lower bounds, until no
-recipe that was not judged can be among them.
+The front contains recipes that no other dominates in speed and bytes, so the second fastest is mostly
+missing. For a list of the best few, further recipes are evaluated in the order of their lower bounds. This
+ends if no remaining recipe can be among them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 TOGETHER = 4
-"""Traces for each worker that are judged before it is asked again whether the best are known."""
+"""Number of traces per worker that are evaluated between two checks of the ranking."""
 
 
 def rank_best(
     state: SearchState, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None
 ) -> list[int]:
-    """The best `count` recipes that fit, the best first; fewer where there are no more. Those that differ in
-    nothing that a clock sees (the allocator's segments, the precision of products that there are none of)
-    take the same seconds and count once. Raises `BelowLowerBound`."""
+    """Return the best `count` recipes that fit, the best first; fewer if there are no more.
+
+    Recipes without a difference in seconds count once. Examples are another segment policy of the
+    allocator, and a precision of products that do not occur. Raises `BelowLowerBound`.
+    """
 
     def least(number: int) -> float:
         bound = state.bounds[number]
@@ -49,7 +51,7 @@ def rank_best(
 
 
 def _ranking(state: SearchState, objective: str) -> list[int]:
-    """Of those judged that fit, one for each length of a step, the best first."""
+    """Return the evaluated recipes that fit, one for each length of a step, the best first."""
     fitting = [number for number, figures in state.judged.items() if state.fits(figures.needed_bytes)]
     by_seconds: dict[float, int] = {}
     for number in sorted(fitting, key=lambda one: (_value(state, one, objective), *state.rank(one))):

@@ -1,12 +1,12 @@
-"""Why a plan's answer is filled as it is, slot by slot, and what it would change in the user's own recipe.
+"""Reasons for a plan's answer, slot by slot, and the changes that it proposes for the user's own recipe.
 
-A slot's reason is a comparison, and both sides are judged in full: the recipe against the same recipe with
-the slot's plain technique in it; where the plain one was chosen or is not to be had, against the fastest
-other that it could hold. A slot that is kept says so.
+A slot's reason is a comparison, with both sides evaluated in full. It compares the recipe with the same
+recipe and the slot's plain technique. If the plain one was chosen or is not available, it uses the fastest
+other technique. A fixed slot gives that as its reason.
 
-Each change to the user's recipe stands by itself: what that recipe would take with nothing but this slot
-filled as the plan fills it. Changes do not add up (a smaller micro-batch saves less once layers are
-recomputed), so all of them together are the plan's own figures. All are judged for the plain loop.
+Each change of the user's recipe is evaluated alone: the recipe with only this slot as in the plan. Changes
+do not add up (a smaller micro-batch saves less once layers are recomputed). All of them together give the
+plan's own figures. All are evaluated for the plain loop.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ if TYPE_CHECKING:
 
 
 class Explanation(NamedTuple):
-    """What is said about a plan's answer."""
+    """Explanation of a plan's answer."""
 
     verified: bool
-    """Whether simulating it in full gave the same figures."""
+    """True if its full simulation gave the same figures."""
     doubts: tuple[str, ...]
     reasons: tuple[Reason, ...]
     timing: StepSeconds | None
-    """The answer's seconds, where the GPU's rates are known."""
+    """Seconds of the answer, if the GPU's rates are known."""
 
 
 def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
-    """Simulates the answer in full, and judges what its slots are compared with. Raises `SnugfitError` when
-    the answer cannot be simulated."""
+    """Return the explanation of an answer from its full simulation and the alternatives of its slots.
+
+    Raises `SnugfitError` if the answer cannot be simulated.
+    """
     recipe = state.space.candidates[answer].recipe
     state.screen_these(_comparable(state, recipe), lambda least: True)
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
@@ -56,7 +58,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
         if other is None or state.space.number(other) is not None or stand_in(state.space, other) is None:
             continue
         if any(any(technique.objections(job, other)) for technique in other):
-            alternatives[slot] = None  # it goes with what the grade stands for, and not with the grade
+            alternatives[slot] = None  # valid with the ungraded technique alone
         else:
             add_candidate(state, other)
     candidates = state.space.candidates
@@ -96,7 +98,7 @@ def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe that this one is compared with; None where the slot has no other technique.
+    """Return the recipe for the comparison of this slot; None if the slot has no other technique.
 
     It has the slot's plain technique, or else the other technique with the least lower bound of seconds.
     """
@@ -111,9 +113,9 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the slot's plain technique; None where that is its own or is not offered.
+    """Return the recipe with the slot's plain technique; None if that is its own or is not offered.
 
-    Also None where its compiled layers would have to be lowered and those of another technique are lowered.
+    Also None if its compiled layers would have to be lowered and those of another technique are lowered.
     """
     plain = roster.plain(slot)
     if recipe[slot] == plain or plain not in state.space.offers(slot):
@@ -136,7 +138,7 @@ def _is_lowered(state: SearchState, number: int) -> bool:
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
-    """Where the same kernels take longer without being recorded: that the host launches them too late."""
+    """Return the reason why the same kernels take longer unrecorded: late launches of the host."""
     if other is None or figures is None or recipe.setup().capture is None:
         return ""
     saved = figures.seconds - own.seconds
@@ -168,7 +170,7 @@ def _reason(
 def cures(
     recipe: Recipe, needed_bytes: int, job: Job, memory_bytes: int, fidelity: Fidelity, fixed: Kept
 ) -> Iterator[str]:
-    """What would make the nearest miss fit."""
+    """Yield changes that would make the nearest miss fit."""
     needed = show_bytes(needed_bytes)
     yield f"It would fit with {show_bytes(needed_bytes - memory_bytes)} more memory: {recipe} takes {needed}."
     sizes = [(gpu.memory_bytes or 0, gpu.key) for gpu in all_gpus() if gpu.compute_capability]
@@ -198,7 +200,7 @@ def cures(
 
 
 def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job, gpu: Gpu | None) -> Start:
-    """The recipe that the user starts from beside the one that the plan chose."""
+    """Return a comparison of the user's recipe with the plan's."""
     slots = [slot for slot in Slot if start[slot] != chosen[slot]]
     results: dict[int, Figures | SnugfitError] = {}
     questions = []
@@ -225,15 +227,14 @@ def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job
 
 
 def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
-    """The fields of a start or a change that say what a recipe takes; none where it cannot be."""
+    """Return the fields of a start or a change with a recipe's figures; empty if it is invalid."""
     if isinstance(figures, SnugfitError):
         return {}
     return {"needed_bytes": figures.needed_bytes, "step_seconds": figures.step_seconds}
 
 
 def _last_resorts(job: Job, fixed: Kept) -> Iterator[str]:
-    """What plans leave out and what may yet make a step fit, in the order in which to try it, and why they
-    leave it out."""
+    """Yield techniques that plans leave out and that may make a step fit, in order, with the reasons."""
     resorts = [
         technique
         for technique in roster.techniques()

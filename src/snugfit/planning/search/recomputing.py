@@ -1,32 +1,33 @@
-"""Kinds of passes that save memory and no time, which most searches need not look at.
+"""Kinds of passes that save memory and no time, which most searches need not rehearse.
 
-Recomputing adds kernels to a step and leaves none out, and it changes nothing of what is live in an update:
-weights, gradients, states. So what a recipe takes without recomputing bounds it with: as long, and as large
-as the update. Where a recipe that was judged is as fast as that and as small, no kind of recomputing has to
-be rehearsed for it. With adapters in the space, that is all of full fine-tuning. The kinds that may be
-fastest are rehearsed first, each before anything slower is judged: they make most of the others needless.
+Recomputing adds kernels to a step and removes none. It does not change the memory of an update: weights,
+gradients, states. The recipe without recomputing is therefore a lower bound: equal seconds, and the bytes
+of its update. If an evaluated recipe is as fast and as small as that bound, no kind of recomputing needs a
+rehearsal. With adapters in the space, this excludes all of full fine-tuning. The kinds that may be fastest
+are rehearsed first, before any slower recipe is evaluated. They make most other kinds unnecessary.
 
-Of two kinds that differ in attention, kernels or precision, one may be no better in anything: it is left out
-for its twin (`twins.py`).
+One of two kinds that differ in attention, kernels or precision may be no better in any figure. It is left
+out in favour of its twin (`twins.py`).
 
-Recomputing each n-th layer takes no less memory than recomputing each, and about what lies between none and
-each, in bytes and in seconds; of spans of layers something is known as well (`some_layers.py`). So
-recomputing each is rehearsed first, and may show that the others are too large or too slow. Where several
-GPUs are asked about, of which each small one seeks its smallest recipe, it is judged first too; for one GPU
-more recipes were judged by that, and the plan took longer.
+Recomputing each n-th layer takes no less memory than recomputing each. Its bytes and seconds are roughly
+between none and each. Spans of layers have bounds as well (`some_layers.py`). Recomputing each layer is
+therefore rehearsed first, and may show that the rest are too large or too slow. In a search for several
+GPUs, small GPUs need their smallest recipe, so it is evaluated first too. For one GPU that evaluated more
+recipes, and the plan took longer.
 
-Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
-nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
+Logits in chunks are such a kind too. They do not change the memory while a layer runs. A step with whole
+logits may have its peak in a layer or in its update. Chunks then save nothing and need no rehearsal.
 
-Compiled layers are lowered anew for each size of a micro-batch, so for one GPU they wait too
-(`compiled_kinds.py`). They are lowered one size at a time, once all that may be faster was judged. The same
-without the compiler is rehearsed before: it takes a tenth of the time and may show that they are needless.
+Compiled layers are lowered separately for each size of a micro-batch. For one GPU they wait too
+(`compiled_kinds.py`). They are lowered one size at a time, after all possibly faster recipes were
+evaluated. The uncompiled recipe is rehearsed before. It takes a tenth of the time and may show that they
+are unnecessary.
 
-For one GPU, only those sizes of micro-batches are rehearsed that may matter.
+For one GPU, only the sizes of micro-batches that may matter are rehearsed.
 
-What bounds here is no law: keys and values of a cache that only checkpointing switches off cost a little,
-hence `CACHE_SHARE`; the worst moment is another, hence `PEAK_SHARE`. So each kind that is rehearsed is held
-to all of it. Where one takes less than its bound, all are rehearsed.
+These bounds are not exact. Keys and values of a cache that only checkpointing disables cost a little,
+hence `CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each rehearsed kind is therefore
+compared with its bounds. If one takes less than its bound, all kinds are rehearsed.
 """
 
 from __future__ import annotations
@@ -61,49 +62,55 @@ SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 """Slots whose techniques save memory in the passes, and no time."""
 
 CACHE_SHARE = 0.1
-"""Of the seconds of a step without recomputing, how much less one with it may take."""
+"""Greatest share by which recomputing may reduce the seconds of a step."""
 
 NOTHING = Bound(0, 0.0)
 
 KINDS_AT_A_TIME = 8
-"""Kinds of recomputing that are rehearsed before it is asked again which are needed."""
+"""Number of kinds that are rehearsed before the needed kinds are determined again."""
 
 
 class RecomputingKinds:
-    """The kinds of passes of a search that recompute or never have whole logits, as far as nobody has looked
-    at them; the search has a state for each GPU."""
+    """Waiting kinds of passes of a search: kinds that recompute or never have whole logits, without a
+    rehearsal.
+
+    The search has a state for each GPU.
+    """
 
     def __init__(
         self, states: Sequence[SearchState], pool: WorkerPool, tell: Tell, *, budgets: bool = False
     ) -> None:
         self.states, self.space, self.pool, self.tell = states, states[0].space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
-        """By kind of passes, the candidates."""
+        """Waiting candidates by kind of passes."""
         offered = self.space.offers(Slot.CHECKPOINTING)
         self._each_layer = next((o for o in offered if o.install(Setup()).checkpoint == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
-        """Of candidates whose logits come in chunks, the same with whole logits."""
+        """Counterpart with whole logits of each candidate with logits in chunks."""
         self._full: dict[int, int] = {}
-        """Of candidates that recompute some layers, spans of them or parts, the same with each by itself."""
+        """Counterpart that recomputes each layer, for candidates that recompute some layers, spans of them or
+        parts."""
         self._looked_at = set[int]()
         """Kinds of passes that were rehearsed."""
         self._least_known: dict[int, OnGpus] = {}
-        """Of candidates that were asked about, the least that they take by what is known now."""
+        """Cached lower bounds of waiting candidates by the current results."""
         self._by = defaultdict[int, set[int]](set)
-        """Whose least depends on what is known of a candidate."""
+        """Candidates whose cached bounds depend on the key."""
         self._dominated = set[int]()
-        """Candidates that cannot matter any more, as long as the search goes on as it does."""
+        """Candidates that cannot matter for the rest of this search."""
         self._known = 0
-        """How many bounds there were after the last that were added."""
+        """Number of bounds after the last addition."""
         self._none: dict[int, int | None] = {}
-        """Of candidates that were asked about, the same without recomputing."""
+        """Cached counterparts without recomputing."""
         self._on_the_way: dict[int, OnGpus] = {}
-        """Candidates that a worker screens now, with the least that was known of them before."""
+        """Candidates that a worker screens now, with their previous lower bounds."""
         self._bounds_hold = True
-        """False once a candidate took less than the least that had been known of it: then all kinds are
-        screened that have whole logits and no compiled layers that save memory."""
+        """False once a candidate took less than its lower bound.
+
+        All kinds with whole logits are then screened, except for compiled layers that save memory.
+        """
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
             if _saves(setup):
@@ -130,9 +137,12 @@ class RecomputingKinds:
     def screen(
         self, is_needed: Callable[[int, OnGpus], bool], most: int | None = None, *, twins: bool = True
     ) -> list[int]:
-        """Gives those kinds their lower bounds of which a candidate `is_needed`, by the least that is known
-        of it on each GPU; without `twins` but for those that are no better than another, and of many the
-        `most` that may be fastest. Which candidates were given them."""
+        """Screen the kinds of which a candidate `is_needed` by its lower bounds on each GPU. Return the
+        screened candidates.
+
+        Without `twins`, kinds that are no better than another are skipped. `most` limits the kinds to
+        those that may be fastest.
+        """
         needed = self._find_needed(is_needed, twins=twins)
         return self._screen(needed, is_needed, most, twins=twins)
 
@@ -150,7 +160,7 @@ class RecomputingKinds:
         chosen = [number for kind in kinds[:most] for number in needed[kind]]
         firsts = (self._firsts_of(needed[kind]) for kind in kinds[:most])
         asked = self._take(chosen if twins else itertools.chain.from_iterable(firsts))
-        if len(self.states) == 1 and not twins:  # what is still needed by what recomputing each layer takes
+        if len(self.states) == 1 and not twins:  # needed in spite of the results for recomputing each layer
             left = (n for n in chosen if n not in asked and n not in self._compiled)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
         if self._is_any_below(asked):
@@ -160,14 +170,17 @@ class RecomputingKinds:
         return list(asked)
 
     def _is_compiled_saving(self, number: int) -> bool:
-        """Return whether this candidate has compiled layers and saves memory: what the same takes without
-        saving any bounds it."""
+        """Return whether this candidate has compiled layers and saves memory. Its counterpart that saves none
+        bounds it."""
         return number in self._compiled and _saves(self.space.candidates[number].setup)
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the candidates to look at before these of one kind, or these. Of compiled layers those of
-        one size, for each takes long: the fastest of what saves nothing, which bounds the seconds of smaller
-        micro-batches, and else the smallest micro-batches, which bound the bytes of larger ones."""
+        """Return the candidates to screen before these of one kind, or these.
+
+        Each size of compiled layers takes long, so only one size is returned. The fastest size without
+        savings bounds the seconds of smaller micro-batches. With savings, the smallest micro-batches bound
+        the bytes of larger ones.
+        """
         firsts = [*map(self._first_of, numbers)]
         if self._sizes is None:
             return firsts
@@ -179,7 +192,7 @@ class RecomputingKinds:
         return [number for number in firsts if pieces[number] == size]
 
     def _is_any_below(self, asked: Mapping[int, OnGpus]) -> bool:
-        """Whether one of these took less than what was `asked` of it, the least that had been known."""
+        """Return whether one of these candidates took less than its previous lower bound in `asked`."""
         return any(
             is_below([*map(_with_device, self._bounds(number))], least, ROUNDING)
             for number, least in asked.items()
@@ -187,8 +200,10 @@ class RecomputingKinds:
         )
 
     def _find_needed(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool) -> dict[int, list[int]]:
-        """By kind, those that wait and are needed; for many GPUs all of the kind that is to be looked at
-        first, for asking about each costs more than it saves."""
+        """Return the needed candidates of waiting kinds, by kind.
+
+        For many GPUs, return all candidates of the first kinds: to check each costs more than it saves.
+        """
         needed = {
             kind: numbers
             for kind in self.waiting
@@ -215,15 +230,15 @@ class RecomputingKinds:
         return some if twins or not self._twins.stand_for(kind, some) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
-        """Gives all of these that wait their lower bounds, with all that share their passes. By number, what
-        was known of them before."""
+        """Screen all waiting candidates among these, and all that share their passes. Return their previous
+        bounds."""
         if taken := self._take_out(chosen):
             self.add(taken)
         return taken
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
-        """Take all of these that wait out of what waits, with all that share their passes and size. By
-        number, what is known of them."""
+        """Remove these waiting candidates, and all that share their passes and size. Return their known
+        bounds."""
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
         taken: dict[int, OnGpus] = {}
@@ -235,8 +250,10 @@ class RecomputingKinds:
         return taken
 
     def screen_smallest(self) -> None:
-        """Gives the kind of spans that may take the fewest bytes its lower bounds, the fastest of several:
-        where the smallest is looked for, it often is."""
+        """Screen the kind of spans that may take the fewest bytes, and the fastest among equals.
+
+        In a search for the smallest recipe, this is often it.
+        """
         least = {
             kind: min((self._least(n)[0].needed_bytes // MIB, self._least(n)[0].seconds) for n in numbers)
             for kind, numbers in self.waiting.items()
@@ -246,14 +263,18 @@ class RecomputingKinds:
             self._take(self.waiting[min(least, key=lambda kind: least[kind])])
 
     def _is_of_spans(self, number: int) -> bool:
-        """Whether this recomputes spans of layers with whole logits, where what each layer takes is known."""
+        """Return whether this recomputes spans of layers with whole logits, and figures of each layer are
+        known."""
         wish, full = self.space.candidates[number].setup.checkpoint, self._full.get(number)
         of_spans = wish is not None and wish.layers_per_span != 1 and number not in self._whole
         return of_spans and full is not None and self._is_known(full)
 
     def _first_of(self, number: int) -> int:
-        """Which candidate to look at before this one: where it recomputes some layers, the one with each; of
-        compiled layers what was lowered with each or none of them, and the same without the compiler."""
+        """Return the candidate to screen before this one.
+
+        A candidate that recomputes some layers needs the one that recomputes each. Compiled layers need a
+        lowered candidate with each or none of them recomputed, and the uncompiled one.
+        """
         bases = [self._full.get(number)]
         if number in self._compiled:
             lowered = [*bases, self._without_checkpoints(number)]
@@ -271,12 +292,12 @@ class RecomputingKinds:
         return self._least(number) if self._waits(number) else None
 
     def add(self, numbers: Collection[int]) -> None:
-        """Gives these candidates their lower bounds."""
+        """Compute the lower bounds of these candidates."""
         state = self.states[0] if len(self.states) == 1 else None
         self._note(numbers, screen(self.space, self.pool, self.tell, numbers, state))
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
-        """Note the bounds of these candidates; return the candidates of which more is known by that."""
+        """Store the bounds of these candidates. Return the candidates whose bounds change by them."""
         if len(self.states[0].bounds) != self._known:  # some could not be rehearsed after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
@@ -289,7 +310,7 @@ class RecomputingKinds:
         return self._forget_by(screening.bounds)
 
     def _forget_by(self, learned: Iterable[int]) -> set[int]:
-        """Forgets the least of all that depends on what was learned of these, and returns those."""
+        """Remove all cached bounds that depend on these results. Return their candidates."""
         waiting = [*learned]
         forgotten = set[int]()
         while waiting:
@@ -307,17 +328,17 @@ class RecomputingKinds:
         return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
     def add_others(self) -> None:
-        """Gives the candidates that recompute nothing their lower bounds."""
+        """Screen the candidates that recompute nothing."""
         self.add(self.others)
 
     # ---- one kind at a time ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a search in which what cannot matter once never matters again."""
+        """Begin a search in which excluded candidates stay excluded."""
         self._dominated.clear()
 
     def needed_of(self, kind: int) -> list[int]:
-        """Return the candidates of a waiting kind that may be on the front by what is known."""
+        """Return the candidates of a waiting kind that may be on the front by the current results."""
         if kind not in self.waiting:
             return []
         if not self._bounds_hold and not self.rank(kind):
@@ -330,18 +351,20 @@ class RecomputingKinds:
         return number not in self._dominated
 
     def least_seconds_of(self, numbers: Iterable[int]) -> float:
-        """Return the seconds that the fastest of these waiting candidates takes at least."""
+        """Return the lower bound of the fastest of these waiting candidates, in seconds."""
         return min(map(self._total_seconds, numbers))
 
     def rank(self, kind: int) -> int:
-        """Return a number that is lower for a kind to screen earlier: what has whole logits or saves nothing
-        bounds the rest."""
+        """Return a rank that is lower for a kind to screen earlier: whole logits, or no savings, bound the
+        rest."""
         first = self.waiting[kind][0]
         return 2 * (first in self._whole) + self._is_compiled_saving(first)
 
     def next_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return what to screen next for these candidates of one kind, in one rehearsal; nothing while the
-        bounds of that are about to change."""
+        """Return the candidates to screen next for these of one kind, in one rehearsal.
+
+        Return nothing if pending results will change their bounds.
+        """
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._total_seconds)
         kind, program = candidates[first].passes, candidates[first].program
@@ -356,7 +379,7 @@ class RecomputingKinds:
         return [] if on_the_way.intersection(awaited) else alike
 
     def _bases(self, number: int) -> Iterator[int]:
-        """Yield candidates whose kinds bound this one, itself among them for its other sizes."""
+        """Yield candidates whose kinds bound this one, including itself for its other sizes."""
         alike = self._compiled.alike(number) if number in self._compiled else None
         plainer = self._without.get(number), self._whole.get(number), self._without_checkpoints(number)
         for base in (number, alike, *plainer, self._full.get(number)):
@@ -364,13 +387,14 @@ class RecomputingKinds:
                 yield base
 
     def send(self, numbers: Sequence[int]) -> list[int]:
-        """Take these out of what waits, with all that share their rehearsal. `learn` gets the answer."""
+        """Remove these from the waiting candidates, with all that share their rehearsal. `learn` gets the
+        result."""
         taken = self._take_out(numbers)
         self._on_the_way |= taken
         return [*taken]
 
     def learn(self, numbers: Sequence[int], screening: Screening) -> set[int]:
-        """Note the bounds of candidates that were sent; return the kinds of which more is known by that."""
+        """Store the bounds of sent candidates. Return the kinds whose bounds change by them."""
         known = {number: self._on_the_way.pop(number) for number in numbers if number in self._on_the_way}
         learned = self._note(numbers, screening)
         twins = self._twins.stand
@@ -389,13 +413,13 @@ class RecomputingKinds:
     # ---- the least that is known -------------------------------------------------------------------------
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
-        """Give the kinds of these candidates their lower bounds, where they are needed by the least that is
-        known of them."""
+        """Screen the kinds of these candidates if they are needed by their known lower bounds."""
         asked = set(numbers)
         self.screen(lambda number, least: number in asked and is_needed(least[0]))
 
     def _least(self, number: int) -> OnGpus:
-        """The least that is known of a candidate that was not looked at; each round asks several times."""
+        """Return the known lower bounds of a waiting candidate, cached, since each round reads them several
+        times."""
         if number not in self._least_known:
             bases = self._without[number], self._whole.get(number), self._full.get(number)
             sizes = self._sizes.smaller(number) if self._sizes else ()
@@ -408,7 +432,7 @@ class RecomputingKinds:
         return self._least_known[number]
 
     def _without_checkpoints(self, number: int) -> int | None:
-        """The same candidate but for recomputing, with its logits in chunks where it has them so."""
+        """Return the same candidate without recomputing; logits in chunks stay so."""
         if number not in self._none:
             self._none[number] = self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
         return self._none[number]
@@ -439,8 +463,11 @@ class RecomputingKinds:
         return [self._sizes.least(number)] if self._sizes else [NOTHING] * len(self.states)
 
     def _least_of_compiled(self, number: int) -> OnGpus:
-        """The least of compiled layers, by what is known of the same without, of fewer pieces, or of compiled
-        layers that save less; nothing of any other."""
+        """Return the lower bounds of compiled layers; zero for any other candidate.
+
+        They follow from the uncompiled candidate, from fewer pieces, or from compiled layers that save
+        less.
+        """
         if (least := self._compiled.least(number)) is None:
             return [NOTHING] * len(self.states)
         without, setup = self._without[number], self.space.candidates[number].setup
@@ -450,21 +477,22 @@ class RecomputingKinds:
         return [least.at_least(Bound(0, one.seconds * (1 - share) + again)) for one in self._least(without)]
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
-        """The least bytes of a candidate that saves some, by what it takes without saving any."""
+        """Return the least bytes of a candidate that saves memory, from the same one without savings."""
         setup, plain = self.space.candidates[number].setup, self.space.candidates[without].setup
         if setup.logits != plain.logits or _has_timed_bytes(setup):
             return bound.resting_bytes
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
     def _with_each(self, number: int) -> int | None:
-        """The same with each layer recomputed by itself; None for one that recomputes none, or just so."""
+        """Return the same with each layer recomputed by itself; None if it recomputes none, or exactly so."""
         setup = self.space.candidates[number].setup
         if (setup.checkpoint is None and not setup.has_budget) or setup.checkpoint == EVERY_LAYER:
             return None
         return None if self._each_layer is None else self.space.variant(number, self._each_layer)
 
     def _least_by_each(self, number: int) -> OnGpus:
-        """The least of a candidate by what recomputing each layer takes; nothing where that says nothing."""
+        """Return the lower bounds of a candidate by the figures for each layer recomputed; zero if those are
+        unknown."""
         full = self._full.get(number)
         setup = self.space.candidates[number].setup
         wish = setup.checkpoint
@@ -488,7 +516,7 @@ class RecomputingKinds:
         ]
 
     def _bounds_of_whole(self, number: int) -> OnGpus:
-        """What the same with whole logits takes at least; nothing where that is the same."""
+        """Return the lower bounds of the same with whole logits; zero if its logits are whole."""
         whole = self._whole.get(number)
         if whole is not None and self._is_known(whole):
             return self._bounds(whole)
@@ -497,8 +525,8 @@ class RecomputingKinds:
         return [NOTHING] * len(self.states)
 
     def _saves_nothing(self, number: int) -> bool:
-        """Whether the most is live in a layer or in the update, so that chunks of logits are one thing more
-        to explain."""
+        """Return whether the peak is in a layer or in the update. Chunks of logits then only complicate the
+        recipe."""
         return all(
             0 < bound.needed_bytes * (1 - MEMORY_RESOLUTION) <= bound.layers_bytes
             for bound in self._bounds_of_whole(number)
@@ -514,15 +542,18 @@ class RecomputingKinds:
         return [state.bounds[number] for state in self.states]
 
     def least_seconds(self, index: int, may_fit: Callable[[int], bool]) -> float:
-        """What the fastest of those that wait and may fit takes on one of the GPUs without recomputing;
-        `may_fit` is asked about bytes."""
+        """Return the seconds of the fastest waiting candidate that may fit, without recomputing, on one of
+        the GPUs.
+
+        `may_fit` is a predicate of bytes.
+        """
         bounds = self.states[index].bounds
         without = {self._without[number] for numbers in self.waiting.values() for number in numbers}
         least = (bounds[number] for number in without if number is not None and number in bounds)
         return min((one.seconds for one in least if may_fit(one.resting_bytes)), default=math.inf)
 
     def left_out(self) -> Iterator[Exclusion]:
-        """What was never looked at, because it could not matter."""
+        """Return exclusions for candidates that were never screened, because they could not matter."""
         return self._budgets.left_out(itertools.chain.from_iterable(self.waiting.values()))
 
     # ---- twins -------------------------------------------------------------------------------------------
@@ -546,16 +577,16 @@ class RecomputingKinds:
 
 
 def _saves(setup: Setup) -> bool:
-    """Whether its passes save memory and no time."""
+    """Return whether its passes save memory and no time."""
     return setup.checkpoint is not None or setup.logits is not None or setup.has_budget
 
 
 def _has_timed_bytes(setup: Setup) -> bool:
-    """Return whether the bytes that layers save depend on how far copies are."""
+    """Return whether the bytes that layers save depend on the progress of copies."""
     return any(has_timed_bytes(setup) for has_timed_bytes in hooks("has_timed_bytes"))
 
 
 def _with_device(bound: Bound) -> Bound:
-    """The same, and no shorter than the device works: on few layers, from which the seconds are known, the
+    """Return the bound with at least the device's seconds. On few layers, from which the seconds follow, the
     host may be late."""
     return bound._replace(seconds=max(bound.seconds, bound.device_seconds))

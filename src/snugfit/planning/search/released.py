@@ -1,9 +1,9 @@
-"""Updates within the backward pass, where nothing that keeps its gradients is as fast and fits.
+"""Search for updates within the backward pass, if no recipe that keeps its gradients is as fast and fits.
 
-Passes and update of such a step are one, so it is not put together from parts: each is simulated in full,
-which takes seconds. So none is a part of the space. Once the search has ended, recipes that do not fit, and
-would if they kept no gradients, are looked at with it: the fastest first, and the smallest where nothing fits
-at all. By how much that lowers a peak follows from where the peak is, which only the simulation tells.
+Passes and update of such a step are one, so it cannot be spliced. Each is simulated in full, which takes
+seconds. None is therefore part of the space. After the search, the technique is tried with recipes that do
+not fit but would without their gradients. The fastest come first, or the smallest if nothing fits at all.
+The reduction of the peak depends on its moment, which only the simulation shows.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""That are simulated in full."""
+"""Number of recipes that are simulated in full."""
 
 PASSES_TWICE = 1.8
-"""How many times as long a step takes whose passes run twice, so that the norm is known: 1.9 was measured of
-a recorded step of BERT-large (`results/h200-2026-11-27/least-memory.json`); less, so that none is missed."""
+"""Factor on a step's seconds if its passes run twice to compute the norm.
+
+A recorded step of BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The
+factor is lower, so that no recipe is missed.
+"""
 
 
 def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *, smallest: bool) -> str:
-    """Judges a few recipes with updates within the backward pass that may be faster than all that fits, or
-    the `smallest`, and adds those that are. Gives the technique's name where any was looked at."""
+    """Evaluate a few recipes with updates within the backward pass, and add those that are better.
+
+    They may be faster than every recipe that fits, or the `smallest`. Return the technique's name if any
+    was tried.
+    """
     kinds = (kind for kind in roster.techniques() if kind.slot is Slot.GRADIENTS)
     offered = (one for kind in kinds for one in kind.settings(job))
     technique = next((one for one in offered if one.install(Setup()).release), None)
@@ -67,7 +73,8 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
 def _promising(
     state: SearchState, technique: Technique, job: Job, *, smallest: bool
 ) -> Iterator[tuple[float, int]]:
-    """Recipes that it goes with, by what is sought of them: seconds, or bytes where the `smallest` is."""
+    """Yield recipes that allow the technique, with their seconds, or with their bytes in a search for the
+    `smallest`."""
     space, times = state.space, PASSES_TWICE if job.clip else 1.0
     most = state.fastest_that_fits * (1 - AS_FAST)
     for number, bound in state.bounds.items():

@@ -1,4 +1,4 @@
-"""The first look at a space: the lower bounds of each candidate, on each GPU that is asked about."""
+"""Screening of a space: the lower bounds of each candidate on each GPU of the search."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Screening:
-    """What the first look showed."""
+    """Results of a screening."""
 
     bounds: dict[int, tuple[Bound, ...]] = field(default_factory=dict)
-    """The least that a candidate can take, by its number, on each GPU."""
+    """Lower bounds of each candidate by its number, one per GPU."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """What could not be rehearsed."""
+    """Candidates that could not be rehearsed, with the reasons."""
 
 
 def screen(
@@ -35,10 +35,12 @@ def screen(
     numbers: Collection[int] | None = None,
     state: SearchState | None = None,
 ) -> Screening:
-    """Gives every candidate its lower bounds, or some. One worker begins at each end of the list, which is in
-    the order of what updates depend on, so that few updates are rehearsed in both. With a `state`, compiled
-    layers go to the worker that has some of them. Raises `SnugfitError` when nothing at all can be
-    rehearsed."""
+    """Return the lower bounds of every candidate, or of those in `numbers`.
+
+    The list is in the order of the updates' keys. One worker begins at each end, so few updates are
+    rehearsed in both. With a `state`, compiled layers go to the worker that has some of them. Raises
+    `SnugfitError` if nothing at all can be rehearsed.
+    """
     order = groups_by_passes(space, range(len(space.candidates)) if numbers is None else numbers)
     waiting = deque(range(len(order)))
     screening = Screening()
@@ -75,7 +77,7 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Return the lower bounds of a group from a worker's answer, and why some or all of it have none."""
+    """Return the lower bounds of a group from a worker's answer, and the reasons for missing ones."""
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

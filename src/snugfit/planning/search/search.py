@@ -1,19 +1,21 @@
-"""The search: every valid recipe, as few full rehearsals as that takes, and still an exact answer.
+"""Search for the best recipe of the whole space, with few full rehearsals and an exact answer.
 
-Each Setup first gets its lower bounds (`Parts.screen`), but for kinds of recomputing that cannot matter
-(`recomputing.py`). Setups are judged in the order of their least seconds: put together in full, timed, and
-sent through the allocator. A kind that may be faster than all of them is screened before (`best_first.py`).
-A Setup that is dominated by one that was judged, by its lower bounds and up to a resolution of memory, is
-left out, unless it may fit where that one does not. So what remains is the Pareto front of the space, up to
-that resolution, and the fastest that fits, exactly: less memory can never give a faster plan. Where the
-smallest is asked for, or nothing fits, whatever could be smaller yet is judged too. Where a memory is given,
-the front ends a tenth beyond it; and at `SLOWEST` times the answer's seconds, unless the whole is asked for.
+Each Setup first gets its lower bounds (`Parts.screen`), except for kinds of recomputing that cannot matter
+(`recomputing.py`). Setups are evaluated in the order of their least seconds: spliced, timed, and replayed
+through the allocator. A kind that may be faster than all of them is screened before (`best_first.py`). A
+Setup is skipped if its lower bounds are dominated by an evaluated Setup, up to a resolution of memory. It
+is still evaluated if it may fit and the other does not.
 
-What is judged must never be less than its lower bound. Where it is, the model's layers do not grow as they
-seemed to, and the search starts again without shortcuts.
+The result is the Pareto front of the space up to that resolution. The fastest recipe that fits is exact:
+less memory can never give a faster plan. If the smallest recipe is requested, or nothing fits, all
+possibly smaller ones are evaluated too. With a memory limit, the front ends a tenth beyond it. It also
+ends at `SLOWEST` times the answer's seconds, unless the whole front is requested.
 
-Of recipes that are as fast as the answer the simplest is taken (`simpler.py`). At the end it is simulated in
-full, by `predict`, and the plan says whether that gave the same.
+An evaluation must never fall below its lower bound. If it does, the model's layers do not grow linearly,
+and the search starts again without shortcuts.
+
+Among recipes that are as fast as the answer, the simplest is chosen (`simpler.py`). At the end it is
+simulated in full by `predict`, and the plan reports a mismatch.
 """
 
 from __future__ import annotations
@@ -76,20 +78,20 @@ def plan(
     front_end: str = "",
     tell: Tell = lambda what: None,
 ) -> Plan:
-    """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
+    """Return a plan: the best recipe by `objective` that fits `gpu`, or `memory_bytes` of it.
 
-    `headroom` (bytes, or text such as `2%`) of the memory stays free; by default 2 % of the GPU's and what is
-    in doubt of the bytes (`prediction/headroom.py`), and nothing of `memory_bytes`. Where no recipe leaves
-    that, the answer is the smallest. `fidelity` is the least exact that is allowed. `clock` gives the seconds
-    of a trace; by default it is this GPU's. `workers` processes rehearse side by side, by default two where
-    there are as many cores. The plan lists the `ranked` best that fit, and says what it would change in the
-    recipe to `start` from, which may be text. `steps` is how long the run is: a recipe's start-up, at the
-    rates of `once`, is then spread over it. Slots of the techniques that `keep` names are not searched, nor
-    the adapters, the precision and the optimizer's family of the recipe to `start` from, unless they are
-    `free`. The front ends at `SLOWEST` times the answer's seconds, unless the `whole_front` or the smallest
-    recipe is asked for. What a `front_end` refuses (`step/applier.py`) is left out. `tell` hears what is
-    being done. When nothing fits, the plan says so and holds the nearest miss. Raises `UsageError`
-    for what cannot be, and `SnugfitError` if no recipe can be rehearsed.
+    `headroom` (bytes, or text such as `2%`) of the memory stays free. The default is 2 % of the GPU's memory
+    and the uncertain bytes (`prediction/headroom.py`), and nothing with `memory_bytes`. If no recipe leaves
+    it, the answer is the smallest. `fidelity` is the lowest allowed fidelity. `clock` returns the seconds of
+    a trace, by default on this GPU. `workers` processes rehearse concurrently, by default two if there are as
+    many cores. The plan lists the `ranked` best recipes that fit, and changes to the recipe to `start` from,
+    which may be text. `steps` is the length of the run over which the start-up, at the rates of `once`, is
+    spread. Slots of the techniques in `keep` are not searched. The same holds for the adapters, the precision
+    and the optimizer's family of `start`, unless they are `free`. The front ends at `SLOWEST` times the
+    answer's seconds, except for a `whole_front` or the smallest recipe. Techniques that a `front_end` refuses
+    (`step/applier.py`) are left out. `tell` receives messages on the progress. If nothing fits, the plan
+    contains the nearest miss. Raises `UsageError` for invalid arguments, and `SnugfitError` if no recipe can
+    be rehearsed.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool
@@ -97,7 +99,7 @@ def plan(
 
     refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
     gpu = None if gpu is None else find_gpu(gpu)
-    policy_for(gpu, Software())  # which refuses a GPU that no step runs on
+    policy_for(gpu, Software())  # it refuses a GPU that runs no steps
     fidelity, start = fidelity_of(fidelity), start_of(start, ranked)
     capability = gpu.compute_capability if gpu else None
     fixed = kept_of(job, keep, free, start)
@@ -119,7 +121,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _PlanRequest:
-    """What is asked of a plan, checked."""
+    """The checked arguments of a plan."""
 
     job: Job
     gpu: Gpu | None
@@ -135,7 +137,7 @@ class _PlanRequest:
 
 
 def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
-    """The plan that a search of this space gives."""
+    """Return the plan that a search of this space gives."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
     from snugfit.planning.search.simpler import judge_simpler, prefer_simple, simplify_front
 
@@ -195,7 +197,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
 
 
 def _front_of(state: SearchState) -> list[int]:
-    """The Pareto front of what was judged. Raises `RehearsalError` where nothing was."""
+    """Return the Pareto front of the evaluated candidates. Raises `RehearsalError` if there are none."""
     if front := state.front():
         return front
     why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
@@ -203,8 +205,8 @@ def _front_of(state: SearchState) -> list[int]:
 
 
 def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
-    """Adds what is no part of the space and better than what is; the name of a technique that was looked at
-    though no space has it."""
+    """Add better recipes from outside the space. Return the name of a tried technique that no space
+    contains."""
     smallest = asked.objective == "memory"
     if not smallest:
         find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
@@ -214,7 +216,7 @@ def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tel
 def _rank_few(
     asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
 ) -> list[int]:
-    """The best few, of which the answer is the first."""
+    """Return the best few recipes, the answer first."""
     ranked = rank_best(state, asked.ranked, pool, asked.objective, tell)
     if best is None:
         return ranked
@@ -224,7 +226,7 @@ def _rank_few(
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:
-    """What a plan tells of its answer's seconds."""
+    """Return the part of the answer's timing that a plan reports."""
     if timing is None:
         return None
     return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)
@@ -238,9 +240,11 @@ def search(
     smallest: bool = False,
     every_bound: bool = False,
 ) -> None:
-    """Judges the Pareto front of the state's space, with the fastest recipe that fits its memory on it; and
-    the smallest there is, where that is asked for or nothing fits. `every_bound` gives what is not judged its
-    lower bounds too. Raises `BelowLowerBound`."""
+    """Evaluate the Pareto front of the state's space, including the fastest recipe that fits its memory.
+
+    If it is requested or nothing fits, evaluate the smallest recipe too. `every_bound` also computes lower
+    bounds of all other candidates. Raises `BelowLowerBound`.
+    """
     recomputing = RecomputingKinds([state], pool, tell, budgets=every_bound)
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
@@ -256,7 +260,7 @@ def search(
 def _judge_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
-    """Judges whatever may be on the front, as far up as that goes."""
+    """Evaluate all candidates that may be on the front, up to its end."""
     if every_bound:
         recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):

@@ -1,11 +1,12 @@
-"""Among recipes that are as fast the simplest: a technique that buys nothing is one more thing to explain.
+"""Selection of the simplest among equally fast recipes: a technique without a gain only complicates the
+recipe.
 
-The fastest recipe that fits may hold techniques that gain less than anybody can measure: TensorFloat-32
-beside bfloat16, worker processes for a step that the GPU bounds, another allocator where memory is plenty. So
-what stands in some of its slots is put back to what the user has there, or to plain where nothing is known of
-the user's own recipe, in every way; and of the recipes that still fit and are as fast, the one with the
-fewest changes is the answer. The other rows of the front are made as simple, where that costs no memory
-either and was judged.
+The fastest recipe that fits may contain techniques with a gain too small to measure. Examples are
+TensorFloat-32 next to bfloat16, worker processes for a step that the GPU bounds, and another allocator
+with plenty of memory. Its slots are therefore reset to the user's own techniques in every combination, or
+to plain ones without a user's recipe. Among the recipes that still fit and are as fast, the one with the
+fewest changes is the answer. The other rows of the front are simplified too, if that costs no memory and
+was evaluated.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 AS_FAST = 0.005
-"""Of a step's seconds (chosen): what is less than this slower is as fast; of bytes, as small."""
+"""Tolerance as a share of a step's seconds (chosen), within which recipes count as equally fast. In bytes,
+equally small."""
 
 
 def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
-    """The simplest candidate that is as fast as this one, the fastest that fits; whatever could be is judged.
-    Raises `BelowLowerBound`."""
+    """Return the simplest candidate that is as fast as this one, the fastest that fits.
+
+    All possible ones are evaluated. Raises `BelowLowerBound`.
+    """
 
     def fits(needed_bytes: int) -> bool:
         return state.memory_bytes is None or needed_bytes <= state.memory_bytes
@@ -43,8 +47,10 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
 
 
 def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
-    """Judges what `simplify_front` may put in the place of these and differs in the update alone. Raises
-    `BelowLowerBound`."""
+    """Evaluate the possible replacements of these in `simplify_front` that differ in the update alone.
+
+    Raises `BelowLowerBound`.
+    """
     candidates, simpler = state.space.candidates, set[int]()
     for number in front:
         most = int(state.judged[number].needed_bytes * (1 + AS_FAST))
@@ -54,8 +60,10 @@ def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) ->
 
 
 def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], bool]) -> Iterator[int]:
-    """Simpler candidates that were not judged, and by their lower bounds may fit and be as fast. `may_fit` is
-    asked about bytes."""
+    """Yield simpler candidates that were not evaluated, and by their lower bounds may fit and be as fast.
+
+    `may_fit` is a predicate of bytes.
+    """
     most = state.judged[fastest].seconds * (1 + AS_FAST)
     for number in simpler_than(state.space, fastest):
         least = state.bounds.get(number)
@@ -66,7 +74,7 @@ def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], b
 
 
 def simplest(state: SearchState, fastest: int, fits: Callable[[int], bool]) -> int:
-    """Of those judged the simplest that fits and is as fast as this one, or this one itself."""
+    """Return the simplest evaluated candidate that fits and is as fast as this one, or this one itself."""
     most = state.judged[fastest].seconds * (1 + AS_FAST)
     as_fast = [
         number
@@ -78,8 +86,11 @@ def simplest(state: SearchState, fastest: int, fits: Callable[[int], bool]) -> i
 
 
 def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int], bool]) -> list[int]:
-    """The front, the fastest first, with the simplest recipe that was judged for each that is as fast, as
-    small, and fits where that one does."""
+    """Return the front, the fastest first, with each recipe replaced by the simplest equivalent evaluated
+    one.
+
+    An equivalent is as fast, as small, and fits if the original fits.
+    """
     simple = set()
     for number in front:
         most = state.judged[number].needed_bytes * (1 + AS_FAST)
@@ -92,7 +103,7 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
 
 
 def simpler_than(space: Space, number: int) -> Sequence[int]:
-    """The candidates that are this one with the simplest technique in one or more of its slots."""
+    """Return the candidates that are this one with the simplest technique in one or more of its slots."""
     if number not in space.simpler:
         space.simpler[number] = tuple(_simpler_than(space, number))
     return space.simpler[number]

@@ -1,15 +1,17 @@
-"""The least that recomputing some layers takes, or spans of them, by what recomputing none and each takes.
+"""Lower bounds of recomputing some layers or spans of them, from the figures of recomputing none and each.
 
-A step that recomputes a part of the layers lies about on the line from none to each. On that very line lies
-what the device works, for kernels add up. So does what is live when the backward pass begins, but for the one
-layer whose activations are there again where each is recomputed: the last layer may be one that keeps all.
-Where each is recomputed, most may be live later, with all gradients; at first there were none of them.
+A step that recomputes part of the layers is roughly on the line from none to each. The device's seconds
+are exactly on that line, since kernels add up. So are the live bytes at the start of the backward pass,
+except for one layer. If each layer is recomputed, that layer's activations exist again; otherwise the last
+layer may be one that keeps all. If each is recomputed, the peak may come later, with all gradients. At the
+start there were none of them.
 
-Spans of layers run as much again as each layer by itself, and what is live beside what layers keep is live
-there too. None of it holds where activations wait on the host.
+Spans of layers recompute as much as each layer by itself. Live bytes outside the kept tensors of layers
+are also live there. None of this holds if activations wait on the host.
 
-How far what is simulated is below that, was looked at for GPT-2, ViT, BERT, T5, Llama, Qwen2.5 and Gemma 3,
-with adapters and without, for large batches and small ones. Each share stands above the most that was found.
+The distance of simulations below these bounds was determined for GPT-2, ViT, BERT, T5, Llama, Qwen2.5 and
+Gemma 3. It covers models with adapters and without, large batches and small ones. Each share exceeds the
+greatest distance found.
 """
 
 from __future__ import annotations
@@ -23,25 +25,33 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CheckpointWish
 
 DEVICE_SHARE = 0.03
-"""Of the seconds that the device works, how much less they may be: the first layer and the end of a span
-leave out some. 1.4 % of GPT-2's and Whisper's, and 2.6 % where a batch is so small that the device waits."""
+"""Greatest share by which the device's seconds may fall below the line.
+
+The first layer and the end of a span omit some kernels. GPT-2 and Whisper reached 1.4 %, and 2.6 % with a
+batch so small that the device waits.
+"""
 
 LAYERS_SHARE = 0.03
-"""Of the bytes while a layer runs, and of those beside what layers keep, how much less they may be: 1.4 % of
-GPT-2's."""
+"""Greatest share by which two kinds of bytes may fall below the line: GPT-2 reached 1.4 %.
+
+They are the bytes while a layer runs, and those outside the kept tensors of layers.
+"""
 
 LINE_SHARE = 0.2
-"""Of all bytes and seconds on the line, how much less they may be. In all that the plans of four models
-looked at it was 11 % of the bytes and 9 % of the seconds at most: the worst moment is another."""
+"""Greatest share by which all bytes and seconds may fall below the line, since the moment of the peak
+changes.
+
+The plans of four models reached 11 % of the bytes and 9 % of the seconds.
+"""
 
 
 def least_of_some(without: Bound, full: Bound, wish: CheckpointWish) -> Bound:
-    """The least of recomputing each n-th layer, by what none (`without`) and what each (`full`) takes."""
+    """Return the lower bounds of recomputing each n-th layer, from none (`without`) and each (`full`)."""
     depth = full.depth or wish.every
     part = _share_of_layers(wish, depth)
 
     def line(without: float, full: float, share: float) -> float:
-        """That much below what is so far on the way from none to full."""
+        """Return the value at the recomputed share of the line from none to full, reduced by `share`."""
         return (without + (full - without) * part) * (1 - share)
 
     needed = line(without.needed_bytes, full.needed_bytes, LINE_SHARE)
@@ -55,10 +65,10 @@ def least_of_some(without: Bound, full: Bound, wish: CheckpointWish) -> Bound:
 
 @cache
 def _share_of_layers(wish: CheckpointWish, depth: int) -> float:
-    """Of so many layers, how many are recomputed."""
+    """Return the recomputed share of `depth` layers."""
     return sum(map(len, wish.cut(depth))) / depth
 
 
 def least_of_spans(full: Bound) -> Bound:
-    """The least of recomputing spans of layers, by what recomputing each layer takes."""
+    """Return the lower bounds of recomputing spans of layers, from recomputing each layer."""
     return Bound(int(full.unkept_bytes * (1 - LAYERS_SHARE)), full.device_seconds * (1 - DEVICE_SHARE))

@@ -1,13 +1,12 @@
 """The space of a plan: every valid recipe for a job.
 
-Each slot offers what its techniques' own `settings(job)` yield; a recipe takes one of each. What the user's
-fidelity, the GPU's age or a missing package rules out is left out before anything is multiplied, and listed;
-so is a setting that is never better than another, such as adapters of a higher rank; what two techniques
-object to together is left out recipe by recipe, and counted.
+Each slot offers the results of its techniques' own `settings(job)`; a recipe takes one of each. Techniques
+that the user's fidelity, the GPU's age or a missing package excludes are omitted before the combination,
+and listed. A setting that is never better than another is omitted likewise, such as adapters of a higher
+rank. Combinations to which two techniques object are omitted recipe by recipe, and counted.
 
-A large space has a hundred thousand recipes that are made of a few dozen techniques. So what many of them
-share is worked out once and has a number: which passes a step has, of which size, which trace
-(`step_key.py`).
+A large space has a hundred thousand recipes of a few dozen techniques. Shared properties are therefore
+computed once and numbered: the passes of a step, their size, and the trace (`step_key.py`).
 """
 
 from __future__ import annotations
@@ -47,41 +46,42 @@ _SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe that may be chosen. What recipes share has a number, the same for all that share it."""
+    """A recipe that may be chosen. Properties shared by several recipes have a common number."""
 
     recipe: Recipe
     setup: Setup
-    """What the recipe asks of the loop."""
+    """Setup that the recipe installs."""
     update: Hashable
-    """All that its update depends on."""
+    """Key of the fields that determine its update."""
     passes: int
-    """Which kind of passes its step has, whatever the size of a micro-batch."""
+    """Number of its kind of passes, regardless of the size of a micro-batch."""
     sized: int
-    """Which kind and size of passes."""
+    """Number of its kind and size of passes."""
     program: int
-    """Which kind and size of compiled layers, lowered once for all that share them; of others as `sized`."""
+    """Number of its kind and size of compiled layers, which are lowered once; equal to `sized` without
+    any."""
     trace: int
-    """Which trace, but for what products are computed in and who makes the batches."""
+    """Number of its trace, regardless of the number format of products and the source of batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All that may be chosen."""
+    """The set of all recipes that may be chosen."""
 
     candidates: tuple[Candidate, ...]
-    """Every valid recipe; elsewhere a candidate is its number here."""
+    """Every valid recipe; other modules refer to a candidate by its index here."""
     excluded: tuple[Exclusion, ...]
     choices: tuple[tuple[Technique, ...], ...]
-    """What each slot offers."""
+    """Techniques that each slot offers."""
     fixed: Kept
-    """What no recipe of it changes."""
+    """Slots that no recipe of the space changes."""
     numbers: Mapping[int, int]
-    """Of each candidate its number, by its index among all combinations of the choices."""
+    """Number of each candidate, by its index among all combinations of the choices."""
     graded: Mapping[Recipe, int] = field(default_factory=dict)
-    """Candidates that are no such combination (`grades.py`), with their numbers."""
+    """Candidates outside these combinations (`grades.py`), with their numbers."""
 
     def number(self, recipe: Recipe) -> int | None:
-        """The number of the candidate with this recipe; None when it is not in the space."""
+        """Return the number of the candidate with this recipe; None if it is not in the space."""
         index = 0
         for technique, offered in zip(recipe, self.choices, strict=True):
             if technique not in offered:
@@ -107,7 +107,7 @@ class Space:
 
     @cached_property
     def _digits(self) -> list[dict[Technique, int]]:
-        """By slot, the share of each technique in the index of a combination."""
+        """Share of each technique in the index of a combination, by slot."""
         digits, stride = [], 1
         for offered in reversed(self.choices):
             digits.append({technique: stride * digit for digit, technique in enumerate(offered)})
@@ -116,20 +116,20 @@ class Space:
 
     @cached_property
     def simplest(self) -> Recipe:
-        """What needs no explanation: the user's own recipe, or the plain one where there is none."""
+        """Recipe without need of explanation: the user's own recipe, or the plain one if there is none."""
         return self.fixed.start or Recipe()
 
     @cached_property
     def simpler(self) -> dict[int, tuple[int, ...]]:
-        """By a candidate that was asked about, those that are simpler (`simpler.py`)."""
+        """Cached simpler candidates by candidate (`simpler.py`)."""
         return {}
 
     def changes(self, recipe: Recipe) -> int:
-        """In how many slots a recipe is not the simplest."""
+        """Return the number of slots in which a recipe differs from the simplest."""
         return sum(map(ne, recipe, self.simplest))
 
     def offers(self, slot: Slot) -> tuple[Technique, ...]:
-        """What this slot may hold."""
+        """Return the techniques that this slot offers."""
         return self.choices[_SLOT_INDICES[slot]]
 
     def variants(self, number: int, slot: Slot) -> Iterator[int]:
@@ -140,7 +140,7 @@ class Space:
                 yield other
 
     def others(self, recipe: Recipe, slot: Slot) -> Iterator[int]:
-        """The candidates that differ from this recipe in this slot alone."""
+        """Yield the candidates that differ from this recipe in this slot alone."""
         for technique in self.offers(slot):
             number = self.number(recipe.with_(technique))
             if technique != recipe[slot] and number is not None:
@@ -156,10 +156,12 @@ def space_of(
     many_gpus: bool = False,
     front_end: str = "",
 ) -> Space:
-    """Every valid recipe for this job on such a GPU that is no less exact than `fidelity`; a slot that is
-    `fixed` holds that technique, however exact it is. What is lowered for each kind of GPU is left out where
-    there are `many_gpus`, and what the `front_end` refuses that is to train. Raises `RecipeError` where none
-    is valid."""
+    """Return every valid recipe for this job on such a GPU with at least the given `fidelity`.
+
+    A `fixed` slot contains its technique regardless of fidelity. With `many_gpus`, techniques that are
+    lowered for each kind of GPU are left out. Techniques that the training `front_end` refuses are left
+    out too. Raises `RecipeError` if no recipe is valid.
+    """
     excluded: list[Exclusion] = []
     choices = tuple(
         _offered_in(slot, job, fidelity, capability, fixed, excluded, many_gpus, front_end) for slot in Slot
@@ -202,7 +204,7 @@ def space_of(
 
 
 def _by_reason(objections: Counter[Objection]) -> Iterator[Exclusion]:
-    """What objected; settings of a technique that object alike together."""
+    """Yield the objections; settings of a technique with the same objection are combined."""
     whats: dict[tuple[str, str], list[Objection]] = defaultdict(list)
     for objection in objections:
         whats[objection.technique.partition("(")[0], objection.why].append(objection)
@@ -221,7 +223,8 @@ def _offered_in(
     many_gpus: bool,
     front_end: str,
 ) -> tuple[Technique, ...]:
-    """What this slot may hold: what is kept in it, or its choices and the user's own."""
+    """Return the candidates of this slot: its fixed techniques, or its choices and the user's own
+    technique."""
     if slot in fixed.slots:
         first, *family = fixed.slots[slot]
         return (first, *(other for other in family if not _missing_on(type(other), capability)))
@@ -241,7 +244,7 @@ def _offered_in(
 
 
 def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -> bool:
-    """Whether this front-end trains with it; what it refuses is added to `excluded`."""
+    """Return whether this front-end trains with the technique; a refusal is added to `excluded`."""
     from snugfit.step.applier import refuse_unsupported
 
     try:
@@ -269,7 +272,7 @@ def _choices(
     *,
     many_gpus: bool,
 ) -> Iterator[Technique]:
-    """What this slot offers; what it does not is added to `excluded`."""
+    """Yield the techniques that this slot offers; all omitted ones are added to `excluded`."""
     if not job.trains and slot in ONLY_TRAINING:
         yield roster.plain(slot)
         return
@@ -283,7 +286,7 @@ def _choices(
             excluded.append(Exclusion(what=technique.name, why=why))
         elif many_gpus and (technique.lowered or technique.grades(job)):
             word = technique.last_resort or next(iter(technique.grades(job)), technique.name)
-            why = f"plans for many GPUs look at it when it is asked for (--keep '{word}')"
+            why = f"plans for many GPUs include it only on request (--keep '{word}')"
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
@@ -294,7 +297,8 @@ def _choices(
 def _best_settings(
     choices: Sequence[Technique], capability: Capability, excluded: list[Exclusion]
 ) -> list[Technique]:
-    """Those than which no other is as good wherever it stands; the rest is added to `excluded`."""
+    """Return the choices that no other choice always equals or beats; all other ones are added to
+    `excluded`."""
     better = {
         technique: next((o for o in choices if technique.is_never_better_than(o, capability)), technique)
         for technique in choices

@@ -1,19 +1,19 @@
-"""What a search knows: the lower bounds of each candidate, and what those cost that were judged.
+"""State of a search: the lower bounds of each candidate, and the figures of the evaluated ones.
 
-A candidate's lower bound in bytes is its live bytes. What the allocator loses between blocks, some per cent,
-shows only when the step is put together in full; so of the candidates that are as large as a faster one but
-for that loss, each would have to be, to find out which of them is a little smaller. Nobody asks for that:
-what cannot be smaller than a faster one by `MEMORY_RESOLUTION` is not judged. The answer does not depend on
-it, for what may fit where nothing faster does is always judged.
+A candidate's lower bound in bytes is its live bytes. The allocator loses some per cent between blocks,
+which only the replay of the whole step shows. Many candidates are as large as a faster one except for that
+loss. Finding the slightly smaller ones would require an evaluation of each, without a use. A candidate
+that cannot be smaller than a faster one by `MEMORY_RESOLUTION` is therefore skipped. This does not affect
+the answer: a candidate that may fit, if no faster one does, is always evaluated.
 
-Recipes that share their passes and differ in the update lose alike between blocks, and their seconds are as
-far above the bounds. So they are compared by those (`has_better_sibling`): where the update is a small share,
-one of the optimizers is judged.
+Recipes that share their passes and differ in the update lose the same bytes between blocks. Their seconds
+exceed the bounds by the same amount. They are therefore compared by their bounds (`has_better_sibling`).
+If the update is a small share, one of the optimizers is evaluated.
 
-Where a memory is given, the front ends a little beyond it: what is larger is no answer, and costs as much to
-judge. Where nothing fits, it goes on to a little beyond the smallest. Likewise it ends at some times the
-seconds of the fastest that fits, once one is known. Nothing slower ever shows that something faster is
-needless, so what lies within that is what a search without this end finds there.
+With a memory limit, the front ends slightly beyond it: larger recipes are no answer, and cost as much to
+evaluate. If nothing fits, the front ends slightly beyond the smallest. It also ends at a multiple of the
+seconds of the fastest recipe that fits. A slower recipe never makes a faster one unnecessary. The front
+within that limit is thus the same as without it.
 """
 
 from __future__ import annotations
@@ -34,56 +34,62 @@ from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import PoliciesDiffer
 
 TIME_BOUND_MARGIN = 0.001
-"""Of its lower bound in seconds, how much less a step may take: the line through two depths bounds a convex
-figure, and a queue of host and device is convex but for what happens at its ends."""
+"""Share by which a step's seconds may fall below their lower bound.
+
+The line through two depths bounds a convex function. A queue of host and device is convex except at its
+ends.
+"""
 
 MEMORY_RESOLUTION = 0.03
-"""Of a recipe's bytes, by how much a slower one must be smaller to be worth listing: about what the allocator
-loses between the blocks of a step."""
+"""Share by which a slower recipe's bytes must be smaller for it to be listed.
+
+It is approximately the allocator's loss between the blocks of a step.
+"""
 
 NEGLIGIBLE_BYTES = 160 << 20
-"""Bytes that a slower recipe must save at least to be worth listing (chosen). Segments of the allocator and
+"""Least number of bytes that a slower recipe must save to be listed (chosen). Segments of the allocator and
 workspaces of libraries cost a tiny model some 100 MiB that no lower bound contains."""
 
 BEYOND_MEMORY = 0.1
-"""Of the memory, how far beyond it the front goes: near misses, for which a little more would be enough."""
+"""Share of the memory by which the front exceeds it. These near misses need only slightly more memory."""
 
 SAMPLED = 50
-"""Groups by which it is estimated how many of those that wait will be skipped."""
+"""Number of sampled groups for the estimate of how many waiting ones will be skipped."""
 
 
 @dataclass
 class SearchState:
-    """A space of candidates, each known by its number: bounded, and some of them judged."""
+    """A space of candidates by number, with lower bounds, and figures of the evaluated ones."""
 
     space: Space
     bounds: dict[int, Bound] = field(default_factory=dict)
-    """The least that a candidate can take; none of those that cannot be rehearsed."""
+    """Lower bounds by candidate, without candidates that cannot be rehearsed."""
     judged: dict[int, Figures] = field(default_factory=dict)
-    """What a candidate takes."""
+    """Figures of the evaluated candidates."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """What could not be rehearsed."""
+    """Candidates that could not be rehearsed, with the reasons."""
     kinds: int = 0
-    """How many kinds of passes were rehearsed for the bounds."""
+    """Number of kinds of passes that were rehearsed for the bounds."""
     memory_bytes: int | None = None
-    """What the answer has to fit; None where nothing is asked to."""
+    """Bytes that the answer must fit; None for no limit."""
     most_bytes: float = math.inf
-    """Above this nothing is judged for the front; by default beyond the memory by `BEYOND_MEMORY`."""
+    """Greatest bytes of candidates for the front; by default they exceed the memory by `BEYOND_MEMORY`."""
     negligible_bytes: int = 0
-    """Bytes that a slower one must save at least, beside `MEMORY_RESOLUTION`, to be worth listing."""
+    """Least number of bytes, in addition to `MEMORY_RESOLUTION`, that a slower recipe must save to be
+    listed."""
     slowest: float = math.inf
-    """Times the seconds of the fastest that fits: what takes longer is not judged for the front."""
+    """Greatest seconds of candidates for the front, in multiples of the seconds of the fastest that fits."""
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
-    """Gives these candidates lower bounds, of whatever kinds were left out so far, if they are needed by the
-    least that is known of them."""
+    """Screens these candidates, of all kinds left out so far, if they are needed by their known lower
+    bounds."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
-    """Seconds, bytes and number of the judged ones that no other dominates, the fastest first."""
+    """Seconds, bytes and number of the evaluated candidates that no other dominates, the fastest first."""
     _siblings: dict[tuple[int, bool, bool], list[int]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
-    """By the kind and size of passes and the allocator's kind of segments, which candidates were judged."""
+    """Evaluated candidates by the kind and size of passes and the allocator's kind of segments."""
     _worker_of: dict[int, int] = field(default_factory=dict, init=False)
-    """By the kind and size of compiled layers or passes, which worker rehearses them."""
+    """Worker by the kind and size of compiled layers or passes that it rehearses."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
@@ -99,9 +105,11 @@ class SearchState:
         skip: Callable[[int], bool] = lambda number: False,
         step: Callable[[bool], None] = lambda skips: None,
     ) -> None:
-        """Judges these groups of one trace each, in this order, but for candidates of which `skip` holds when
-        their turn comes; `step` hears of each group, and whether all of it was skipped. All that share their
-        passes go to one worker. Raises `BelowLowerBound`."""
+        """Evaluate these groups of one trace each, in this order, without candidates that `skip` excludes.
+
+        `skip` is called at a candidate's turn. `step` is called for each group, with True if all of it was
+        skipped. All candidates that share their passes go to one worker. Raises `BelowLowerBound`.
+        """
         waiting = deque(groups)
         asked: dict[int, list[int]] = {}
 
@@ -125,21 +133,25 @@ class SearchState:
             self.learn_group(asked.pop(answer.number), answer.value)
 
     def may_be_for(self, worker: int, number: int) -> bool:
-        """Return whether no other worker rehearses what the candidate shares its layers or passes with."""
+        """Return whether no other worker rehearses the candidate's layers or passes."""
         return self._worker_of.get(self.space.candidates[number].program, worker) == worker
 
     def is_for(self, worker: int, number: int) -> bool:
-        """Return whether this worker rehearses the candidate: the first that may stays the only one, for it
-        has what others would have to make again."""
+        """Return whether this worker rehearses the candidate.
+
+        The first worker stays the only one, since any other would have to make the shared parts again.
+        """
         return self._worker_of.setdefault(self.space.candidates[number].program, worker) == worker
 
     def is_begun(self, number: int) -> bool:
-        """Return whether a worker rehearsed something that shares its compiled layers with the candidate."""
+        """Return whether a worker rehearsed a candidate with the same compiled layers."""
         return self.space.candidates[number].program in self._worker_of
 
     def learn_group(self, group: list[int], answer: Any) -> None:
-        """Note what these candidates of one trace take, or the error for which they cannot be judged. Raises
-        `BelowLowerBound`."""
+        """Store the figures of these candidates of one trace, or exclude them after an error.
+
+        Raises `BelowLowerBound`.
+        """
         if isinstance(answer, SnugfitError):
             self.exclude(group, answer)
             return
@@ -147,7 +159,7 @@ class SearchState:
             self.learn(number, figures)
 
     def learn(self, number: int, figures: Figures) -> None:
-        """This is what a candidate takes. Raises `BelowLowerBound` where that is less than it can take."""
+        """Store a candidate's figures. Raises `BelowLowerBound` if they are less than its lower bounds."""
         least, seconds, needed = self.bounds[number], figures.seconds, figures.needed_bytes
         if needed < least.needed_bytes or seconds < least.seconds * (1 - TIME_BOUND_MARGIN):
             raise BelowLowerBound
@@ -162,13 +174,14 @@ class SearchState:
         self._best[start:end] = [(seconds, needed, number)]
 
     def exclude(self, group: list[int], error: SnugfitError) -> None:
-        """These cannot be rehearsed."""
+        """Exclude these candidates, which cannot be rehearsed."""
         self.excluded.append(exclusion(self.space, group, error))
         for number in group:
             self.bounds.pop(number, None)
 
     def judge_smallest(self, pool: WorkerPool, tell: Tell) -> None:
-        """Judge what may be the smallest, the smallest bound first. Raises `BelowLowerBound`."""
+        """Evaluate candidates that may be the smallest, the smallest bound first. Raises
+        `BelowLowerBound`."""
         groups = self.by_trace(number for number in self.bounds if number not in self.judged)
         groups.sort(key=lambda group: min(self.bounds[number][:2] for number in group))
         tell("checking")
@@ -181,18 +194,21 @@ class SearchState:
 
         self.judge(groups, pool, skip=self.cannot_be_smallest, step=step)
 
-    # ---- what is worth judging ---------------------------------------------------------------------------
+    # ---- selection of candidates --------------------------------------------------------------------------
 
     def by_trace(self, numbers: Iterable[int]) -> list[list[int]]:
-        """These candidates, those of one trace together where the first of them stands."""
+        """Return these candidates grouped by trace, each group at the position of its first candidate."""
         groups: dict[int, list[int]] = defaultdict(list)
         for number in numbers:
             groups[self.space.candidates[number].trace].append(number)
         return list(groups.values())
 
     def is_dominated(self, number: int, least: Bound | None = None) -> bool:
-        """Whether this one is too large or too slow for the front, or some judged recipe is as fast as it can
-        be, and it can be neither smaller by `MEMORY_RESOLUTION` nor fit where that one does not."""
+        """Return whether this candidate cannot be on the front: it is too large, too slow, or dominated.
+
+        It is dominated by an evaluated recipe that is as fast as its lower bound. It must then not be
+        smaller by `MEMORY_RESOLUTION`, and must not fit if that recipe does not.
+        """
         if least is None and self.has_better_sibling(number, self._stands_for(number)):
             return True
         least = least or self.bounds[number]
@@ -208,11 +224,11 @@ class SearchState:
         return self._worth_listing(smallest) <= least.needed_bytes
 
     def _worth_listing(self, needed_bytes: int) -> float:
-        """Return the most bytes of a slower recipe that is worth listing beside one with these."""
+        """Return the greatest bytes of a slower recipe that is listed in addition to one with these."""
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Whether a sibling was judged that is as fast by its lower bound, and `stands` for this one."""
+        """Return whether an evaluated sibling is as fast by the lower bound, and `stands` is true for it."""
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
             bounds[other].seconds <= least
@@ -222,12 +238,13 @@ class SearchState:
         )
 
     def siblings(self, number: int) -> list[int]:
-        """Those judged that have the same passes and the same allocator."""
+        """Return the evaluated candidates that have the same passes and the same allocator."""
         same_passes = self._siblings.get(self.passes_of(number), ())
         return [other for other in same_passes if other != number and other in self.bounds]
 
     def _stands_for(self, number: int) -> Callable[[int], bool]:
-        """Whether this one can be neither smaller than another by a resolution nor fit in its place."""
+        """Return a predicate: True if this candidate can be neither smaller by a resolution nor fit in
+        another's place."""
         needed = self.bounds[number].needed_bytes
 
         def stands(other: int) -> bool:
@@ -238,20 +255,20 @@ class SearchState:
         return stands
 
     def passes_of(self, number: int) -> tuple[int, bool, bool]:
-        """Equal for candidates that have the same passes, recorded or not, and the same allocator."""
+        """Return a key that is equal for candidates with the same passes, recorded or not, and the same
+        allocator."""
         candidate = self.space.candidates[number]
         setup = candidate.setup
         return candidate.sized, setup.expandable_segments, setup.capture is not None
 
     def cannot_be_smallest(self, number: int) -> bool:
-        """Whether a judged one is smaller than this can be, or this was judged."""
+        """Return whether an evaluated candidate is smaller than this one's bound, or this was evaluated."""
         return number in self.judged or self.bounds[number].needed_bytes > self.smallest
 
     # ---- the answer --------------------------------------------------------------------------------------
 
     def front(self, numbers: Iterable[int] | None = None) -> list[int]:
-        """Of these candidates, or of all that were judged, those than which no other is both as fast and as
-        small, the fastest first."""
+        """Return the Pareto front of these candidates, or of all that were evaluated, the fastest first."""
         smallest, front = math.inf, []
         for number in sorted(self.judged if numbers is None else numbers, key=self.rank):
             needed = self.judged[number].needed_bytes
@@ -261,42 +278,43 @@ class SearchState:
         return front
 
     def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
-        """Of those judged the best that fits; None while none does."""
+        """Return the best evaluated candidate that fits; None if there is none."""
         best = reversed(self._best) if objective == "memory" else self._best
         number = next((number for _, needed, number in best if self.fits(needed)), None)
         return None if number is None else self.choice(number, batch_size)
 
     def fits(self, needed_bytes: int) -> bool:
-        """Whether so many bytes fit."""
+        """Return whether `needed_bytes` fit."""
         return self.memory_bytes is None or needed_bytes <= self.memory_bytes
 
     @property
     def most_seconds(self) -> float:
-        """Above this nothing is judged for the front; infinite while nothing fits."""
+        """Greatest seconds of candidates for the front; infinite while nothing fits."""
         return self.slowest * self.fastest_that_fits
 
     @property
     def fastest_that_fits(self) -> float:
-        """Seconds of the fastest that was judged and fits; infinite while nothing does."""
+        """Seconds of the fastest evaluated candidate that fits; infinite while none does."""
         return next((seconds for seconds, needed, _ in self._best if self.fits(needed)), math.inf)
 
     @property
     def nothing_fits(self) -> bool:
-        """Whether none of those judged fits."""
+        """True if no evaluated candidate fits."""
         return self.memory_bytes is not None and self.smallest > self.memory_bytes
 
     @property
     def smallest(self) -> float:
-        """Bytes of the smallest that was judged; infinite while there is none."""
+        """Bytes of the smallest evaluated candidate; infinite while there is none."""
         return min((figures.needed_bytes for figures in self.judged.values()), default=math.inf)
 
     def rank(self, number: int) -> tuple[Any, ...]:
-        """Sorts the judged ones: the fastest first, then the smallest, then the simplest."""
+        """Return a sort key of evaluated candidates: the fastest first, then the smallest, then the
+        simplest."""
         figures, recipe = self.judged[number], self.space.candidates[number].recipe
         return figures.seconds, figures.needed_bytes, self.space.changes(recipe), str(recipe)
 
     def choice(self, number: int, batch_size: int) -> Choice:
-        """A judged candidate, as a plan states it."""
+        """Return an evaluated candidate in the form of a plan."""
         candidate, figures = self.space.candidates[number], self.judged[number]
         return Choice(
             recipe=str(candidate.recipe),
@@ -310,7 +328,7 @@ class SearchState:
         )
 
     def counts(self) -> Counts:
-        """How much was searched."""
+        """Return the size of the search."""
         return Counts(
             recipes=len(self.space.candidates),
             tapes=len({candidate.trace for candidate in self.space.candidates}),
@@ -321,8 +339,8 @@ class SearchState:
 
 
 def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
-    """That these candidates cannot be rehearsed. Raises the error itself where they can, on fewer GPUs at a
-    time."""
+    """Return an exclusion of these candidates. Raises the error itself if fewer GPUs at a time would avoid
+    it."""
     if isinstance(error, PoliciesDiffer):
         raise error
     recipe = space.candidates[group[0]].recipe

@@ -1,12 +1,12 @@
 """Kinds of passes that need no rehearsal, because a twin is no worse.
 
-Recomputing runs the same layers once more, and a compiler changes all of them. So one of two kinds that
-differ in attention, kernels or precision may be neither faster nor smaller uncompiled, without recomputing.
-Then it is neither faster nor smaller with recomputing or compiled, and it is left out. A step that was to be
-recorded and cannot be has the unrecorded one as its twin.
+Recomputing repeats the same layers, and a compiler changes all of them. Two kinds may differ in attention,
+kernels or precision. If one is neither faster nor smaller uncompiled and without recomputing, it is
+neither with them. It is then left out. If a step was to be recorded and cannot be, its twin is the
+unrecorded one.
 
-No law says so. Each kind that was left out and is rehearsed after all is compared with its twin. Where one is
-better, no kind has a twin any more.
+This rule is not exact. Each kind that was left out and is rehearsed after all is compared with its twin.
+If one is better, no kind has a twin any more.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ PEAK_SHARE = 0.01
 """Share of its twin's bytes by which a kind may be smaller: the worst moment is another."""
 
 OnGpus = Sequence[Bound]
-"""The least that a candidate takes on each GPU."""
+"""Lower bounds of a candidate, by GPU."""
 
 
 class Twins:
-    """The twins of a space's candidates, and which candidates were left out for theirs.
+    """The twins of a space's candidates, and the candidates that were left out for theirs.
 
-    `base` gives the plainer candidate by which a candidate is compared, `bounds` what is known of one,
-    `may_be` whether a candidate is known or still waits, `is_refused` whether it cannot be recorded.
+    `base` returns the plainer candidate for the comparison, and `bounds` a candidate's known bounds.
+    `may_be` returns whether a candidate is known or still waits, and `is_refused` whether it cannot be
+    recorded.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class Twins:
         self.space, self._base, self._bounds = space, base, bounds
         self._may_be, self._is_refused = may_be, is_refused
         self.stand = True
-        """Whether no kind was better yet than the twin that it was left out for."""
+        """True while every kind that was left out was no better than its twin."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
-        """Of kinds that were left out, some candidates with their twins."""
+        """Candidates with their twins, by kind that was left out."""
 
     def stand_for(self, kind: int, needed: Sequence[int]) -> bool:
         """Return whether one kind is no worse than this one for all of its candidates that are `needed`."""
@@ -91,7 +92,7 @@ class Twins:
         return is_below(own, least, ROUNDING)
 
     def _other_techniques(self, number: int) -> Iterator[Technique]:
-        """Yield what makes a twin of this candidate, put into its recipe."""
+        """Yield the techniques that make a twin of this candidate in its recipe."""
         candidates = self.space.candidates
         dtype = candidates[number].setup.weights_dtype
         for slot in DIFFER:
@@ -110,7 +111,8 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bounds(one) is not None for one in bases)
 
     def _needs(self, number: int) -> list[float]:
-        """Return what the base of this candidate takes, of compiled layers what a compiler leaves of it."""
+        """Return the figures of this candidate's base, reduced to the compiler's remainder for compiled
+        layers."""
         base = self._base(number)
         bounds = None if base is None else self._bounds(base)
         assert base is not None
@@ -121,18 +123,19 @@ class Twins:
 
 
 def is_below(bounds: OnGpus, other: OnGpus, share: float = 0.0) -> bool:
-    """Return whether this is less than the other in seconds or bytes on a GPU, by more than a share."""
+    """Return whether these bounds are less than the other ones in seconds or bytes on a GPU, by more than a
+    share."""
     own, least = ([one for bound in both for one in _needs(bound)] for both in (bounds, other))
     return _is_less(own, least, share)
 
 
 def _needs(bound: Bound) -> tuple[float, ...]:
-    """Return what a candidate needs, without what only says why."""
+    """Return the figures that compare candidates, without those that only explain."""
     return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes
 
 
 def _needs_if_compiled(bound: Bound) -> tuple[float, ...]:
-    """Return what it would need compiled; the host's work shows in the uncompiled seconds alone."""
+    """Return the figures with compiled layers. The host's work is part of the uncompiled seconds alone."""
     return bound.compiled_bytes, bound.compiled_seconds, bound.resting_bytes, bound.seconds
 
 

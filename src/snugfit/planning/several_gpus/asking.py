@@ -1,7 +1,7 @@
-"""How a search for several GPUs asks, and the recipe that it starts from.
+"""Protocol of searches for several GPUs, and the recipe from which they start.
 
-What asks for figures is a generator that yields what shall be judged, several recipes at a time, and is sent
-what they take: one search then asks alone, and those of many kinds of GPU ask together.
+A search is a generator. It yields recipes to evaluate, several at a time, and receives their figures. One
+search can thus run alone, and searches for many kinds of GPU can run together.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot
 
 MARGIN = 1.03
-"""Of bytes that are found on few layers (chosen): what is said to fit shall fit in full."""
+"""Factor on bytes found on few layers (chosen), so that a recipe that fits there also fits in full."""
 
 _Result = TypeVar("_Result")
 
 Asked = list[tuple[int, Recipe]]
-"""Numbers of GPUs, and the recipes that are asked about on so many."""
+"""Numbers of GPUs, each with a recipe to evaluate on so many."""
 
 Asking = Generator[Asked, list[Judged], _Result]
-"""Yields what it asks, is sent the answers in the same order, and returns its result."""
+"""Generator that yields requests, receives results in the same order, and returns its own result."""
 
 
 def answer_to(asking: Asking[_Result], judge: Callable[[Asked], list[Judged]]) -> _Result:
-    """The result of what asks, where nobody else does."""
+    """Return the result of a generator that runs alone."""
     try:
         asked = next(asking)
         while True:
@@ -44,8 +44,10 @@ def answer_to(asking: Asking[_Result], judge: Callable[[Asked], list[Judged]]) -
 
 
 def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
-    """The numbers of GPUs that can share the job's batch evenly, each a part of it or groups of them, in
-    order. Raises `UsageError` where none can."""
+    """Return the numbers of GPUs that can divide the job's batch evenly, in order.
+
+    Each GPU, or each group of them, takes a part. Raises `UsageError` if no number can.
+    """
     asked = sorted({gpus} if isinstance(gpus, int) else set(gpus))
     wrong = [count for count in asked if type(count) is not int or not 1 <= count <= MOST_GPUS]
     if wrong or not asked:
@@ -60,9 +62,11 @@ def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
 
 
 def choose_base(job: Job, counts: Sequence[int], fixed: Kept, fidelity: Fidelity) -> Asking[Recipe]:
-    """The recipe whose slots that are decided once take the least time, on the most of these numbers of GPUs
-    of which each can have a part of the batch: one GPU alone may take what several refuse. Raises
-    `UsageError` where no technique shares the job among them."""
+    """Return the recipe whose techniques in `DECIDED_ONCE` take the least time.
+
+    They are compared on the largest number of GPUs that gives each a part of the batch. One GPU alone may
+    accept techniques that several refuse. Raises `UsageError` if no technique shares the job among them.
+    """
     divisors = [count for count in counts if job.batch_size % count == 0]
     gpus = max(divisors or counts)
     shared = next(_all_ways(job, gpus, fixed), None)
@@ -84,7 +88,7 @@ def choose_base(job: Job, counts: Sequence[int], fixed: Kept, fidelity: Fidelity
 
 
 def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
-    """Ways to share the job among so many GPUs, by as few axes as may be."""
+    """Yield ways to share the job among so many GPUs, those with the fewest axes first."""
     base = Recipe(tuple(techniques[0] for techniques in fixed.slots.values()))
     for axes in range(MOST_AXES + 1):
         yield from ways(job, base, gpus, fixed, axes)

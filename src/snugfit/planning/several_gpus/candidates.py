@@ -1,7 +1,7 @@
-"""What may be put together on so many GPUs: how the work is shared, what is recomputed, how the batch is cut.
+"""Combinations for a number of GPUs: the sharing of the work, recomputation, and the cuts of the batch.
 
-The rest of a recipe (precision, products, optimizer's kernels) is decided once for all numbers of GPUs, by
-what takes the least time (`search.py`).
+The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It
+takes the least time (`search.py`).
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
 KEPT = "none"
-"""The value of `ParallelWish.reshard` with which nothing that was gathered is dropped."""
+"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
 
 AXES = ("tensor", "context", "stages")
-"""The numbers of `ParallelWish` that say how many GPUs work on the same samples."""
+"""Fields of `ParallelWish` that count the GPUs working on the same samples."""
 
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
-"""Slots that are filled by what takes the least time, whatever the number of GPUs."""
+"""Slots that are filled once with the fastest technique, for all numbers of GPUs."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """How GPUs share the work, and what of the model is recomputed; the batch is not cut yet."""
+    """A way to share the work, with its recomputation, before the batch is cut."""
 
     gpus: int
     recipe: Recipe
 
     @functools.cached_property
     def key(self) -> str:
-        """The recipe's text, the same on any number of GPUs."""
+        """Text of the recipe, the same on any number of GPUs."""
         return str(self.recipe)
 
     @functools.cached_property
     def setup(self) -> Setup:
-        """What it asks of a training loop, on so many GPUs."""
+        """Setup of the recipe on so many GPUs."""
         return on_gpus(self.recipe.setup(), self.gpus)
 
     @functools.cached_property
     def wish(self) -> ParallelWish | None:
-        """What it asks of several processes, however many they are; None on one GPU."""
+        """Wish for several processes, regardless of their number; None on one GPU."""
         wish = self.setup.parallel
         return wish and replace(wish, ranks=0)
 
     @functools.cached_property
     def of_each(self) -> str:
-        """What each GPU does for itself, however the batch is shared: the recipe without what shares it."""
+        """Text of the recipe without its sharding of the batch: the work of each GPU alone."""
         return str(self.recipe.with_(roster.plain(Slot.SHARDING)))
 
     @functools.cached_property
     def by_itself(self) -> str:
-        """What a GPU does that has its samples to itself: the recipe without what several GPUs share."""
+        """Text of the recipe without any sharing: the work of a GPU that has its samples to itself."""
         recipe = self.recipe
         for slot in roster.slots_of_several_gpus():
             recipe = recipe.with_(roster.plain(slot))
@@ -68,36 +68,38 @@ class Shared:
 
     @property
     def parts(self) -> int:
-        """How many GPUs work on the same part of the batch."""
+        """Number of GPUs that work on the same part of the batch."""
         return self.wish.ranks_of_one_part if self.wish else 1
 
     @property
     def stages(self) -> int:
-        """Into how many stages the layers are cut."""
+        """Number of stages into which the layers are cut."""
         return self.wish.stages if self.wish else 1
 
     @property
     def recomputing(self) -> Technique:
-        """The technique that says which layers are computed again."""
+        """The technique that selects the recomputed layers."""
         return self.recipe[Slot.CHECKPOINTING]
 
     @functools.cached_property
     def mesh(self) -> str:
-        """The techniques by which groups of GPUs work on the same samples; empty where each has its own."""
+        """Text of the techniques that make groups of GPUs work on the same samples; empty without groups."""
         slots = [slot for slot in roster.slots_of_several_gpus() if slot is not Slot.SHARDING]
         return " + ".join(str(self.recipe[slot]) for slot in slots if not self.recipe[slot].plain)
 
     @property
     def spreads_over_all(self) -> bool:
-        """Whether each GPU holds less where there are more of them."""
+        """True if each GPU holds less on a larger number of them."""
         wish = self.wish
         if wish is None:
             return False
         return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
 
     def is_slower_than(self, other: Shared) -> bool:
-        """Whether no step of it is shorter than the other's, which takes more memory: where both share the
-        work in one way, and this recomputes, or gathers weights, where the other keeps them."""
+        """Return whether no step of this way is faster than the other's, which takes more memory.
+
+        Both share the work in one way, and this one recomputes, or gathers weights that the other keeps.
+        """
         slots = roster.slots_of_several_gpus()
         own, rival = self.wish, other.wish
         if all(self.recipe[slot] == other.recipe[slot] for slot in slots):
@@ -107,9 +109,12 @@ class Shared:
         return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
 
     def holds_no_more_than(self, other: Shared) -> bool:
-        """Whether it takes no more memory than the other wherever the batch is cut alike: where nothing else
-        differs than that this computes again what the other keeps, or holds a part of the weights where the
-        other holds all of them, if only for a while, or has more GPUs work on the same samples."""
+        """Return whether this way takes no more memory than the other for every equal cut of the batch.
+
+        The ways may differ in three properties only. This one recomputes activations that the other keeps.
+        It shards weights that the other holds whole, at least temporarily. Or more of its GPUs work on the
+        same samples.
+        """
         own, rival = self.setup.checkpoint, other.setup.checkpoint
         return (
             _keeps_no_more(own, rival)
@@ -118,16 +123,18 @@ class Shared:
         )
 
     def has_groups_of(self, other: Shared) -> bool:
-        """Whether each of its groups of GPUs is one of the other's groups, or several, which share the same;
-        how the batch is shared may differ, and nothing else."""
+        """Return whether each of its groups of GPUs consists of one or several groups of the other with the
+        same sharing.
+
+        Apart from that, only the sharing of the batch may differ.
+        """
         if self.by_itself != other.by_itself:
             return False
         own, rival = self.wish or ParallelWish(), other.wish or ParallelWish()
         return _cuts_as(own, rival)
 
     def is_wider_than(self, other: Shared) -> bool:
-        """Whether larger groups of GPUs work on the same samples, which else share the work as the other's
-        do."""
+        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
         own, rival = self.wish, other.wish
         if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
             return False
@@ -142,44 +149,46 @@ class Shared:
         return alike == rival and bool(own.shards) is bool(rival.shards) and self._differs_only_in(other)
 
     def _differs_only_in(self, other: Shared, *more: Slot) -> bool:
-        """Whether nothing else differs than techniques of several GPUs, and those of these slots."""
+        """Return whether the ways differ only in techniques of several GPUs, and in these slots."""
         slots = {*roster.slots_of_several_gpus(), *more}
         return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
 
     def cut(self, pieces: Technique) -> Recipe:
-        """The recipe whose global batch is cut so."""
+        """Return the recipe with this cut of the global batch."""
         return self.recipe.with_(pieces)
 
 
 def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
-    """Whether no less is computed again: all of a layer where the other keeps some of it."""
+    """Return whether no less is recomputed: all of a layer if the other keeps some of it."""
     if own is None or rival is None:
         return rival is None
     return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
 
 
 def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
-    """Whether each group of GPUs is one of the rival's, or several of them, that cut the same; where both
-    share matrices, experts are spread in both or in neither."""
+    """Return whether each group of GPUs consists of one or several of the rival's groups, with the same cuts.
+
+    If both share matrices, experts must be spread in both or in neither.
+    """
     if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
         return False
     return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
 
 
 def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
-    """The same in groups that are as large as the rival's."""
+    """Return the same with groups as large as the rival's."""
     return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
 
 
 def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
-    """Whether a GPU holds no more of what is trained, and of the same samples, than in another way of
-    sharing."""
+    """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
+    rival's way."""
     if own is None or rival is None or own == rival:
         return own == rival
     if not _cuts_as(own, rival):
         return False
     if own.stages > rival.stages == 1 and own.weights == "sharded":
-        return False  # while its micro-batches run a stage keeps all that it has gathered
+        return False  # a stage keeps all gathered weights while its micro-batches run
     own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
     if own == rival:
         return True
@@ -199,8 +208,11 @@ def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bo
 
 
 def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Shared]:
-    """Every way to share the work of this job among so many GPUs, with so many axes beside that of the batch,
-    and with what it recomputes; from what keeps most to what recomputes most."""
+    """Yield every way to share this job's work among so many GPUs, with `axes` axes in addition to the
+    batch's.
+
+    Each is combined with every recomputation, from the one that keeps most on.
+    """
     shared_by = list(sharings(job, gpus, fixed, axes))
     usual = list(of_slot(job, Slot.SHARDING, fixed))
     rest = [one for one in stopgaps(usual) if one not in usual]
@@ -219,19 +231,20 @@ def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Itera
 
 
 def _kinds(sharing: Sharing) -> tuple[type[Technique] | Technique, ...]:
-    """What shares the batch, whatever its settings, and the mesh."""
+    """Return the classes that share the batch, regardless of their settings, and the techniques of the
+    mesh."""
     return tuple(type(one) if one.slot is Slot.SHARDING else one for one in sharing)
 
 
 def _is_possible(job: Job, shared: Shared, fixed: Kept) -> bool:
-    """Whether it trains the job; where layers are cut into stages, with as many micro-batches as may be."""
+    """Return whether it trains the job; with stages, for the largest number of micro-batches."""
     if shared.stages == 1:
         return is_valid(job, shared.recipe, shared.gpus)
     return any(is_valid(job, shared.cut(one), shared.gpus) for one in _pieces(job, shared, fixed)[-1:])
 
 
 def recomputings(job: Job, fixed: Kept) -> list[Technique]:
-    """What keeps everything, then each technique that has one setting only, the one that keeps more first."""
+    """Return plain and each technique with a single setting, those that keep more first."""
     settings = [one for one in of_slot(job, Slot.CHECKPOINTING, fixed) if one.plain or _is_alone(one, job)]
 
     def sort_key(one: Technique) -> tuple[bool, bool]:
@@ -242,7 +255,7 @@ def recomputings(job: Job, fixed: Kept) -> list[Technique]:
 
 
 def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Technique]:
-    """What may stand in a slot that is decided once, at this fidelity."""
+    """Return the techniques for a slot of `DECIDED_ONCE`, at this fidelity."""
     degrees = list(Fidelity)
     plain = roster.plain(slot)
     return [
@@ -254,14 +267,14 @@ def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Tech
 
 
 def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
-    """Every way to cut a group's part of the batch, from the whole to single samples."""
+    """Return every way to cut a group's part of the batch, from the whole to single samples."""
     known: Mapping[Slot, tuple[Technique, ...]] = fixed.slots
     pieces = _pieces(job, shared, fixed)
     if Slot.BATCHING in known:
         return pieces
     ends = [pieces[0], pieces[-1]]
     if all(is_valid(job, shared.cut(one), shared.gpus) for one in ends):
-        return pieces  # with what lies between these: few micro-batches are refused, or many
+        return pieces  # all cuts between valid ends are valid: techniques refuse few micro-batches, or many
     return [one for one in pieces if is_valid(job, shared.cut(one), shared.gpus)]
 
 
@@ -272,7 +285,7 @@ def _pieces(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
 
 
 def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
-    """Whether this recipe trains the job on so many GPUs."""
+    """Return whether this recipe trains the job on so many GPUs."""
     try:
         part = job_of_rank(job, on_gpus(recipe.setup(), gpus))
     except SnugfitError:

@@ -1,13 +1,13 @@
-"""Which of the recipes that were simulated in full is the answer: not always the one of the fewest seconds.
+"""Choice among the recipes that were simulated in full, which is not always the fastest.
 
-Where the GPU bounds a step its seconds are predicted well, and where the host does they are not: FSDP2's
-Python, DDP's hooks and the user's own code take what they take on that host. Two recipes that are forecast
-within some per cent may then lie far apart: of BERT-large on two H100s (64 x 512) `fsdp(reshard=none)` was
-forecast as 112.7 ms and took 169, `ddp(bucket_views=true)` as 112.5 and took 118
+Seconds are predicted well for a step that the GPU bounds, and not for one that the host bounds. The time
+of FSDP2's Python, DDP's hooks and the user's own code depends on that host. Two recipes with predictions
+within some per cent may then differ widely. An example is BERT-large on two H100s (64 x 512).
+`fsdp(reshard=none)` was predicted at 112.7 ms and took 169, `ddp(bucket_views=true)` at 112.5 and took 118
 (results/h100-2026-11-26/plan-2-bert.json).
 
-    1. of what is within `ALIKE` of the fewest seconds, what has the host work least, as far as that matters
-    2. of that the fastest, or the simplest of what plans for one GPU call as fast
+    1. of the recipes within `ALIKE` of the fewest seconds, those with the least relevant work of the host
+    2. among these the fastest, or the simplest that plans for one GPU count as equally fast
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.techniques.recipe import Recipe
 
 ALIKE = 1.03
-"""Times the fewest seconds of a step (chosen): no prediction tells recipes apart that are nearer."""
+"""Factor on the fewest seconds of a step (chosen), within which predictions do not distinguish recipes."""
 
 HOST_MATTERS = 0.75
-"""Of a step (chosen): a host that works less of it does not bound it, not even where it takes a third longer
-than predicted. Above this, less of its work is better."""
+"""Share of a step (chosen) below which the host's work is irrelevant. Above it, less work is better.
+
+Such a host does not bound the step, even if it takes a third longer than predicted.
+"""
 
 HOST_ALIKE = 0.05
-"""Of a step (chosen): shares of the host's work that are no further apart are alike."""
+"""Difference between two shares of the host's work that counts as equal, as a share of a step (chosen)."""
 
 
 def best_first(answers: Sequence[OnGpus], limit: float = math.inf) -> list[OnGpus]:
-    """The answer, with the reason where it is not the fastest, then the others, the fastest first. It takes
-    less than `limit` seconds a step, unless nothing does."""
+    """Return the answer, with the reason if it is not the fastest, followed by the rest, the fastest first.
+
+    The answer takes less than `limit` seconds a step, unless none does.
+    """
     fastest, *slower = sorted(answers, key=lambda one: (one.step_seconds, _host_share(one), _length(one)))
     near = [one for one in slower if one.step_seconds < min(ALIKE * fastest.step_seconds, limit)]
     least = min(_host_share(one) for one in (fastest, *near))
@@ -51,7 +55,7 @@ def _host_share(one: OnGpus) -> float:
 
 
 def _length(one: OnGpus) -> int:
-    """How many techniques a recipe names."""
+    """Return the number of techniques that a recipe names."""
     return sum(not technique.plain for technique in Recipe.parse(one.recipe))
 
 
@@ -60,7 +64,7 @@ def _why_not(fastest: OnGpus, chosen: OnGpus, *, by_host: bool) -> str:
     if by_host:
         return (
             f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, but there the host works in "
-            f"{fastest.host_share or 0:.0%} of the step and here in {chosen.host_share or 0:.0%}, and what "
-            "the host takes is the least certain."
+            f"{fastest.host_share or 0:.0%} of the step and here in {chosen.host_share or 0:.0%}. The "
+            "host's seconds are the least certain."
         )
-    return f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, which is too little for what it adds."
+    return f"'{fastest.recipe}' is predicted to be {faster:.1%} faster, too little for the added techniques."

@@ -1,24 +1,24 @@
-"""What recipes that were simulated tell of others, for one job on GPUs of one kind.
+"""Bounds on recipes that were not simulated, from simulated ones, for one job on GPUs of one kind.
 
-A search that knows nothing asks about every way to share the work, on every number of GPUs, with the batch
-cut in every way. Three things spare it most of that. They are taken to hold within `MARGIN`; what is answered
-is simulated itself.
+Without bounds, a search would simulate every way to share the work, on every number of GPUs, with every
+batch cut. Three rules save most of that. They are assumed to hold within `MARGIN`; every answer is
+simulated itself.
 
-- Bytes: larger micro-batches, several of them instead of one, and fewer GPUs take no less. Nor does what
-  keeps activations that another computes again, or holds weights of which another holds a part. What further
-  samples take does not depend on how weights are shared.
-- Seconds: with larger micro-batches on fewer GPUs a step takes no more GPU seconds, for each works on more at
-  a time, and exchanges are no longer.
-- A sample takes no less time than each of a very large micro-batch, with exchanges left out.
+- Bytes: larger micro-batches, several of them instead of one, and fewer GPUs take no less. The same holds
+  for kept instead of recomputed activations, and for whole instead of sharded weights. The bytes of
+  further samples do not depend on the sharing of weights.
+- Seconds: with larger micro-batches on fewer GPUs a step takes no more GPU seconds. Each GPU works on more
+  at a time, and exchanges are no longer.
+- A sample takes no less time than in a very large micro-batch, without exchanges.
 
-Where groups of n GPUs work on the same samples:
+For groups of n GPUs that work on the same samples:
 
-- They take no less of each GPU's bytes than an n-th of what one that has the samples to itself takes, and no
-  more than smaller groups do.
-- They share the arithmetic, which takes no less GPU seconds so; exchanges become n times shorter at most,
-  and where GPUs share sequences alone none becomes shorter.
-- Of s stages with m micro-batches each waits at least (s - 1) / (m + s - 1) of a step (Narayanan et al.,
-  arXiv 2104.04473, section 2.2.1), so fewer micro-batches are not faster by themselves.
+- Each GPU takes at least an n-th of the bytes of one that has the samples to itself. It takes no more than
+  in smaller groups.
+- They share the arithmetic, which does not reduce its GPU seconds. Exchanges become at most n times
+  shorter, and no shorter if GPUs share sequences alone.
+- Each of s stages waits at least (s - 1) / (m + s - 1) of a step with m micro-batches. The source is
+  Narayanan et al., arXiv 2104.04473, section 2.2.1. Fewer micro-batches are therefore not always faster.
 """
 
 from __future__ import annotations
@@ -34,54 +34,57 @@ from snugfit.planning.several_gpus.candidates import Shared
 from snugfit.planning.several_gpus.judge import Judged
 
 CLEARLY = 1.05
-"""Of the bytes that may be used (chosen): what misses by so much would miss too if it shared the work in a
-way that holds more."""
+"""Factor on the usable bytes (chosen). A recipe above it would also miss in a way of sharing that holds
+more."""
 
 WITH_SUMS = 1.5
-"""How many times as much several micro-batches take at most as one of their size: gradients beside all
-activations, which in the update take no more than half of all that is left, where there are no states."""
+"""Greatest ratio of the bytes of several micro-batches to those of one of their size.
+
+Gradients exist next to all activations. In the update without states, they take at most half of the
+remaining bytes.
+"""
 
 PACE = 0.97
-"""Of the seconds that a sample takes in a very large micro-batch (chosen): those that any sample takes."""
+"""Share of a sample's seconds in a very large micro-batch (chosen) that bounds the seconds of any sample."""
 
 
 class CutStep(NamedTuple):
-    """How a step is cut."""
+    """Cut of a step into micro-batches."""
 
     gpus: int
     samples: int
-    """Of a micro-batch on one GPU."""
+    """Samples of a micro-batch on one GPU."""
     pieces: int
-    """Micro-batches of a step on one GPU."""
+    """Number of micro-batches of a step on one GPU."""
 
 
 class _SamplePace(NamedTuple):
-    """How long a sample takes each GPU at least, which does not depend on who else has which weights."""
+    """Lower bound of a sample's seconds on each GPU, which does not depend on the sharding of weights."""
 
     shared: Shared
     samples: int
-    """Of the micro-batch that this is known of, and so of smaller ones."""
+    """Samples of the micro-batch for which the bound was found. It holds for smaller ones too."""
     seconds: float
 
 
 class _Related(NamedTuple):
-    """Other ways of sharing of which something was simulated, beside one."""
+    """Other simulated ways of sharing that are related to one."""
 
     leaner: list[Shared]
-    """They hold no more than it."""
+    """Ways that hold no more than it."""
     fuller: list[Shared]
-    """They hold no less."""
+    """Ways that hold no less than it."""
     narrower: list[Shared]
-    """In them smaller groups work on the same samples."""
+    """Ways in which smaller groups work on the same samples."""
 
 
 def bubble(shared: Shared, size: CutStep) -> float:
-    """How many times as long a step takes at least as its stages work: 1 where there is one."""
+    """Return the least ratio of a step's seconds to the working seconds of its stages: 1 for one stage."""
     return (size.pieces + shared.stages - 1) / size.pieces
 
 
 class Evidence:
-    """What is known of a job on GPUs of one kind, of each of which `bound` bytes may be used."""
+    """Simulated recipes of a job on GPUs of one kind, each with `bound` usable bytes."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -93,7 +96,7 @@ class Evidence:
         self._relations: dict[tuple[str, str, str], bool] = {}
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
-        """Remembers what was simulated."""
+        """Store the figures of a simulated step."""
         self._shared.setdefault(shared.key, shared)
         self._judged[shared.key][size] = judged
         known = self._paces.get(shared.of_each)
@@ -103,15 +106,15 @@ class Evidence:
             self._paces[shared.of_each] = _SamplePace(shared, size.samples, pace)
 
     def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
-        """What was simulated of just this."""
+        """Return the figures of exactly this step, if it was simulated."""
         return self._judged[shared.key].get(size)
 
     def does_fit(self, judged: Judged) -> bool:
-        """Whether what was simulated fits."""
+        """Return whether a simulated step fits."""
         return judged.needed_bytes * MARGIN <= self._bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
-        """Whether this fits; None where that is not known."""
+        """Return whether this step fits; None if unknown."""
         if (exactly := self.judgment(shared, size)) is not None:
             return self.does_fit(exactly)
         own = self._judged[shared.key].items()
@@ -122,7 +125,7 @@ class Evidence:
         return self._fits_by_others(shared, size)
 
     def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
-        """The same, by what was simulated of other ways of sharing."""
+        """Return the same from the figures of other ways of sharing."""
         related = self._relations_of(shared)
         if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
             return False
@@ -136,24 +139,29 @@ class Evidence:
         return False if further * (size.samples - fewest) > CLEARLY * self._bound else None
 
     def expects_to_fit(self, shared: Shared, size: CutStep, near: CutStep) -> bool:
-        """Whether this should fit, by what it takes with micro-batches of another size on as many GPUs, and
-        what further samples took elsewhere."""
+        """Return whether this step should fit, from its figures with micro-batches of another size.
+
+        The other size has as many GPUs. The bytes of further samples come from other ways of sharing.
+        """
         _, further = self._by_samples(shared)
         judged = self._judged[shared.key][near]
         expected = judged.needed_bytes + further * (size.samples - near.samples)
         return self.does_fit(judged._replace(needed_bytes=int(expected)))
 
     def missed_elsewhere(self, shared: Shared, size: CutStep) -> bool:
-        """Whether such a step misses clearly in another way of sharing, which may hold more."""
+        """Return whether such a step clearly misses in another way of sharing, which may hold more."""
         like = shared.of_each
         return any(
             other.of_each == like and self._missed_clearly(other, size) for other in self._shared.values()
         )
 
     def _by_samples(self, shared: Shared) -> tuple[int, float]:
-        """The smallest micro-batch that was simulated with what each GPU does here, and the bytes that each
-        further sample took, between sizes on as many GPUs in one way of sharing; 0 where that is not known.
-        Of a group of n GPUs of which that is not known an n-th of what one by itself takes."""
+        """Return the smallest simulated micro-batch with the same work of each GPU, and the bytes of each
+        further sample.
+
+        The bytes are measured between sizes on as many GPUs in one way of sharing; 0 if unknown. If they
+        are unknown for a group of n GPUs, they are an n-th of those of a GPU by itself.
+        """
         own = self._between_sizes(shared.of_each)
         if own[1] or shared.parts == 1:
             return own
@@ -174,8 +182,10 @@ class Evidence:
         return fewest, further
 
     def _missed_clearly(self, other: Shared, size: CutStep, times: float = 1.0) -> bool:
-        """Whether a way of sharing takes clearly more than so many times what may be used, where the step is
-        cut as `size` or smaller. Of `times` as many GPUs in a group, there are so many fewer groups."""
+        """Return whether a way of sharing clearly takes more than `times` the usable bytes.
+
+        The step is cut as `size` or smaller. Groups of `times` as many GPUs are `times` fewer.
+        """
         size = size._replace(gpus=math.ceil(size.gpus / times))
         summed = size._replace(pieces=max(size.pieces, 2))
         bound = CLEARLY * times * self._bound
@@ -186,7 +196,7 @@ class Evidence:
         )
 
     def least_seconds(self, shared: Shared, size: CutStep) -> float:
-        """Seconds that such a step takes at least."""
+        """Return the lower bound of such a step in seconds."""
         if (exactly := self.judgment(shared, size)) is not None:
             return exactly.step_seconds
         waits = bubble(shared, size)
@@ -202,14 +212,14 @@ class Evidence:
         return max(least, self._as_in_smaller_groups(shared, size))
 
     def _as_in_smaller_groups(self, shared: Shared, size: CutStep) -> float:
-        """Seconds that such a step takes at least, by those of smaller groups on as many GPUs."""
+        """Return the lower bound of such a step in seconds, from smaller groups on as many GPUs."""
         least = 0.0
         for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
             assert shared.wish is not None
             assert other.wish is not None
             if times == shared.wish.context / other.wish.context:
-                times = 1.0  # weights are spread over all GPUs, and exchanged as before
+                times = 1.0  # weights are sharded over all GPUs, with unchanged exchanges
             for known, judged in self._judged[other.key].items():
                 most = 1 if shared.stages > other.stages else size.pieces
                 if known.gpus == size.gpus and known.pieces <= most:
@@ -217,7 +227,7 @@ class Evidence:
         return least
 
     def fastest_known(self, shared: Shared, gpus: int) -> float | None:
-        """Seconds of the fastest cut of this way on so many GPUs that was simulated and fits."""
+        """Return seconds of the fastest simulated cut of this way on so many GPUs that fits."""
         known = self._judged.get(shared.key, {})
         fit = [
             judged.step_seconds
@@ -227,16 +237,19 @@ class Evidence:
         return min(fit, default=None)
 
     def has_pace(self, shared: Shared) -> bool:
-        """Whether it is known how long a sample takes at least, in such groups or in smaller ones that share
-        the same."""
+        """Return whether a lower bound of a sample's seconds is known, in such groups or in smaller ones with
+        the same sharing."""
         if shared.of_each in self._paces:
             return True
         known = (pace.shared for pace in self._paces.values() if pace.shared.parts > 1 or shared.parts == 1)
         return any(shared.has_groups_of(one) for one in known)
 
     def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
-        """Whether it is known of groups of GPUs, such ones or smaller ones that share the same, how long a
-        sample of so large a micro-batch takes at least."""
+        """Return whether a lower bound of a sample's seconds is known for groups of GPUs and so large a
+        micro-batch.
+
+        The groups may be smaller ones with the same sharing.
+        """
         return any(
             pace.shared.parts > 1
             and size.samples <= pace.samples * shared.parts / pace.shared.parts
@@ -245,13 +258,13 @@ class Evidence:
         )
 
     def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
-        """What was simulated that shares the work alike, in groups of half as many GPUs."""
+        """Yield simulated ways with the same sharing in groups of half as many GPUs."""
         for other in self._relations_of(shared).narrower:
             if shared.parts == 2 * other.parts:
                 yield other
 
     def _relations_of(self, shared: Shared) -> _Related:
-        """What of all that was simulated is related to this way of sharing."""
+        """Return all simulated ways that are related to this way of sharing."""
         related = self._all_relations.setdefault(shared.key, _Related([], [], []))
         for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
             if other.key == shared.key:
@@ -266,14 +279,16 @@ class Evidence:
         return related
 
     def holds_no_more(self, one: Shared, other: Shared) -> bool:
-        """Whether one way of sharing takes no more memory than the other (`Shared.holds_no_more_than`)."""
+        """Return whether one way of sharing takes no more memory than the other
+        (`Shared.holds_no_more_than`)."""
         key = ("holds", one.key, other.key)
         if key not in self._relations:
             self._relations[key] = one.holds_no_more_than(other)
         return self._relations[key]
 
     def is_wider(self, one: Shared, other: Shared) -> bool:
-        """Whether one makes larger groups of GPUs, and is else the same (`Shared.is_wider_than`)."""
+        """Return whether one makes larger groups of GPUs, and is otherwise the same
+        (`Shared.is_wider_than`)."""
         key = ("wider", one.key, other.key)
         if key not in self._relations:
             self._relations[key] = one.is_wider_than(other)
@@ -281,7 +296,7 @@ class Evidence:
 
 
 def _takes_no_less(shared: Shared, size: CutStep, other: CutStep) -> bool:
-    """Whether one way of sharing takes no fewer bytes when the step is cut as `size` than as `other`."""
+    """Return whether one way of sharing takes no fewer bytes with the step cut as `size` than as `other`."""
     return (
         (size.gpus <= other.gpus or not shared.spreads_over_all)
         and size.samples >= other.samples

@@ -1,11 +1,11 @@
-"""The fastest recipe on one number of GPUs: which ways of sharing are asked about, with which cut batches.
+"""Search for the fastest recipe on one number of GPUs: its ways of sharing and cuts of the batch.
 
-Ways are asked about in the order of the seconds that they take at least, as far as that is known
-(`evidence.py`), and no more of them than may still be faster than the best that fits. Of each way the fewest
-micro-batches are looked for with which it fits: fewer take less time and more memory. Where layers are cut
-into stages that is not so, because with fewer micro-batches GPUs wait longer for each other: there each cut
-of the batch is a way of its own. While nothing is known to fit, what holds least is asked first: where it
-misses clearly, all that holds more does.
+Ways are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Ways that
+cannot be faster than the best fitting one are skipped. For each way the search finds the fewest
+micro-batches with which it fits: fewer take less time and more memory. With stages that is not true,
+because GPUs wait longer for each other with fewer micro-batches. Each cut of the batch is then a separate
+way. While no way is known to fit, the ways that hold least are simulated first. If they clearly miss, all
+that hold more miss too.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.techniques.technique import Technique
 
 AT_ONCE = 2
-"""Recipes that are asked about side by side (chosen): the answer to one may spare the others."""
+"""Number of recipes that are evaluated concurrently (chosen): the result of one may make the rest
+unnecessary."""
 
 
 class Screened(NamedTuple):
-    """A recipe, and what it takes as simulated on few layers."""
+    """A recipe with its figures on few layers."""
 
     recipe: Recipe
     judged: Judged
     shared: Shared
-    """The recipe without how its batch is cut."""
+    """The way of sharing, without a cut of the batch."""
     size: CutStep
 
 
 class Outcome(NamedTuple):
-    """What a search on one number of GPUs has found."""
+    """Result of a search on one number of GPUs."""
 
     fitting: list[Screened]
-    """Of each way that was looked at what fits, the fastest first."""
+    """Fitting recipes, one for each way that was tried, the fastest first."""
     miss: Screened | None
-    """Where nothing fits: what takes least of what was simulated."""
+    """Smallest simulated recipe, if none fits."""
     does_any_fit: bool = False
-    """Whether anything is known to fit, in whatever time."""
+    """True if any recipe is known to fit, regardless of its seconds."""
     alone_seconds: float | None = None
-    """Of a step of what shares the batch alone, at least; None where that does not fit."""
+    """Lower bound in seconds of a step that shares the batch alone; None if that does not fit."""
 
 
 @dataclass
@@ -67,13 +68,16 @@ class _WayToShare:
 
 
 _Question = tuple[_WayToShare, int]
-"""A way, and the place of the cut that is to be simulated."""
+"""A way, and the index of the cut to simulate."""
 
 
 class FastestOnGpus:
-    """The search among these ways on one number of GPUs. What cannot be simulated goes to `refused`, by the
-    technique that recomputes and the mesh, which is left out from then on. `leanest_first` is whether what
-    holds least is asked first while none of these ways is known to fit."""
+    """The search among these ways on one number of GPUs.
+
+    Ways that cannot be simulated go to `refused`, by their recomputing technique and mesh, and are left
+    out from then on. With `leanest_first`, the ways that hold least are simulated first, while none is
+    known to fit.
+    """
 
     def __init__(
         self,
@@ -96,8 +100,10 @@ class FastestOnGpus:
         ]
 
     def run(self, limit: float = math.inf) -> Asking[Outcome]:
-        """What fits, in no more than `limit` seconds a step, or the nearest miss. Asks until nothing else may
-        be faster than the first."""
+        """Return the recipes that fit in less than `limit` seconds a step, or the nearest miss.
+
+        Yield requests until no other recipe may be faster than the first.
+        """
         while asked := self._questions(limit):
             judged = yield [(self._gpus, way.recipe(at)) for way, at in asked]
             for (way, at), answer in zip(asked, judged, strict=True):
@@ -125,10 +131,10 @@ class FastestOnGpus:
                     yield Screened(way.recipe(at), judged, way.shared, size)
                     break
 
-    # ---- what is asked -------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     def _questions(self, limit: float) -> list[_Question]:
-        """Ways, and the place of the cut that is to be simulated; none once the fastest is known."""
+        """Return ways with the index of the cut to simulate; empty once the fastest is known."""
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
         by_least: dict[float, list[_Question]] = {}
         is_anything_known = best < limit or not self._leanest_first
@@ -148,8 +154,10 @@ class FastestOnGpus:
         return self._one_of_each(list(map(self._telling, asked)))[:AT_ONCE]
 
     def _one_of_each(self, asked: list[_Question]) -> list[_Question]:
-        """These questions, but of those about ways of which it is not known how long a sample takes one for
-        all that have each GPU do the same."""
+        """Return these questions, reduced to one per work of each GPU for ways without a known lower bound.
+
+        The bound is that of a sample's seconds.
+        """
         paceless: dict[str, _Question] = {}
         some: list[_Question] = []
         for question in asked:
@@ -165,8 +173,11 @@ class FastestOnGpus:
         return some
 
     def _telling(self, question: _Question) -> _Question:
-        """Of a mesh of which it is not known how long a sample takes, the question about the whole batch,
-        even if that does not fit: smaller micro-batches take no less."""
+        """Return the question about the whole batch for a mesh without a known lower bound of a sample's
+        seconds.
+
+        It need not fit: smaller micro-batches take no less.
+        """
         way, at = question
         if way.shared.parts == 1 or way.sizes[0].pieces > 1:
             return question
@@ -175,8 +186,11 @@ class FastestOnGpus:
         return question if self._evidence.knows_mesh(way.shared, size) else (way, 0)
 
     def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
-        """The least seconds of a way that may take less than `best`, and the place of its cut that is
-        simulated next; None where it need not be asked about."""
+        """Return the lower bound in seconds of a way that may take less than `best`, and the index of its
+        next cut.
+
+        Return None if it needs no simulation.
+        """
         first = self._first(way)
         if first is None or self._is_behind(way):
             return None
@@ -185,17 +199,17 @@ class FastestOnGpus:
         return None if at is None else (least, at)
 
     def _first(self, way: _WayToShare) -> int | None:
-        """The place of the fewest micro-batches that may fit."""
+        """Return the index of the fewest micro-batches that may fit."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size) is not False), None)
 
     def _smallest_that_fits(self, way: _WayToShare) -> int | None:
-        """The place of the fewest micro-batches that are known to fit."""
+        """Return the index of the fewest micro-batches that are known to fit."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size)), None)
 
     def _next(self, way: _WayToShare, first: int) -> int | None:
-        """The place of the cut that is simulated next; None where the fewest micro-batches are known."""
+        """Return the index of the cut to simulate next; None if the fewest micro-batches are known."""
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
             is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
@@ -212,8 +226,11 @@ class FastestOnGpus:
         return next(expected, unknown[-1])
 
     def _is_behind(self, way: _WayToShare) -> bool:
-        """Whether another is known to be faster, or will soon be known to be or not: one that shares the work
-        in the same way, and recomputes less or gathers less often, and whose batch need not be cut."""
+        """Return whether another way is known to be faster, or will soon be known to be or not.
+
+        The other way shares the work in the same way, and recomputes less or gathers less often. Its batch
+        need not be cut.
+        """
         for other in self._ways:
             if other is way:
                 break
@@ -228,8 +245,8 @@ class FastestOnGpus:
         return False
 
     def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
-        """Whether groups of half as many GPUs, which share the work alike, are to be looked at before, or are
-        known to be no faster than groups that are smaller still."""
+        """Return whether groups of half as many GPUs with the same sharing come first, or are no faster than
+        smaller ones."""
         if way.shared.parts == 1:
             return False
         for other in self._ways:
@@ -248,8 +265,11 @@ class FastestOnGpus:
         return False
 
     def _leanest(self, asked: list[_Question]) -> list[_Question]:
-        """What is asked while nothing is known to fit: these questions, about what holds least first; of
-        meshes about the smallest micro-batches of all of which it is not known that another holds no more."""
+        """Return the next questions while no way is known to fit, those that hold least first.
+
+        For meshes these are the smallest micro-batches of all ways for which no other is known to hold no
+        more.
+        """
         if any(way.shared.parts == 1 for way in self._ways):
             return sorted(asked, key=lambda one: -self._held_more(one[0]))
         left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
@@ -265,12 +285,12 @@ class FastestOnGpus:
         return leanest or asked
 
     def _is_leaner(self, one: _WayToShare, other: _WayToShare) -> bool:
-        """Whether one holds no more than the other, both with their smallest micro-batches."""
+        """Return whether one holds no more than the other, both with their smallest micro-batches."""
         alike = one.shared.key == other.shared.key or self._evidence.holds_no_more(one.shared, other.shared)
         return alike and one.sizes[-1].samples <= other.sizes[-1].samples
 
     def _held_more(self, way: _WayToShare) -> int:
-        """How many others hold no less than this one."""
+        """Return the number of other ways that hold no less than this one."""
         return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
     def _nearest_miss(self) -> Asking[Screened | None]:
@@ -296,12 +316,12 @@ def _samples_of(question: _Question) -> int:
 
 
 def refusable(shared: Shared) -> str:
-    """What is left out where one way cannot be simulated."""
+    """Return the techniques that are left out if one way cannot be simulated."""
     return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
 
 
 def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]:
-    """One way with all cuts of the batch, from the whole on, or with stages one way for each cut."""
+    """Yield one way with all cuts of the batch, from the whole on, or with stages one way for each cut."""
     pieces = cuts(job, shared, fixed)
     sizes = [size_of(job, shared, one) for one in pieces]
     if shared.stages == 1 and pieces:
@@ -311,7 +331,7 @@ def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]
 
 
 def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
-    """How the step of a job is cut that is shared so."""
+    """Return the cut of a job's step with this sharing."""
     part = job_of_rank(job, shared.setup)
     count = pieces.install(Setup()).micro_batches
     return CutStep(shared.gpus, part.batch_size // count, count)

@@ -1,7 +1,7 @@
-"""A step with one micro-batch more than was simulated: the one between its first and its last once more.
+"""Extension of a simulated step by one micro-batch: a copy of the one between its first and its last.
 
-That one begins and ends as the next does, so a step of four is one of three with the second twice; also where
-exchanges in other streams reach from one micro-batch into the next.
+That one begins and ends as the next does. A step of four is thus one of three with the second one twice.
+This also holds if exchanges in other streams reach from one micro-batch into the next.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def with_a_further_piece(trace: Trace) -> Trace | None:
-    """The kernels and waits of this trace's steady step with one micro-batch more, its blocks and events left
-    as they are; None where it has no micro-batch between a first and a last."""
+    """Return this trace with the kernels and waits of its steady step extended by one micro-batch.
+
+    Blocks and events stay unchanged. Return None if the step has no micro-batch between a first and a
+    last.
+    """
     starts = later_starts(trace)
     if len(starts) != 2:
         return None
@@ -31,8 +34,10 @@ def with_a_further_piece(trace: Trace) -> Trace | None:
 
 
 def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
-    """The same kernel so many places further on; it waits for those that are so much further on too, but for
-    what came before the kernel `since`."""
+    """Return the same kernel `numbers` places later.
+
+    The kernels that it waits for move likewise, except for those before the kernel `since`.
+    """
     if not kernel.after:
         return kernel
     after = tuple(other + numbers if other >= since else other for other in kernel.after)

@@ -1,9 +1,9 @@
-"""What one recipe takes on so many GPUs, from models of few layers and few micro-batches.
+"""Figures of one recipe on so many GPUs, from models of few layers and few micro-batches.
 
-A step's bytes and seconds grow evenly with layers, so those of a deep model follow from two shallow ones.
-Micro-batches of one size are alike from the second on: their bytes are those of three, and each further one
-takes as long as the second of three. What is found so is simulated with all layers before it is answered.
-Questions are asked in other processes, so each is plain data.
+A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow
+ones. Micro-batches of one size are alike from the second on. Their bytes are those of three, and each
+further one takes as long as the second of three. Every answer is also simulated with all layers. Questions
+go to other processes, so each is plain data.
 """
 
 from __future__ import annotations
@@ -37,59 +37,69 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Slot
 
 FEWEST = 4
-"""Layers of the shallower model (chosen): with fewer, weights are gathered ahead that the deep model does not
-hold at once, and the bytes of many layers come out too small."""
+"""Least number of layers of the shallower model (chosen).
+
+With fewer, weights are gathered ahead that the deep model does not hold at once. The bytes of many layers
+then come out too small.
+"""
 
 FEW_PIECES = 3
-"""Micro-batches that stand for more: a first, a last, and one between."""
+"""Number of micro-batches that represent more: a first, a last, and one between."""
 
 WHOLE_PIECES = 2
-"""Micro-batches of what is simulated with all layers: the second takes as many bytes as any further one,
-unless layers are cut into stages."""
+"""Number of micro-batches in a simulation with all layers.
+
+The second takes as many bytes as any further one, unless layers are cut into stages.
+"""
 
 STEPS = 2
-"""Steps that are simulated: what is made for good is there at the end of the first."""
+"""Number of simulated steps: permanent allocations exist at the end of the first."""
 
 
 def modules_of(job: Job) -> list[str]:
-    """Modules that processes with a `Judge` need, some seconds of imports; the last is ignored where
-    transformers has no such file."""
+    """Return the modules that processes with a `Judge` need, some seconds of imports.
+
+    The last is ignored if transformers has no such file.
+    """
     name = job.model.architecture
     return [__name__, "snugfit.rehearsal.sharded.ranks", f"transformers.models.{name}.modeling_{name}"]
 
 
 class Judged(NamedTuple):
-    """What a recipe takes on each GPU."""
+    """Figures of a recipe on each GPU."""
 
     needed_bytes: int
-    """What must be free on each GPU."""
+    """Bytes that must be free on each GPU."""
     step_seconds: float
     why_not: str = ""
-    """Why it cannot be simulated; empty where it can."""
+    """Reason why it cannot be simulated; empty if it can."""
     doubts: tuple[str, ...] = ()
-    """Sentences on what is uncertain about exchanges between the GPUs."""
+    """Sentences on uncertain exchanges between the GPUs."""
     model_seconds: float = 0.0
-    """Of the kernels of forward and backward passes, added up, without exchanges."""
+    """Total seconds of the kernels of forward and backward passes, without exchanges."""
     exposed_seconds: float = 0.0
-    """By which exchanges make the step longer."""
+    """Seconds by which exchanges lengthen the step."""
 
 
 class InFull(NamedTuple):
-    """What a recipe takes, simulated with all layers."""
+    """Figures of a recipe, simulated with all layers."""
 
     needed_bytes: int
     bound: str
-    """What bounds the step (`StepSeconds.bound`)."""
+    """Resource that bounds the step (`StepSeconds.bound`)."""
     doubts: tuple[str, ...]
     timing: StepSeconds | None
-    """Of the whole step; None where not all of its micro-batches were simulated."""
+    """Timing of the whole step; None if not all of its micro-batches were simulated."""
     host_share: float = 0.0
-    """The share of the step, as far as it was simulated, in which the host works."""
+    """Share of the simulated step in which the host works."""
 
 
 class Judge:
-    """Judges recipes for one job, on GPUs of one kind or of several. Kinds that are asked about at once run
-    the same kernels and share the rehearsals, which are by the policy of the one that takes most scratch."""
+    """Evaluate recipes for one job, on GPUs of one kind or of several.
+
+    Kinds in one call run the same kernels and share the rehearsals. The policy is that of the kind with
+    the most scratch.
+    """
 
     def __init__(self, job: Job, gpu: Gpu, *others: Gpu) -> None:
         self._job, self._gpu, self._software = job, gpu, Software()
@@ -97,14 +107,17 @@ class Judge:
         self._depths: dict[str, Depth | None] = {}
 
     def judge(self, gpus: int, recipe: Recipe) -> Judged:
-        """Bytes and seconds of a recipe, by models of few layers where the job's has such."""
+        """Return bytes and seconds of a recipe, by models of few layers if the job's model has such."""
         return self.judge_kinds(gpus, recipe, (0,))[0]
 
     def judge_kinds(
         self, gpus: int, recipe: Recipe, kinds: Sequence[int], build_on: str | None = None
     ) -> list[Judged]:
-        """The same on so many GPUs of each of these kinds, by their places in the order of the Judge, for a
-        model that is built there, by default where the job has it."""
+        """Return the same on so many GPUs of each of these kinds, given by index.
+
+        The indices follow the order of the constructor's arguments. The model is built on `build_on`, by
+        default that of the job.
+        """
         setup = on_gpus(recipe.setup(), gpus)
         part = replace(job_of_rank(self._job, setup), build_on=build_on or self._job.build_on)
         asked = tuple(self._kinds[kind] for kind in kinds)
@@ -126,13 +139,16 @@ class Judge:
         ]
 
     def predict(self, gpus: int, recipe: Recipe) -> Prediction:
-        """The whole prediction of a recipe on so many GPUs. Raises `SnugfitError` as `predict` does."""
+        """Return the whole prediction of a recipe on so many GPUs. Raises `SnugfitError` as `predict`
+        does."""
         return predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
 
     def in_full(self, gpus: int, recipe: Recipe) -> InFull:
-        """The bytes of a recipe with all layers, and with at most `WHOLE_PIECES` micro-batches; where layers
-        are cut into stages, with a few more of them than there are stages, and what each further one adds.
-        Raises `SnugfitError` as `predict` does."""
+        """Return the bytes of a recipe with all layers, and with at most `WHOLE_PIECES` micro-batches.
+
+        With stages, the number of micro-batches slightly exceeds that of stages, and the bytes of each
+        further one are added. Raises `SnugfitError` as `predict` does.
+        """
         setup = on_gpus(recipe.setup(), gpus)
         stages = setup.parallel.stages if setup.parallel else 1
         most = WHOLE_PIECES if stages == 1 else stages + FURTHER + 1
@@ -154,7 +170,8 @@ class Judge:
         )
 
     def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:
-        """The whole prediction with so many micro-batches of the same size, and so of a smaller batch."""
+        """Return the whole prediction with so many micro-batches of the same size, and thus of a smaller
+        batch."""
         setup = on_gpus(recipe.setup(), gpus)
         job = replace(self._job, batch_size=self._job.batch_size // setup.micro_batches * pieces)
         settings = type(recipe[Slot.BATCHING]).settings(job_of_rank(job, setup))
@@ -185,12 +202,15 @@ class Judge:
 
 
 class _FewPieces(NamedTuple):
-    """Of at most `FEW_PIECES` micro-batches on one kind of GPU, and, from `piece_seconds` on, what one more
-    adds; all but the first grow evenly with layers."""
+    """Figures of at most `FEW_PIECES` micro-batches on one kind of GPU. From `piece_seconds` on: those of one
+    more.
+
+    All but the first grow linearly with layers.
+    """
 
     unused_bytes: float
-    """What the allocator keeps and nothing uses, and what lies outside it: the larger of two depths stands
-    for all."""
+    """Bytes that the allocator reserves without use, and bytes outside it. The larger of two depths holds for
+    all."""
     allocated_bytes: float
     step_seconds: float
     model_seconds: float
@@ -201,7 +221,7 @@ class _FewPieces(NamedTuple):
 
 
 def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judged:
-    """What so many micro-batches take."""
+    """Return the figures of so many micro-batches."""
     more = max(0, pieces - FEW_PIECES)
     return Judged(
         needed_bytes=int(figure.unused_bytes + figure.allocated_bytes),
@@ -213,14 +233,14 @@ def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judg
 
 
 def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
-    """`part` is a GPU's, on whatever depth."""
+    """Return the figures of `part`, the job of one GPU at any depth."""
     pieces = min(setup.micro_batches, FEW_PIECES)
     samples = part.batch_size // setup.micro_batches * pieces
     return one.simulate(replace(part, batch_size=samples), replace(setup, micro_batches=pieces))
 
 
 class _OneQuestion:
-    """Kinds of GPU that are asked about at once, and what is uncertain about each."""
+    """Kinds of GPU in one call, with the uncertain parts of each."""
 
     def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
         self._kinds, self._software = kinds, software
@@ -229,7 +249,7 @@ class _OneQuestion:
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def simulate(self, part: Job, setup: Setup) -> list[_FewPieces]:
-        """What a step takes on each kind, from one rehearsal."""
+        """Return the figures of a step on each kind, from one rehearsal."""
         trace = rehearse(part, setup, self.policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = setup.parallel.ranks if setup.parallel else 1
@@ -255,13 +275,13 @@ class _OneQuestion:
 
 
 def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
-    """Of the step, of its model's kernels, and those by which exchanges make it longer."""
+    """Return the seconds of the step, of its model's kernels, and of exchanges that lengthen it."""
     model = sum(one.device_seconds for one in timing.phases if one.phase in MODELS_OWN)
     return timing.step_seconds, model, timing.exposed_communication_seconds
 
 
 def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at: int) -> list[_FewPieces]:
-    """The figures of each kind at `at`, on the straight lines through those at two points."""
+    """Return the figures of each kind at `at`, on the straight lines through those at two points."""
     return [
         _FewPieces(
             max(unused), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]

@@ -1,13 +1,13 @@
-"""The fastest on one number of GPUs, where groups of them may work on the same samples too.
+"""Search for the fastest recipe on one number of GPUs, including groups that work on the same samples.
 
-What shares the batch alone is looked at first. Meshes, in which groups of GPUs share matrices or sequences or
-stand in stages, are looked at where they may gain something that can be told:
+Ways that share the batch alone come first. In meshes, groups of GPUs share matrices or sequences, or form
+stages. Meshes are tried if they may gain a distinguishable amount:
 
 - Nothing else fits, or so many GPUs cannot share the batch evenly.
-- They may take less than `GAIN` of the seconds of what shares the batch alone: it recomputes layers, or
-  exchanges between GPUs take much of its step, and the arithmetic alone, shared by all GPUs, does not.
+- They may take less than `GAIN` of the seconds of sharing the batch alone. That step recomputes layers, or
+  exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less.
 
-Two such axes together are looked at where nothing with one of them fits.
+Two such axes are combined if nothing with one of them fits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques.recipe import Recipe
 
 GAIN = 0.75
-"""Of the seconds of what shares the batch alone: what a mesh must take less than to be chosen in its place
-(chosen). Of five such steps on two H100s, whose seconds nothing was fitted to, one took 41 % longer than
-predicted, the others 3 % less to 14 % longer."""
+"""Share of the seconds of sharing the batch alone, below which a mesh is chosen in its place (chosen).
+
+Five such steps on two H100s were not used for any fit. One took 41 % longer than predicted, the rest 3 %
+less to 14 % longer.
+"""
 
 
 class FastestMesh:
-    """Searches on one number of GPUs after the other, for one job."""
+    """Consecutive searches on several numbers of GPUs, for one job."""
 
     def __init__(
         self, job: Job, base: Recipe, fixed: Kept, evidence: Evidence, refused: MutableMapping[str, str]
@@ -40,8 +42,11 @@ class FastestMesh:
         self._evidence, self._refused = evidence, refused
 
     def run(self, gpus: int, limit: float = math.inf, mesh_limit: float = math.inf) -> Asking[Outcome]:
-        """What fits so many GPUs in less than `limit` seconds a step, a mesh in less than `mesh_limit`; or
-        where there is no limit the nearest miss."""
+        """Return the recipes that fit so many GPUs in less than `limit` seconds a step, a mesh in less than
+        `mesh_limit`.
+
+        Without a limit, return the nearest miss if nothing fits.
+        """
         outcome = yield from self._among(gpus, 0, limit)
         known = outcome.fitting
         if known:
@@ -68,6 +73,6 @@ class FastestMesh:
 
 
 def _smaller(one: Screened | None, other: Screened | None) -> Screened | None:
-    """What takes fewer bytes of two misses."""
+    """Return the smaller of two misses."""
     known = [miss for miss in (one, other) if miss is not None]
     return min(known, key=lambda miss: miss.judged.needed_bytes, default=None)

@@ -1,12 +1,14 @@
-"""The fewest layers that have to be recomputed, where an answer recomputes more and nothing at all misses.
+"""Search for the fewest layers to recompute, if an answer recomputes more and the one that recomputes none
+misses.
 
-Recipes are compared that recompute no layer, or each. What lies between has as many settings as a model has
-layers, of which few layers tell nothing, so each is simulated whole. Yet bytes and seconds lie on a line
-between the two ends: each layer that is recomputed frees what it keeps, and adds its forward pass. So for an
-answer with the same sharing and the same micro-batches the fewest layers follow from the ends, are simulated
-in full, and are corrected once or twice by what that gave. Where gathered weights are kept, so it is done
-without keeping them too: that may leave memory for more layers. Stages are left out: which of them takes most
-changes with the layers that are recomputed.
+The search compares recipes that recompute no layer, or each. There are as many settings between as a model
+has layers. Few layers give no information on them, so each is simulated whole. Bytes and seconds are on a
+line between the two ends: each recomputed layer frees its activations, and adds its forward pass.
+
+For an answer with the same sharing and the same micro-batches, the fewest layers follow from the ends.
+They are simulated in full, and the result corrects them once or twice. If gathered weights are kept, this
+is repeated without keeping them, which may leave memory for more layers. Stages are left out: the largest
+stage changes with the recomputed layers.
 """
 
 from __future__ import annotations
@@ -36,17 +38,19 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 ROUNDS = 3
-"""Numbers of layers that are simulated in full for one answer, at most (chosen)."""
+"""Greatest number of full simulations for one answer (chosen)."""
 
 
 def recomputes_layers(one: Screened) -> bool:
-    """Whether fewer layers may be recomputed than in this, which is not in stages."""
+    """Return whether fewer layers may be recomputed than in this recipe, which has no stages."""
     return not one.shared.recomputing.plain and one.shared.stages == 1
 
 
 class FewestRecomputed:
-    """Looks for the fewest layers, for several answers side by side. `judge` says what recipes take by few
-    layers, and `in_full` what they take with all, None where that fails."""
+    """Search for the fewest layers, for several answers concurrently.
+
+    `judge` returns figures of recipes by few layers, and `in_full` those with all, None after a failure.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,8 @@ class FewestRecomputed:
         self._judge, self._in_full = judge, in_full
 
     def run(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> dict[int, OnGpus]:
-        """By number of GPUs, what is faster than these answers because it recomputes fewer layers."""
+        """Return recipes that are faster than these answers because they recompute fewer layers, by number of
+        GPUs."""
         lines = list(self._lines(chosen))
         best = {line.answer.gpus: line.answer for line in lines}
         for _ in range(ROUNDS):
@@ -80,8 +85,11 @@ class FewestRecomputed:
         return {line.answer.gpus: best[line.answer.gpus] for line in lines}
 
     def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
-        """Of the answers that recompute layers, what lies around them, unless that is kept or in stages; and
-        the same with weights that are gathered more often, which leaves memory to recompute less."""
+        """Yield the lines of answers that recompute layers, unless the layers are fixed or in stages.
+
+        Yield also lines of the same with weights that are gathered more often, which leaves memory to
+        recompute less.
+        """
         slot = Slot.CHECKPOINTING
         kinds = [
             one for one in roster.techniques() if one.slot is slot and not one.planning_objection(self._job)
@@ -109,7 +117,7 @@ class FewestRecomputed:
             yield _LayersLine(answer, one, sharing, some, next(judged), next(judged), self._bound)
 
     def _sharings(self, one: Screened) -> Iterator[Technique]:
-        """How the batch is shared, and in the same way with less in memory."""
+        """Yield the sharing of the batch, and the same kind with less in memory."""
         slot, shared = Slot.SHARDING, one.shared
         yield shared.recipe[slot]
         for other in of_slot(self._job, slot, self._fixed):
@@ -131,31 +139,33 @@ def _wish_of(technique: Technique) -> CheckpointWish | None:
 
 @dataclass
 class _LayersLine:
-    """What lies between recomputing no layer and each, for one answer and one way to share the batch."""
+    """Settings between recomputing no layer and each, for one answer and one way to share the batch."""
 
     answer: OnGpus
     one: Screened
-    """The same, as it was found on few layers."""
+    """The same answer, as found on few layers."""
     sharing: Technique
     some: Sequence[Technique]
-    """They recompute the first layer, the first two, and so on up to all but one."""
+    """Techniques that recompute the first layer, the first two, and so on up to all but one."""
     none: Judged
     every: Judged
     bound: int
-    """Bytes that may be used of each GPU."""
+    """Usable bytes of each GPU."""
     _fits: dict[int, int] = field(default_factory=dict)
-    """By the layers that are recomputed, the bytes of what was simulated in full and fits."""
+    """Bytes of the full simulations that fit, by the number of recomputed layers."""
     _misses: dict[int, int] = field(default_factory=dict)
-    """The same of what does not."""
+    """Bytes of the full simulations that do not fit, likewise."""
 
     @property
     def layers(self) -> int:
-        """How many may be recomputed."""
+        """Number of layers that may be recomputed."""
         return len(self.some) + 1
 
     def next(self, fastest: float) -> Screened | None:
-        """What to simulate next, with what it takes on the line; None where nothing may fit and be faster, by
-        more than would be called as fast, than so many seconds."""
+        """Return the next recipe to simulate, with its figures on the line.
+
+        Return None if no recipe may fit and clearly take less than `fastest` seconds.
+        """
         low, high = max(self._misses, default=-1), min(self._fits, default=self.layers)
         layers = max(self._just_enough(), low + 1)
         if layers >= high or (judged := self._on_line(layers)).step_seconds > fastest * (1 - AS_FAST):
@@ -166,21 +176,23 @@ class _LayersLine:
         return Screened(recipe, judged, shared, self.one.size)
 
     def hear(self, question: Screened, answer: OnGpus | None) -> None:
-        """Remembers what was simulated in full."""
+        """Store the result of a full simulation."""
         if answer is None:
-            self._misses[self.layers] = 0  # nor can any other number be simulated
+            self._misses[self.layers] = 0  # no other number of layers can be simulated either
             return
         known = self._fits if answer.fits else self._misses
         known[self._layers_of(question)] = answer.needed_bytes
 
     def _layers_of(self, question: Screened) -> int:
-        """How many layers of a question are recomputed."""
+        """Return the number of recomputed layers of a question."""
         technique = question.shared.recomputing
         return 0 if technique.plain else self.some.index(technique) + 1
 
     def _just_enough(self) -> int:
-        """How many layers should be enough, by what was simulated in full, or at first by few layers, of
-        which the answer shows how far they are off. As many as there are where no number is."""
+        """Return the number of layers that should be enough, from full simulations, or first from few layers.
+
+        The answer shows the error of few layers. Return all layers if no number is enough.
+        """
         a_layer = (self.none.needed_bytes - self.every.needed_bytes) / self.layers
         if a_layer <= 0 or self.none.why_not or self.every.why_not:
             return self.layers
@@ -200,7 +212,7 @@ class _LayersLine:
         )
 
     def why(self, question: Screened, answer: OnGpus) -> str:
-        """Why the groups of GPUs are as they are, and why so many layers are recomputed."""
+        """Return the reason for the groups of GPUs, and for the number of recomputed layers."""
         before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
         layers = self._layers_of(question)
         if not layers:
@@ -209,8 +221,8 @@ class _LayersLine:
         techniques = (self.one.shared.recomputing, self.one.shared.recipe[Slot.SHARDING])
         named = " + ".join(str(one) for one in techniques if one not in question.recipe.techniques)
         why = (
-            f"the first {which} recomputed, of {self.layers}: with none a step needs about "
+            f"the first {which} recomputed, of {self.layers}. With none a step needs about "
             f"{show_bytes(self.none.needed_bytes)} of each GPU, of which {show_bytes(self.bound)} may be "
-            f"used, and with {named} it takes {100 * more:.1f} % longer."
+            f"used. With {named} it takes {100 * more:.1f} % longer."
         )
         return f"{before} {why[0].upper()}{why[1:]}" if before else why

@@ -1,4 +1,4 @@
-"""The answer: for each number of GPUs the fastest recipe that fits them."""
+"""The plan for several GPUs: the fastest recipe that fits, for each number of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpus:
-    """A recipe on so many GPUs, and what it takes."""
+    """A recipe on a number of GPUs, with its figures."""
 
     gpus: int
-    """How many train together."""
+    """Number of GPUs that train together."""
 
     recipe: str
-    """In the notation of recipes."""
+    """Recipe in the notation of recipes."""
 
     needed_bytes: int
-    """What must be free on each of them."""
+    """Bytes that must be free on each of them."""
 
     step_seconds: float
     """Seconds of the steady step."""
@@ -35,25 +35,28 @@ class OnGpus:
     """Global batch over `step_seconds`."""
 
     scaling_efficiency: float | None = None
-    """The share of the step that it would take if exchanges between GPUs took no time; None on one GPU."""
+    """Share of the step's seconds that would remain without exchanges between GPUs; None on one GPU."""
 
     bound: str = ""
-    """What bounds the step (`StepSeconds.bound`)."""
+    """Resource that bounds the step (`StepSeconds.bound`)."""
 
     fits: bool = True
-    """Whether it fits; else it is the nearest miss."""
+    """True if it fits; otherwise it is the nearest miss."""
 
     why: str = ""
-    """Where groups of GPUs work on the same samples: what they share, and why. Where some of the layers are
-    recomputed: how many, and why. Where another recipe is predicted to be a little faster: why this is the
-    answer. Empty elsewhere."""
+    """Reason for the recipe; empty if it needs none.
+
+    It explains groups of GPUs that work on the same samples, and their sharing. It explains a part of the
+    layers that is recomputed, with their number. It explains the choice if another recipe is predicted to
+    be slightly faster.
+    """
 
     host_share: float | None = None
-    """The share of the step in which the host works (`StepSeconds.host_seconds`)."""
+    """Share of the step in which the host works (`StepSeconds.host_seconds`)."""
 
     @property
     def gpu_seconds(self) -> float:
-        """Seconds of a step times GPUs: what a step costs, at whatever price."""
+        """Seconds of a step times GPUs: the cost of a step at any price."""
         return self.gpus * self.step_seconds
 
 
@@ -63,30 +66,32 @@ class SeveralGpusPlan(Tabular):
 
     job: Job
     gpu: Gpu
-    """The kind that all of them are."""
+    """The kind of all GPUs."""
     memory_bytes: int
-    """What may be used of each."""
+    """Usable bytes of each GPU."""
     headroom_bytes: int
-    """How much of it stays free."""
+    """Bytes of `memory_bytes` that stay free."""
     fidelity: str
-    """The least exact that was allowed."""
+    """Lowest fidelity that was allowed."""
     answers: tuple[OnGpus, ...]
-    """For each number of GPUs, in order: the fastest that fits, or the nearest miss."""
+    """Fastest recipe that fits, or the nearest miss, for each number of GPUs, in order."""
     alternatives: tuple[OnGpus, ...] = ()
-    """On the fastest answer's GPUs: what else was simulated in full, the fastest first. The first may be
-    faster than the answer by a little, which then says why."""
+    """Other full simulations on the fastest answer's GPUs, the fastest first.
+
+    The first may be slightly faster than the answer, which then has the reason in `why`.
+    """
     kept_slots: tuple[KeptSlot, ...] = ()
-    """Slots that were not searched."""
+    """Slots that the search left unchanged."""
     refused: tuple[Exclusion, ...] = ()
-    """What was not considered, and why."""
+    """Techniques that were not considered, with the reasons."""
     screened: int = 0
-    """How many recipes were simulated on few layers, or in full where the model has no such layers."""
+    """Number of recipes simulated on few layers, or in full if the model has no such layers."""
     doubts: tuple[str, ...] = ()
-    """Sentences on what is uncertain in the answers."""
+    """Sentences on the uncertain parts of the answers."""
     price_per_hour: float | None = None
-    """USD of one GPU for an hour, where the user gave a price."""
+    """USD of one GPU for an hour, if the user gave a price."""
     versions: Mapping[str, str]
-    """Package versions that the search ran with."""
+    """Package versions that the search used."""
 
     @property
     def fitting(self) -> tuple[OnGpus, ...]:
@@ -95,7 +100,7 @@ class SeveralGpusPlan(Tabular):
 
     @property
     def fastest(self) -> OnGpus | None:
-        """The answer with the shortest step; None where nothing fits."""
+        """The answer with the shortest step; None if nothing fits."""
         return min(self.fitting, key=lambda one: (one.step_seconds, one.gpus), default=None)
 
     @property
@@ -104,28 +109,29 @@ class SeveralGpusPlan(Tabular):
         return min(self.fitting, key=lambda one: one.gpus, default=None)
 
     def usd_per_1000_samples(self, one: OnGpus) -> float | None:
-        """What 1,000 samples cost on the GPUs of an answer; None where the user gave no price."""
+        """Return the cost of 1,000 samples on the GPUs of an answer in USD; None if the user gave no
+        price."""
         if self.price_per_hour is None or not one.samples_per_second:
             return None
         return self.price_per_hour / 3600 * one.gpus * 1000 / one.samples_per_second
 
     @property
     def cheapest(self) -> OnGpus | None:
-        """The answer whose steps cost least, where each GPU costs the same."""
+        """The answer with the cheapest steps, if all GPUs cost the same."""
         return min(self.fitting, key=lambda one: (one.gpu_seconds, one.gpus), default=None)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The answers, a row each."""
+        """Return the answers, one row each."""
         return [asdict(answer) for answer in self.answers]
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit plan --gpus ... --json` prints."""
+        """Return the document that `snugfit plan --gpus ... --json` prints."""
         named = {name: one and one.gpus for name, one in self._by_name().items()}
         return {"schema": SCHEMA, "what": "plan for several GPUs", **encode_fields(self, **named)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The plan that `to_json` wrote."""
+        """Return the plan that `to_json` wrote."""
         return decode_fields(cls, document)
 
     def _by_name(self) -> dict[str, OnGpus | None]:

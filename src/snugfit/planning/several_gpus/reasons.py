@@ -1,4 +1,4 @@
-"""Why a plan has groups of GPUs work on the same samples, in words."""
+"""Reasons for groups of GPUs that work on the same samples, as sentences."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:
-    """What its groups of GPUs share and why, where there are such; `alone_seconds` is what a step takes at
-    least of what shares the batch alone, None where that does not fit."""
+    """Return the sharing of its groups of GPUs with the reason; empty without groups.
+
+    `alone_seconds` is the lower bound of a step that shares the batch alone, None if that does not fit.
+    """
     wish = shared.wish
     if wish is None or shared.parts == 1:
         return ""
@@ -41,7 +43,7 @@ def _shares(wish: ParallelWish) -> Iterator[str]:
 
 
 def doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
-    """How far steps with its techniques for groups of GPUs were measured."""
+    """Yield warnings on the limits of measurements with its techniques for groups of GPUs."""
     if shared.parts == 1:
         return
     for slot in roster.slots_of_several_gpus():

@@ -1,9 +1,10 @@
-"""The search: for each number of GPUs, the fastest way to share the work that fits.
+"""The search for the fastest way to share the work that fits, for each number of GPUs.
 
-Numbers of GPUs are looked at one after the other, and what is found on some tells what need not be asked on
-others (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers; the fastest for each
-number of GPUs are then simulated with all layers, until one fits. On the fastest answer's GPUs the best few
-are, and all are told. Of what recomputes layers the fewest are looked for at the end (`part_recomputed.py`).
+Numbers of GPUs are searched one after the other. The results of one bound the results of others
+(`evidence.py`, `fastest.py`). Recipes are compared on models of few layers. The fastest for each number of
+GPUs are then simulated with all layers, until one fits. On the fastest answer's GPUs the best few are
+simulated, and all are reported. For answers that recompute layers, the fewest layers are searched at the
+end (`part_recomputed.py`).
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
 FULL = 3
-"""Recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
+"""Number of recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
 
 FEW = 4
-"""Answers, which recompute layers, that are all looked at with fewer of them (chosen); of more only those on
-the fewest GPUs, the fastest and the cheapest are."""
+"""Greatest number of recomputing answers that are all tried with fewer layers (chosen).
+
+If there are more, only those on the fewest GPUs, the fastest and the cheapest are tried.
+"""
 
 Tell = Callable[[str], None]
 
@@ -60,16 +63,16 @@ def plan_several_gpus(
     workers: int | None = None,
     tell: Tell = lambda what: None,
 ) -> SeveralGpusPlan:
-    """For each of these numbers of GPUs the fastest recipe that fits, the global batch kept.
+    """Return the fastest recipe that fits for each of these numbers of GPUs, with the same global batch.
 
-    `memory_bytes` is what may be used of each GPU, by default all of it but its `headroom`; `keep` names
-    techniques that are not searched; `workers` processes simulate side by side. A model whose weights exceed
-    a GPU is planned as one that the host builds: the answer's `job` says so. Raises `UsageError` for what
-    cannot be, and `SnugfitError` where nothing can be simulated.
+    `memory_bytes` are the usable bytes of each GPU, by default all but its `headroom`. `keep` names
+    techniques that are not searched. `workers` processes simulate concurrently. A model whose weights
+    exceed a GPU is planned with construction on the host, as shown in the answer's `job`. Raises
+    `UsageError` for invalid arguments, and `SnugfitError` if nothing can be simulated.
     """
     refuse_bad_request(job, memory_bytes=memory_bytes, workers=workers)
     gpu = find_gpu(gpu)
-    rates_for(gpu)  # which refuses a GPU of which no seconds are known
+    rates_for(gpu)  # it refuses a GPU with unknown seconds
     fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
     fixed.refuse(gpu.compute_capability)
     counts = counts_of(gpus, job, fixed)
@@ -87,7 +90,7 @@ def plan_several_gpus(
 
 
 class _Search:
-    """One search: what is asked, and what was found out so far."""
+    """One search: its arguments and its results so far."""
 
     def __init__(
         self, job: Job, gpu: Gpu, bound: int, fixed: Kept, fidelity: Fidelity, pool: WorkerPool, tell: Tell
@@ -102,7 +105,7 @@ class _Search:
         self._full: dict[tuple[int, Recipe], OnGpus | None] = {}
 
     def answer(self, counts: list[int]) -> SeveralGpusPlan:
-        """The plan for these numbers of GPUs."""
+        """Return the plan for these numbers of GPUs."""
         base = self._base(counts)
         outcomes = self._screen(counts, base)
         firsts = [(count, one.fitting[0] if one.fitting else one.miss) for count, one in outcomes.items()]
@@ -143,12 +146,12 @@ class _Search:
         return [self._known[question] for question in questions]
 
     def _base(self, counts: Sequence[int]) -> Recipe:
-        """The recipe whose slots that are decided once take the least time."""
+        """Return the recipe whose techniques in `DECIDED_ONCE` take the least time."""
         self._tell("comparing precisions and optimizers")
         return answer_to(choose_base(self._job, counts, self._fixed, self._fidelity), self._judge)
 
     def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, Outcome]:
-        """What fits each number of GPUs, or nearly does."""
+        """Return the recipes that fit, or nearly fit, each number of GPUs."""
         outcomes: dict[int, Outcome] = {}
         for count in _from_both_ends(counts):
             on_gpus = f"{count} GPU" + "s" * (count > 1)
@@ -161,8 +164,10 @@ class _Search:
         return answer_to(search.run(count), self._judge)
 
     def _best_of(self, count: int, base: Recipe, outcomes: dict[int, Outcome]) -> OnGpus:
-        """The fastest that fits when it is simulated in full, or the nearest miss. What does not fit then is
-        heard, and the search goes on."""
+        """Return the fastest recipe that fits in a full simulation, or the nearest miss.
+
+        After a miss, its bytes are stored, and the search continues.
+        """
         answers: dict[Recipe, OnGpus] = {}
         while outcomes[count].fitting:
             one = outcomes[count].fitting[0]
@@ -182,8 +187,11 @@ class _Search:
         raise SnugfitError(next(iter(self._refused.values()), f"No recipe trains this job on {count} GPUs."))
 
     def _all_in_full(self, fastest: OnGpus, outcome: Outcome) -> list[OnGpus]:
-        """The fastest answer and what else fits, simulated with all layers: of recipes that few layers told
-        apart by little another may turn out to be faster, or to be as fast and ask less of the host."""
+        """Return the fastest answer and other fitting recipes, simulated with all layers.
+
+        If few layers show small differences, another recipe may prove faster, or equally fast with less
+        work of the host.
+        """
         rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe][: FULL - 1]
         known = self._in_full([(fastest.gpus, one) for one in rest])
         fitting = [
@@ -199,8 +207,11 @@ class _Search:
         return why_mesh(self._job, way.shared, answer.step_seconds, outcome.alone_seconds)
 
     def _recomputing_fewer(self, plan: SeveralGpusPlan, outcomes: dict[int, Outcome]) -> SeveralGpusPlan:
-        """The plan whose named answers, or all where few of them recompute layers, recompute no more than
-        they have to. Where that changes the fastest, what it was stands beside it."""
+        """Return the plan whose named answers recompute no more than necessary; all answers, if few of them
+        recompute.
+
+        If that changes the fastest, its previous answer is listed too.
+        """
         before = after = {one.gpus: one for one in plan.answers}
         found_as = {one.gpus: _way_of(one, outcomes[one.gpus]) for one in plan.fitting}
         left = {gpus for gpus, one in found_as.items() if recomputes_layers(one)}
@@ -216,7 +227,7 @@ class _Search:
             alone = {
                 gpus: replace(one, why=self._why_mesh(found_as[gpus], one, outcomes[gpus]))
                 for gpus, one in asked.items()
-            }  # what is recomputed less is compared with no rival
+            }  # answers that recompute less are compared with no rival
             fewer = search.run([(one, found_as[gpus]) for gpus, one in alone.items()])
             after = after | {gpus: one for gpus, one in fewer.items() if one != alone[gpus]}
             new = self._plan(tuple(after.values()), plan.alternatives)
@@ -227,7 +238,8 @@ class _Search:
         return replace(new, alternatives=alternatives)
 
     def _in_full(self, recipes: Sequence[tuple[int, Screened]]) -> list[OnGpus | None]:
-        """What these recipes take on so many GPUs each, simulated with all layers; None where that fails."""
+        """Return the figures of these recipes on their numbers of GPUs, simulated with all layers; None after
+        a failure."""
         missing = [(count, one) for count, one in recipes if (count, one.recipe) not in self._full]
         if missing:
             self._tell(f"simulating {len(missing)} answers with all layers")
@@ -262,13 +274,15 @@ class _Search:
 
 
 def _way_of(answer: OnGpus, outcome: Outcome) -> Screened:
-    """An answer as it was found on few layers. A miss there may fit with all."""
+    """Return an answer as found on few layers. A miss there may fit with all."""
     every = (*outcome.fitting, *([outcome.miss] if outcome.miss else []))
     return next(one for one in every if str(one.recipe) == answer.recipe)
 
 
 def _from_both_ends(counts: Sequence[int]) -> list[int]:
-    """The most, the fewest, the second most and so on: what misses on more GPUs does on fewer, and what fits
-    on fewer does on more."""
+    """Return the largest, the smallest, the second largest number, and so on.
+
+    A miss on more GPUs is also a miss on fewer, and a recipe that fits fewer also fits more.
+    """
     more, fewer = sorted(counts, reverse=True), sorted(counts)
     return list(dict.fromkeys(one for pair in zip(more, fewer, strict=True) for one in pair))

@@ -1,8 +1,8 @@
-"""By which techniques so many GPUs may share a job: its batch, and groups of them each part of that.
+"""Techniques by which a number of GPUs may share a job: its batch, and each part of it within groups.
 
-What shares the batch alone is always looked at. Along the other axes of a mesh groups of GPUs work on the
-same samples: they share matrices, and with these the experts where there are some, or sequences, or stand in
-stages. How many GPUs make such a group is what the techniques propose, which is a host's at most.
+Sharing the batch alone is always tried. Along the other axes of a mesh, groups of GPUs work on the same
+samples. They share matrices, and with these the experts if there are some, or sequences, or they form
+stages. The techniques propose the sizes of such groups, at most the GPUs of a host.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from snugfit.techniques.several_gpus import axes_of
 from snugfit.techniques.technique import Slot, Technique
 
 MOST_AXES = 2
-"""Axes of a mesh beside that of the batch, at most: of those that there are, no three go together."""
+"""Greatest number of axes of a mesh in addition to the batch's: no three of the existing ones combine."""
 
 Sharing = tuple[Technique, ...]
 """One technique for each slot of several GPUs."""
 
 
 def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Sharing]:
-    """Techniques of several GPUs, one of each of their slots, that so many can share the job's batch by;
-    with so many axes beside that of the batch, those that are kept not counted. Groups that copies of the
-    weights are spread over are those of whole hosts, where there are several."""
+    """Yield techniques for each slot of several GPUs, by which so many can share the job's batch.
+
+    They have `axes` axes in addition to the batch's, without fixed ones. If there are several hosts,
+    groups over which copies of the weights are sharded are whole hosts.
+    """
     along = axis_settings(job)
     free = [slot for slot, settings in along.items() if settings and slot not in fixed.slots]
     for chosen in itertools.combinations(free, axes):
@@ -43,8 +45,10 @@ def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Sharin
 
 
 def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
-    """By slot, what makes groups of GPUs that work on the same samples. (A technique's reasons not to be
-    chosen are about plans that do not know its axis.)"""
+    """Return the techniques by slot that make groups of GPUs work on the same samples.
+
+    A technique's planning objections are ignored, since they concern plans without its axis.
+    """
     slots: dict[Slot, list[Technique]] = {}
     for kind in roster.techniques():
         if not kind.needs_several_gpus or kind.missing_package():
@@ -57,7 +61,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
 
 
 def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
-    """What may stand in a slot: what is kept there, or all settings that plans may choose."""
+    """Yield the techniques for a slot: the fixed ones, or all settings that plans may choose."""
     if slot in fixed.slots:
         yield from fixed.slots[slot]
         return
@@ -79,14 +83,17 @@ def _choices(
 
 
 def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
-    """The same kinds of techniques with no settings, for meshes that do not take those that plans choose."""
+    """Return the same kinds of techniques without settings, for meshes that refuse those that plans
+    choose."""
     kinds = dict.fromkeys(map(type, usual))
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
 
 
 def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sharing) -> bool:
-    """Whether so many GPUs make whole groups, which share the batch evenly, and all of a group the experts
-    where these are spread."""
+    """Return whether so many GPUs make whole groups that divide the batch evenly.
+
+    If experts are spread, all GPUs of a group must share them.
+    """
     setup = Setup()
     for technique in sharing:
         setup = technique.install(setup)

@@ -1,15 +1,16 @@
-"""What a run on several GPUs goes on with when memory ran out: a recipe that needs less, found soon.
+"""Search for a smaller recipe for a run on several GPUs after memory ran out.
 
-All GPUs wait for it, so this is not the search for the fastest of all (`search.py`). Candidates are asked
-about in the order in which they cost more, on few layers:
+All GPUs wait for it, so it does not search for the fastest of all (`search.py`). Candidates are evaluated
+on few layers, in the order of increasing cost:
 
-    1. the broken recipe with its batch cut finer. What it takes with the batch as it was and with single
-       samples lies on a line, on which the fewest micro-batches that may fit are read off, and asked about
-    2. only where such a step takes more than `ENOUGH` times as long as the broken one: each other technique
-       that computes activations again, first with micro-batches as large as may be. One that takes longer
-       even so than what is known to fit is left there; of each other the largest that fit are looked for
+    1. the broken recipe with its batch cut finer. Its bytes are on a line between the batch as it was and
+       single samples. The line gives the fewest micro-batches that may fit, and these are evaluated
+    2. each other technique that recomputes activations, first with the largest micro-batches. This step is
+       skipped unless the first result takes more than `ENOUGH` times as long as the broken one. A technique
+       that is slower even then than a known fitting recipe is dropped. For each other one the largest
+       micro-batches that fit are searched
 
-The broken recipe and the answer are simulated with all layers, and nothing else is.
+Only the broken recipe and the answer are simulated with all layers.
 """
 
 from __future__ import annotations
@@ -37,23 +38,25 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot, Technique
 
 ENOUGH = 1.1
-"""Times the seconds of the broken step (chosen): what takes no longer is answered without a look at what may
-be faster. To look costs as much as some hundred steps gain."""
+"""Factor on the seconds of the broken step (chosen), within which a recipe is accepted without a search for
+faster ones. Such a search costs as much as some hundred steps gain."""
 
 MOST_IN_FULL = 3
-"""Answers that are simulated with all layers (chosen), where few layers said of the first that it fits."""
+"""Greatest number of answers that are simulated with all layers (chosen), if the first ones do not fit."""
 
 MOST_WORKERS = 4
-"""Processes that simulate side by side (chosen): so many questions are asked at once at most."""
+"""Greatest number of processes that simulate concurrently (chosen), one for each question in one call."""
 
 
 def smaller_on_several(
     job: Job, recipe: Recipe, *, gpu: Gpu, gpus: int, searched: Collection[Slot], share: float
 ) -> Recipe | None:
-    """A recipe that needs at most this `share` of the bytes that this one is predicted to need on so many
-    GPUs, and no more than each has; None where none is found. Slots that are `searched` may be filled
-    otherwise, of those for what is computed again and how the batch is cut; the global batch stays. Other
-    processes simulate. Raises `SnugfitError` for what cannot be simulated."""
+    """Return a recipe that needs at most this `share` of this one's predicted bytes on so many GPUs, or None.
+
+    It also fits each GPU. Slots in `searched` may change, among those of recomputation and of the cut of
+    the batch. The global batch stays the same. Other processes simulate. Raises `SnugfitError` if the
+    recipe cannot be simulated.
+    """
     setup = on_gpus(recipe.setup(), gpus)
     if setup.parallel is None or setup.sharding is not None:
         return None
@@ -69,18 +72,18 @@ def smaller_on_several(
 
 @dataclass
 class _Recomputation:
-    """One technique that computes activations again, with the batch cut so, from large micro-batches to
+    """One technique that recomputes activations, with all cuts of the batch, from large micro-batches to
     small ones."""
 
     recipes: list[Recipe]
     samples: list[int]
-    """Of a micro-batch on one GPU."""
+    """Samples of a micro-batch on one GPU."""
     known: dict[int, Judged] = field(default_factory=dict)
-    """What was simulated, by its place."""
+    """Figures of the simulated cuts, by their indices."""
 
     @property
     def least_seconds(self) -> float:
-        """Of a step at least: a finer cut takes no less."""
+        """Lower bound of a step in seconds: a finer cut takes no less."""
         return min((judged.step_seconds for judged in self.known.values()), default=0.0)
 
 
@@ -98,7 +101,7 @@ class _Smaller:
         """Samples of a micro-batch and bytes, of the broken recipe's finest cut and of itself."""
 
     def find(self, gpu: Gpu, share: float) -> Recipe | None:
-        """The recipe that follows."""
+        """Return the recipe for the rest of the run."""
         finest = [(self._own, len(self._own.recipes) - 1)] if self._own.recipes else []
         needed = self._ask((self._as_it_is, 0), *finest, in_full=self._broken)
         if not self._as_it_is.known:
@@ -120,11 +123,12 @@ class _Smaller:
         return None
 
     def _learn(self, in_full: int, on_few_layers: float) -> None:
-        """Few layers may say too little, then of others too."""
+        """Increase the margin if few layers underestimate the bytes, which then holds for other recipes
+        too."""
         self._margin = max(self._margin, in_full / on_few_layers)
 
     def _best(self) -> tuple[_Recomputation, int] | None:
-        """The fastest of what fits by few layers; asks until it is known, or fast enough."""
+        """Return the fastest recipe that fits by few layers. Simulate until it is known, or fast enough."""
         best: tuple[_Recomputation, int] | None = None
         if (at := self._largest_that_fits(self._own, math.inf)) is not None:
             best = self._own, at
@@ -144,8 +148,8 @@ class _Smaller:
         return Shared(self._gpus, self._broken.with_(recomputing).with_(roster.plain(Slot.BATCHING)))
 
     def _way(self, recomputing: Technique, *, finer: bool = False) -> _Recomputation:
-        """What computes activations again so, with every cut of the batch or those that are `finer` than
-        the broken one's."""
+        """Return one technique with every cut of the batch, or with those that are `finer` than the broken
+        one's."""
         shared, most = self._whole_batch(recomputing), self._size(self._broken[Slot.BATCHING])
         pieces = [
             (one, size_of(self._job, shared, one).samples) for one in cuts(self._job, shared, self._fixed)
@@ -154,7 +158,7 @@ class _Smaller:
         return _Recomputation([recipe for recipe, _ in some], [samples for _, samples in some])
 
     def _recomputing_otherwise(self) -> list[_Recomputation]:
-        """Other techniques that compute activations again, what may be fastest first."""
+        """Return other techniques that recompute activations, the possibly fastest first."""
         if self._others is None:
             own = self._broken[Slot.CHECKPOINTING]
             every = (self._way(one) for one in recomputings(self._job, self._fixed) if one != own)
@@ -164,8 +168,8 @@ class _Smaller:
         return self._others
 
     def _largest_that_fits(self, way: _Recomputation, limit: float) -> int | None:
-        """The place of the largest micro-batches that fit; asks while a step may take less than `limit`
-        seconds."""
+        """Return the index of the largest micro-batches that fit. Simulate while a step may take less than
+        `limit` seconds."""
         while way.least_seconds < limit and (at := self._next(way)) is not None:
             self._ask((way, at))
             if at not in way.known:  # it cannot be simulated
@@ -173,8 +177,8 @@ class _Smaller:
         return next((at for at in sorted(way.known) if self._fits(way.known[at].needed_bytes)), None)
 
     def _next(self, way: _Recomputation) -> int | None:
-        """The place of the cut that is asked about next: the largest micro-batches that may fit; None where
-        those are known."""
+        """Return the index of the next cut, the largest micro-batches that may fit; None if those are
+        known."""
         fitting = [at for at, judged in way.known.items() if self._fits(judged.needed_bytes)]
         missing = [at for at in way.known if at not in fitting]
         unknown = range(max(missing, default=-1) + 1, min(fitting, default=len(way.recipes)))
@@ -185,7 +189,8 @@ class _Smaller:
         return needed_bytes * self._margin <= self._bound
 
     def _expected_bytes(self, way: _Recomputation, samples: int) -> float:
-        """On the straight lines between what is known: with no samples all ways take the same."""
+        """Return bytes on the straight lines between the known ones: with no samples all ways take the
+        same."""
         (few, fewest), (many, most) = self._points[0], self._points[-1]
         slope = (most - fewest) / (many - few) if many > few else 0.0
         points = [(0, fewest - slope * few)]
@@ -198,8 +203,10 @@ class _Smaller:
         return points[-1][1]
 
     def _ask(self, *judged: tuple[_Recomputation, int], in_full: Recipe | None = None) -> int:
-        """Simulates these on few layers, and this one in full; gives the bytes that this one needs. Raises
-        `SnugfitError` where it cannot be simulated."""
+        """Simulate these on few layers, and one recipe in full. Return the bytes that the latter needs.
+
+        Raises `SnugfitError` if it cannot be simulated.
+        """
         needed = 0
         for answer in self._pool.answers_to(list(self._questions(judged, in_full))):
             if answer.number < 0:

@@ -1,12 +1,14 @@
-"""What a step takes whose layers are cut into stages, from stages of few layers and few micro-batches.
+"""Figures of a step with stages, from stages of few layers and few micro-batches.
 
-Stages differ: the first, those between and the last are simulated, each with few layers, and of these follow
-those of a deep model, whose bytes and seconds grow evenly with layers. From a few more micro-batches than
-there are stages on each further one is like the one before: it takes as long, and adds the buffers in which
-it is handed on. How long all stages together take follows from the order of the schedule, for any number of
-micro-batches (`prediction/several_gpus/stages.py`). A step needs what its largest stage needs. Schedules of
-which a GPU has several stages, or that part backward passes, run micro-batches in rounds, so there all of
-them are simulated.
+Stages differ: the first, a middle one and the last are simulated, each with few layers. Bytes and seconds
+grow linearly with layers, so a deep model's stages follow from these. Once the micro-batches slightly
+outnumber the stages, each further one is like the one before. It takes as long, and adds the buffers for
+its transfer.
+
+The seconds of all stages together follow from the order of the schedule, for any number of micro-batches
+(`prediction/several_gpus/stages.py`). The bytes of a step are those of its largest stage. Some schedules
+give a GPU several stages, or split backward passes. They run micro-batches in rounds, so all of them are
+simulated.
 """
 
 from __future__ import annotations
@@ -54,63 +56,66 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import ParallelWish, Setup
 
 FEWEST = 4
-"""Layers of the shallower stages (chosen), as of other models of few layers."""
+"""Least number of layers of the shallower stages (chosen), as in other models of few layers."""
 
 FURTHER = 1
-"""Micro-batches of the fewest that are simulated, beyond one for each stage: with as many as stages the first
-stage keeps all that it ever keeps at once, and with one more it frees one before the next (1F1B)."""
+"""Number of micro-batches in the smallest simulation, beyond one for each stage.
+
+With as many as stages the first stage keeps its maximum at once. With one more it frees one before the
+next (1F1B).
+"""
 
 IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
-"""Schedules in which each micro-batch from some on is like the one before."""
+"""Schedules in which each micro-batch is like the one before, after the first ones."""
 
 STEPS = 2
-"""Steps that are simulated: what is made for good is there at the end of the first."""
+"""Number of simulated steps: permanent allocations exist at the end of the first."""
 
 
 class _StageFigures(NamedTuple):
-    """Of one GPU's stages on one kind of GPU; all but the first grow evenly with layers."""
+    """Figures of one GPU's stages on one kind of GPU; all but the first grow linearly with layers."""
 
     unused_bytes: float
-    """What the allocator keeps and nothing uses, and what lies outside it."""
+    """Bytes that the allocator reserves without use, and bytes outside it."""
     allocated_bytes: float
     after: float
-    """Seconds of what comes after the last pass."""
+    """Seconds of the work after the last pass."""
     model_seconds: float
-    """Of the kernels of forward and backward passes, added up, without exchanges."""
+    """Total seconds of the kernels of forward and backward passes, without exchanges."""
     passes: tuple[float, ...]
     """Seconds of the passes of all micro-batches, by kind and stage in order."""
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All of them, one after the other."""
+        """All figures in one sequence."""
         return (*self[:-1], *self.passes)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _StageFigures:
-        """The figures that have these numbers."""
+        """Return the figures from one sequence."""
         unused, allocated, after, model, *passes = numbers
         return cls(unused, allocated, after, model, tuple(passes))
 
 
 class StagesStep(NamedTuple):
-    """What a step takes of each GPU whose stage needs most, and how long it is."""
+    """Bytes of the largest stage's GPUs, and seconds of a step."""
 
     needed_bytes: int
     step_seconds: float
     model_seconds: float
-    """Of the slowest stage's kernels of forward and backward passes, added up, without exchanges."""
+    """Total seconds of the slowest stage's kernels of forward and backward passes, without exchanges."""
     exposed_seconds: float
-    """By which sending from stage to stage makes the step longer."""
+    """Seconds by which transfers between stages lengthen the step."""
 
 
 _Place = tuple[bool, bool]
-"""Whether a stage is the first, and whether it is the last."""
+"""Position of a stage: True for the first, and True for the last."""
 
 _OfStages = dict[_Place, _StageFigures]
 
 
 class StagesQuestion:
-    """Kinds of GPU that are asked at once about a step in stages; `few` micro-batches stand for more."""
+    """One call about a step in stages, for several kinds of GPU; `few` micro-batches represent more."""
 
     def __init__(
         self, kinds: Sequence[Gpu], software: Software, policy: Policy, part: Job, setup: Setup
@@ -119,11 +124,11 @@ class StagesQuestion:
         self._kinds, self._software, self._policy = kinds, software, policy
         self._part, self._setup, self._wish = part, setup, setup.parallel
         self._transfer, self._clips = [0.0] * len(kinds), False
-        self._passes: dict[_Place, list[tuple[str, int]]] = {}  # the kinds of passes, and in which stage
+        self._passes: dict[_Place, list[tuple[str, int]]] = {}  # kinds of passes, with their stage
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def judge(self, depth: Depth | None) -> list[StagesStep]:
-        """What the step takes on each kind. `part` is the job of one data rank."""
+        """Return the figures of the step on each kind. `part` is the job of one data rank."""
         pieces = self._setup.micro_batches
         few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
         points = self._depths(depth)
@@ -135,8 +140,10 @@ class StagesQuestion:
         ]
 
     def _depths(self, depth: Depth | None) -> tuple[int, ...]:
-        """Layers of each stage of the models that are simulated: of two, or where there are no two that are
-        less work than the whole, 0 for the whole model."""
+        """Return the layers of each stage in the simulated models: two numbers, or 0 for the whole model.
+
+        The whole model is simulated if no two smaller ones are less work.
+        """
         if depth is None:
             return (0,)
         _, repeats = periodic_checkpoint(self._setup.checkpoint, depth.layers)
@@ -146,7 +153,8 @@ class StagesQuestion:
         return (least, more) if self._wish.all_stages * (least + more) < depth.layers else (0,)
 
     def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
-        """The stages of a model with so many layers in each, on each kind, with so many micro-batches."""
+        """Return the stages of a model with so many layers in each, on each kind, with so many
+        micro-batches."""
         part, setup = self._part, replace(self._setup, micro_batches=pieces)
         part = replace(part, batch_size=part.batch_size // self._setup.micro_batches * pieces)
         if depth is not None and layers:
@@ -192,12 +200,13 @@ class StagesQuestion:
             )
         return figures
 
-    # ---- of all stages -------------------------------------------------------------------------------------
+    # ---- all stages ----------------------------------------------------------------------------------------
 
     def _together(
         self, kind: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> StagesStep:
-        """The whole step, of figures at few layers and few micro-batches, and at one micro-batch more."""
+        """Return the whole step, from figures at few layers and few micro-batches, and at one micro-batch
+        more."""
         wish, pieces = self._wish, self._setup.micro_batches
         stages = [self._deep(stage, points, by_depth, longer, few) for stage in range(wish.stages)]
         work = [
@@ -227,7 +236,7 @@ class StagesQuestion:
     def _deep(
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> _StageFigures:
-        """One stage of the deep model, with all micro-batches."""
+        """Return one stage of the deep model, with all micro-batches."""
         kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
         points = [count * self._wish.chunks for count in points]
@@ -251,9 +260,11 @@ class StagesQuestion:
 
 
 def _of_pieces(values: tuple[float, float, float], deeper: float, few: int, pieces: int) -> float:
-    """Seconds with so many micro-batches, of those of the shallow stage with few, what one more adds there,
-    and those of the deep stage with few: what does not grow with micro-batches (weights that are gathered
-    once for all of them) grows with layers."""
+    """Return seconds with so many micro-batches, from three values.
+
+    These are the shallow stage with few, its increase by one more, and the deep stage with few. The
+    constant part (weights that are gathered once for all micro-batches) grows with layers.
+    """
     shallow, further, deep = values
     once = max(0.0, shallow - few * further) * deeper
     return once + (deep - once) / few * pieces
