@@ -1,4 +1,4 @@
-"""LoRA through peft, on weights as they are; what its settings mean and cost stands in `low_rank.py`."""
+"""LoRA through peft, on weights in their own dtype; `low_rank.py` describes the settings and their cost."""
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
-"""Low-rank adapters by peft: frozen weights, and beside some a product of two thin matrices that trains.
+"""Low-rank adapters by peft: the weights are frozen, and thin matrices beside some of them train.
 
 W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients and
-optimizer states exist for A and B only. The activations that the frozen weights' neighbours need are kept as
-before, so memory falls by states and gradients and not by activations.
+optimizer states exist for A and B only. The activations that the layers next to frozen weights need are saved
+as before. So memory falls by states and gradients and not by activations.
 
-The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732): a number, which
-costs nothing. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of W' apart from its
-direction. It makes the whole W' once more in each pass, to know its rows' lengths: more time and memory.
+The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732). It is a number
+and costs nothing. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of W' apart from its
+direction. It builds the whole W' once more in each pass to compute the lengths of its rows, which takes time
+and memory.
 
-Defaults are peft's own (`LoraConfig`): rank 8, alpha 8, no dropout, and for each architecture the modules of
-peft's table (BERT: query and value); all linear layers of one that the table lacks. The table is read here
-and its names are given to peft, because peft itself looks an architecture up by its own name only (Gemma 3
-stands there by that of its text part), and not at all where it renames what transformers stores in another
-shape (Mixtral's experts).
-Dropout costs, for each adapted matrix, the input that was dropped out and its mask, which the backward pass
-of A needs.
-Adapters of a model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of
-classification models train whole, as peft's task types do it.
+Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The default modules of an architecture
+come from peft's table (BERT: query and value). An architecture that the table lacks gets all its linear
+layers. This module reads the table and passes the names to peft. peft itself looks an architecture up by its
+own name only, and the table has Gemma 3 under the name of its text part. For models whose weights
+transformers stores in another shape (Mixtral's experts), peft renames modules and skips the lookup.
+
+Dropout saves two tensors for each adapted matrix: the input after dropout, and the mask. The backward pass of
+A needs both. Adapters of a model in half precision are fp32, as peft creates them (`autocast_adapter_dtype`).
+The heads of classification models train whole, as peft's task types define.
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ _PEFT_TASKS = {
     "LMHeadModel": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
-"""peft's task type by the end of a transformers class name; the type says which head trains whole."""
+"""peft's task type by the end of a transformers class name; the type determines the head that trains
+whole."""
 
 _TOKEN_HEADS = ("classifier", "score")
-"""What peft trains whole in token classifiers; `all-linear` would adapt it too, and peft refuses both."""
+"""Modules of token classifiers that peft trains whole. `all-linear` would adapt them too, and peft refuses
+both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +80,22 @@ class LowRank(Technique):
     """Rank of the updates: columns of B and rows of A."""
 
     targets: tuple[str, ...] | None = None
-    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's choice for the
-    architecture, and all linear layers where it has none."""
+    """Ends of the names of the modules to adapt, or `all-linear`.
+
+    The default is peft's choice for the architecture, and all linear layers where peft has none.
+    """
 
     dropout: float = between(0.0, 1.0, default=0.0)
     """Share of the inputs of A that is dropped."""
 
     dora: bool = False
-    """Whether the length of each row trains apart from its direction (DoRA)."""
+    """True trains the length of each weight row apart from its direction (DoRA)."""
 
     rslora: bool = False
-    """Whether updates are scaled by alpha / sqrt(r) and not by alpha / r."""
+    """True scales updates by alpha / sqrt(r), False by alpha / r."""
 
     def adapters(self) -> Call:
-        """What puts peft's wrapper around a model."""
+        """Return the call that wraps a model with peft."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
         more = {name: True for name in ("dora", "rslora") if getattr(self, name)}
         return Call(path=f"{__name__}:adapt", arguments=arguments | more)
@@ -177,7 +182,7 @@ def adapt(
         with warnings.catch_warnings():
             # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-            # peft asks transformers 5 by the name of version 4.
+            # peft queries transformers 5 under the name that version 4 used.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
@@ -218,17 +223,18 @@ def default_targets(model: Any) -> str | list[str]:
 
 
 def has_default_targets(model: Model) -> bool:
-    """Whether peft's table has the model's architecture, or that of its text part."""
+    """Return True if peft's table has the model's architecture, or that of its text part."""
     return _pefts_choice(model) is not None
 
 
 def chosen_by_peft(model: Model) -> bool:
-    """Whether peft itself finds its table's modules for this architecture when it is told none."""
+    """Return True if peft itself finds the default modules of this architecture, without any targets
+    passed."""
     return model.architecture in pefts_table() and not any("expert" in key for key in model.config)
 
 
 def _pefts_choice(model: Any) -> str | list[str] | None:
-    """What peft's table has for a module that is built, or for a `Model`."""
+    """Return the entry of peft's table for a built module or for a `Model`; None without an entry."""
     if hasattr(model, "facts") and model.module is None:
         config = model.config
         names = _names(config.get("model_type"), (config.get("text_config") or {}).get("model_type"))
