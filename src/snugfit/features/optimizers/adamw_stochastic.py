@@ -1,9 +1,9 @@
-"""AdamW for weights of bfloat16 that rounds by chance, so that small updates are not lost.
+"""AdamW for bfloat16 weights with stochastic rounding, so that small updates are not lost.
 
-State: two moments in 16 bits, 4 bytes an element, and no copy of the weights in 32 bits: with weights and
-gradients 8 bytes, where AdamW in 32 bits has 16. The update is computed in 32 bits, some millions of numbers
-at a time, and takes a few times as long as `adamw_fused`; how it rounds stands in
-`updates/stochastic.py`.
+State: two moments in 16 bits, 4 bytes an element, and no copy of the weights in 32 bits. With weights and
+gradients that is 8 bytes, where AdamW in 32 bits has 16. The update is computed in 32 bits, some millions of
+numbers at a time, and takes a few times as long as `adamw_fused`. `updates/stochastic.py` describes the
+rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AdamW on the host: both moments in its memory, and the update by its CPU.
 
-The GPU keeps weights and gradients and no states at all: 8 bytes a parameter less in fp32. For it every step
-waits: weights and gradients go to the host, the CPU reads and writes seven numbers for each weight, and the
-new weights come back. Where a step has many micro-batches, that is a small part of it.
+The GPU stores weights and gradients and no states at all: 8 bytes a parameter less in fp32. Every step waits
+for the host. Weights and gradients are copied there, the CPU reads and writes seven numbers for each weight,
+and the new weights are copied back. In a step of many micro-batches that is a small part of the time.
 """
 
 from __future__ import annotations

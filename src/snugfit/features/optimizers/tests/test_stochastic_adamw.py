@@ -1,5 +1,8 @@
-"""AdamW that rounds weights of bfloat16 by chance: right on average where rounding to the nearest stands
-still, torch's AdamW otherwise, and rehearsed as it runs."""
+"""AdamW with stochastic rounding of bfloat16 weights is right on average, where nearest rounding makes no
+progress.
+
+Otherwise it equals torch's AdamW, and its simulation matches a run.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def test_small_updates_move_weights_as_they_do_in_32_bits() -> None:
 
 @pytest.mark.whole
 def test_the_second_moment_follows_gradients_that_fall() -> None:
-    """By a thousandth of itself in each step, which bfloat16 cannot hold to the nearest."""
+    """Each step shrinks the moment by a thousandth, which bfloat16 cannot represent with nearest rounding."""
     held = {}
     for kind in (StochasticAdamW, torch.optim.AdamW):
         weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
@@ -100,7 +103,7 @@ def test_the_second_moment_follows_gradients_that_fall() -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 def test_digits_are_learned_at_a_small_rate_as_in_32_bits(tmp_path: Path) -> None:
-    """Where weights of bfloat16 that are rounded to the nearest learn half of it."""
+    """Weights of bfloat16 with nearest rounding learn half as much."""
     train, test = digits()
     losses = {}
     for recipe in ("plain", "bf16_pure", RECIPE):

@@ -1,11 +1,11 @@
 """AdamW with its moments in the host's memory and its update on the CPU.
 
-The device keeps weights and gradients. In the update some of them at a time are copied into page-locked
-memory (`STAGED_BYTES` of each), torch's own fused AdamW runs there on the CPU, and the new weights are copied
-back. The moments never travel, and the host keeps no second copy of the weights, which somebody might load
-anew. One thing after the other: the device waits for the CPU.
+The device stores weights and gradients. The update copies some of them at a time into page-locked memory
+(`STAGED_BYTES` of each). It runs torch's own fused AdamW there on the CPU, and copies the new weights back. The
+moments stay on the host. The host stores no second copy of the weights, because a load from outside could
+make it stale. These operations are serial: the device waits for the CPU.
 
-On `meta` nothing is copied or kept; an observer hears what would be, as a rehearsal does.
+On `meta` nothing is copied or stored. An observer receives the sizes of the copies, as in a simulation.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class WeightSlice(NamedTuple):
 
 
 class HostMemory:
-    """Memory of the host that is taken once: page-locked beside a GPU, and never torch's allocator's, which
-    stands for the device's where that is a CPU."""
+    """Host memory that is allocated once and reused, page-locked beside a GPU.
+
+    It never comes from torch's allocator, which simulates the device's memory where the device is a CPU.
+    """
 
     def __init__(self) -> None:
         self._bytes: torch.Tensor | None = None
@@ -131,7 +133,7 @@ def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tell(piece: list[WeightSlice]) -> None:
-    """An observer hears of the copies, of the update, and of the copies back."""
+    """Report to the observer the copies out, the update, and the copies back of one piece."""
     observer = MetaLink.observer
     if observer is None:
         return

@@ -20,8 +20,10 @@ from snugfit.step.wishes.own_adamw import STEP, OwnAdamW
 Part = TypeVar("Part")
 
 AT_ONCE = 1 << 23
-"""Elements that are updated together (chosen): a kernel over them takes longer than its launch on a GPU of
-today, and all temporaries take 160 to 290 MiB."""
+"""Elements that are updated together (chosen).
+
+A kernel over them takes longer than its launch on a GPU of today, and all temporaries take 160 to 290 MiB.
+"""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The keys of torch's AdamW for its states."""
