@@ -1,12 +1,12 @@
-"""The wish for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
+"""The setting for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
 
-Converted are the linear layers of the model's repeated layers, but for those whose weights do not train and
-those whose sizes are no multiple of 16, which the hardware asks for. The head stays as it is, as in
-torchtitan, and so does what lies around the layers. A converted layer has the same parameter under the same
-name, so optimizers and checkpoints know nothing of it.
+The linear layers of the model's repeated layers are converted. Exceptions are layers whose weights do not
+train, and those with a size that is not a multiple of 16, which the hardware requires. The head and the
+modules around the layers stay unchanged, as in torchtitan. A converted layer has the same parameter under the
+same name, so optimizers and checkpoints need no change.
 
-The inner dimension of a weight's gradient is the number of tokens. `pad_inner_dim` fills it up to a multiple
-of 16, as accelerate does by default; else a batch of another length would end a run.
+The inner dimension of a weight's gradient is the number of tokens. `pad_inner_dim` pads it to a multiple of
+16, as accelerate does by default. Without it, a batch of another length would end a run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Float8Handler(Handler):
             convert(model, value)
 
     def change(self, value: Float8Wish | None, live: LiveTraining) -> Iterator[str]:
-        """As when it is built; what was converted for another recipe is put back first."""
+        """Convert a running model as at its construction, after undoing the conversion of another recipe."""
         put_back(live.model)
         self.wrap(value, live.model)
         if value is not None:
@@ -107,7 +107,7 @@ def why_unconverted(model: torch.nn.Module) -> str:
 
 
 def put_back(model: torch.nn.Module) -> None:
-    """Undoes it. What a user has converted stays converted."""
+    """Undo the conversion of this module. Layers that a user has converted stay converted."""
     if "torchao" not in sys.modules:
         return
     for name, module in list(model.named_modules()):
@@ -117,7 +117,7 @@ def put_back(model: torch.nn.Module) -> None:
 
 
 _BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
-"""Layers that were converted, each with what stood in its place."""
+"""Each converted layer with the original layer that it replaced."""
 
 
 def script_lines(wish: Float8Wish, job: Job) -> tuple[str, ...]:

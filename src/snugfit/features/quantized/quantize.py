@@ -42,8 +42,11 @@ class QuantizeHandler(Handler):
         return {"construct": partial(FourBitConstruction, double=value.double)} if value is not None else {}
 
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
-        """As `quantization_config` of `from_pretrained`. What is not quantized is loaded in the dtype of the
-        computation, and widened afterwards where autocast narrows it again."""
+        """Return the setting as `quantization_config` of `from_pretrained`.
+
+        Unquantized weights are loaded in the dtype of the computation. They are widened afterwards where
+        autocast narrows them again.
+        """
         if value is None:
             return {}
         setup = context.setup

@@ -72,7 +72,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 def test_weights_of_a_folder_are_quantized_as_transformers_does(stored: Path) -> None:
-    """All linear layers but the head; what is not quantized is fp32 under autocast, and not without it."""
+    """All linear layers but the head are quantized. The other weights are fp32 under autocast, and not
+    without it."""
     model = build_model(LLAMA, Recipe.parse("qlora + bf16").setup(), CPU, weights=stored)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         stored,
@@ -108,8 +109,11 @@ def test_a_folder_and_random_weights_take_the_same_bytes(stored: Path) -> None:
 
 
 def test_what_is_kept_beside_a_weight_moves_before_it() -> None:
-    """A GPT-2 built on the host and moved to an H100 showed these bytes for its first layer: code book,
-    scales, their offset, scales and code book, and the packed weight; then the bias and two adapters."""
+    """A GPT-2 built on the host and moved to an H100 showed these bytes for its first layer.
+
+    They are code book, scales, their offset, scales and code book, and the packed weight. The bias and two
+    adapters follow.
+    """
     facts = {"n_embd": 704, "n_head": 11, "n_inner": 2112}
     job = replace(small_job("gpt2", 1, facts), build_on="host")
     trace = rehearse(job, Recipe.parse("qlora(r=64, targets=all-linear)").setup(), CudaPolicy())
@@ -162,7 +166,9 @@ def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
 
 @pytest.mark.whole
 def test_products_of_few_rows_are_simulated_in_a_process_that_never_ran_one() -> None:
-    """torch's dispatcher remembers, without a reference, what stands for an operator when it first runs: once
-    that was a function of ours, and worker processes of a plan ended by a segmentation fault."""
+    """torch's dispatcher caches an operator's object at its first call, without a reference.
+
+    That object was once a function of ours, and worker processes of a plan ended by a segmentation fault.
+    """
     forks = forks_of(__name__)
     assert forks.ended(forks.start(products_of_few_rows)) == 0
