@@ -1,9 +1,9 @@
 """AdamW with its moments in the host's memory and its update on the CPU.
 
 The device stores weights and gradients. The update copies some of them at a time into page-locked memory
-(`STAGED_BYTES` of each). It runs torch's own fused AdamW there on the CPU, and copies the new weights back. The
-moments stay on the host. The host stores no second copy of the weights, because a load from outside could
-make it stale. These operations are serial: the device waits for the CPU.
+(`STAGED_BYTES` of each). It runs torch's own fused AdamW there on the CPU, and copies the new weights back.
+The moments stay on the host. The host stores no second copy of the weights, because a checkpoint may be
+loaded into the device's weights at any time. These operations are serial: the device waits for the CPU.
 
 On `meta` nothing is copied or stored. An observer receives the sizes of the copies, as in a simulation.
 """

@@ -129,8 +129,8 @@ class MuonWithAdamW(MatricesAndAdamW):
 def leave_to_adamw(model: torch.nn.Module) -> None:
     """Mark the matrices that AdamW updates because they are not in a hidden layer.
 
-    These are embedding tables, matrices outside a transformers model's body (its head), and parameters not
-    called `weight`, which no layer uses as a factor of a product.
+    These are embedding tables, and matrices outside a transformers model's body (its head). Parameters not
+    called `weight` are marked too, because no layer multiplies with them.
     """
     base = _body(model)
     inside = {id(weight) for weight in base.parameters()}
