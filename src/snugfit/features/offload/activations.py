@@ -1,22 +1,22 @@
-"""Activations that wait on the host: what layers save for the backward pass travels there and back.
+"""Activation offloading: tensors that layers save for the backward pass are copied to the host and back.
 
-Autograd's hooks on saved tensors see everything that a forward pass saves. What a layer of the model's stacks
-saves, or a checkpoint as its input, is copied to the host; embeddings, head and loss keep theirs, which the
-backward pass needs at once.
+Autograd's hooks on saved tensors see everything that a forward pass saves. The tensors that a layer of the
+model's stacks saves, or a checkpoint saves as its input, are copied to the host. Embeddings, head and loss
+leave theirs on the device, because the backward pass needs them at once.
 
-What travels together is a region: one layer's tensors, or one input of a checkpoint. When a region is full
-its copies begin, and the one before it is awaited and leaves the device: so two regions at most are on it,
-whatever the link does. The last one stays. When the backward pass comes to a region, the one before it begins
-to come back. A tensor that several operators save travels once, and lives as long as the last of them needs
-it, as it would without all this.
+A region is a group of tensors that are copied together: one layer's, or one input of a checkpoint. When a
+region is full its copies start, and the region before it is awaited and leaves the device. So two regions at
+most are on the device, at any speed of the link. The last region stays. When the backward pass reaches a
+region, the copies of the region before it start. A tensor saved by several operators is copied once, and
+lives until the last of them needs it, as without offloading.
 
-Where only the first few layers travel, there is more time for each copy (`Window`): a region may stay until
-as many layers more have run as keep theirs on the device, for so much will be there at the end anyway. In the
-backward pass it begins to come back as early. So the link works beside all layers, and not only beside those
-that travel. Which layer a checkpoint's input belongs to shows when that layer is called, right after.
+If only the first few layers are offloaded, each copy has more time (`Window`). A region may stay until as
+many further layers have run as are not offloaded. The activations of those fill that memory in the end
+anyway. In the backward pass its copy starts as early. So the copies overlap all layers, and not only the
+offloaded ones. A checkpoint's input is assigned to a layer when that layer is called, right after.
 
-A storage travels whole, and every tensor comes back with the strides it had, so that the backward pass runs
-the same kernels on the same numbers.
+A storage is copied whole, and every tensor returns with its old strides. So the backward pass runs the same
+kernels on the same numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from snugfit.step.host_link import Extent, Link
 
 LEAST_BYTES = 1 << 20
-"""Of a storage that travels (chosen): up to here CUDA's allocator has blocks of 2 MiB for all, and the host
-takes longer to ask for a copy than for most kernels."""
+"""Least size of an offloaded storage (chosen).
+
+Up to this size CUDA's allocator uses blocks of 2 MiB for all, and the host takes longer to launch a copy than
+most kernels.
+"""
 
 CHECKPOINTS = "torch.utils.checkpoint"
 """The module that saves the inputs of checkpoints."""
@@ -57,7 +60,7 @@ class Arrival:
         self.link, self.event, self.over = link, event, False
 
     def wait(self) -> None:
-        """What is launched from now on reads what has arrived."""
+        """Make later launches wait for the end of the copy."""
         if not self.over:
             self.link.wait(self.event)
             self.over = True
@@ -75,10 +78,10 @@ class Travelling:
         self.extent: Extent | None = None
         """On the host; None as long as no copy has begun."""
         self.arrival: Arrival | None = None
-        """Of `base`, where that came back."""
+        """The copy to the device that created `base`; None without one."""
 
     def tensor(self) -> torch.Tensor:
-        """On the device, to be read by what is launched from now on."""
+        """Return the tensor on the device, to be read by later launches."""
         assert self.base is not None
         if self.arrival is not None:
             self.arrival.wait()
@@ -97,10 +100,10 @@ class Region:
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
-        """What begins to come back when the backward pass comes to it."""
+        """Regions to fetch when the backward pass reaches this one."""
         self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
         self.sent: Any = None
-        """What to await before its storages may leave the device."""
+        """Event to await before the region's storages may leave the device."""
 
     def alive(self) -> list[Travelling]:
         """Those of its storages that something still needs."""
@@ -116,7 +119,7 @@ class Region:
 
 
 class SavedTensor(NamedTuple):
-    """What autograd keeps in the place of a tensor."""
+    """Autograd's record of an offloaded tensor."""
 
     travelling: Travelling
     region: Region
@@ -126,24 +129,24 @@ class SavedTensor(NamedTuple):
 
 
 class KeptTensor:
-    """What autograd keeps in the place of a tensor that stays on the device, or of which it is not yet known
-    whether it travels."""
+    """Autograd's record of a tensor that stays on the device, or whose offloading is not decided yet."""
 
     __slots__ = ("before", "saved", "tensor")
 
     def __init__(self, tensor: torch.Tensor, before: tuple[Region, ...] = ()) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.before = before
-        """What begins to come back when this is used."""
+        """Regions to fetch when this tensor is used."""
         self.saved: SavedTensor | None = None
         """In its place, once it is known to travel."""
 
 
 class Window:
-    """When the regions of each stack's first layers leave the device, and begin to come back.
+    """Times at which the regions of each stack's first layers leave the device, and at which their fetch
+    starts.
 
-    What the other layers keep is all on the device when the backward pass begins. So a region may stay while
-    as many layers as these, less one, run after its own, and no more is live than then.
+    All activations of the other layers are on the device when the backward pass begins. So a region may stay
+    while as many layers as these, less one, run after its own. The peak does not rise.
     """
 
     def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
@@ -157,7 +160,7 @@ class Window:
         self.begin_pass()
 
     def begin_pass(self) -> None:
-        """No layer has run yet."""
+        """Reset the state to the start of a forward pass, before the first layer."""
         self._stack = self._index = -1
         self.is_inside = False
         self._waiting: list[tuple[int, Region]] = []  # by the layer's index, for their copies
@@ -165,7 +168,7 @@ class Window:
 
     @property
     def stays(self) -> bool:
-        """Whether the layer that runs, or ran last, keeps its activations on the device."""
+        """Return True if the activations of the current or last layer stay on the device."""
         return self._index >= self.first
 
     def enter(self, layer: Any) -> None:
@@ -186,7 +189,7 @@ class Window:
         self._filled = {}
 
     def before(self) -> tuple[Region, ...]:
-        """What begins to come back when the backward pass comes to the layer that runs."""
+        """Return the regions to fetch when the backward pass reaches the current layer."""
         return tuple(self._filled.get(self._index - self._lengths[self._stack], ()))
 
     def append(self, region: Region) -> None:
@@ -304,7 +307,7 @@ class ActivationOffload:
         return KeptTensor(tensor, before) if before else tensor
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
-        """What stands for a tensor that travels; a checkpoint's input does so alone."""
+        """Return the record of an offloaded tensor; a checkpoint's input gets a region of its own."""
         if checkpointed:
             self._fill_up()
         if self._region is None:
@@ -381,7 +384,7 @@ class ActivationOffload:
         self._last = region
 
     def _before(self) -> tuple[Region, ...]:
-        """What begins to come back when the backward pass comes to the region that is begun."""
+        """Return the regions to fetch when the backward pass reaches the region that starts now."""
         if self._window is not None:
             return self._window.before()
         return () if self._last is None else (self._last,)
@@ -396,7 +399,7 @@ class ActivationOffload:
         self._undecided.clear()
 
     def _bring(self, region: Region) -> None:
-        """What of this region is not on the device comes back; where all of it is, nothing happens."""
+        """Start the copies of a region's storages that are not on the device; without any, do nothing."""
         away = [one for one in region.alive() if one.base is None]
         if not away:
             return
@@ -409,12 +412,15 @@ class ActivationOffload:
 
 
 def _nothing() -> None:
-    """Stands for a reference to what is gone."""
+    """Return None, in place of a weak reference whose tensor was freed."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:
-    """Whether torch's checkpoint is saving an input now: it does so itself (torch 2.12), or through an
-    autograd function of its own, which a rehearsal that counts such functions calls in its place."""
+    """Return True if torch's checkpoint is saving an input now.
+
+    It does so itself (torch 2.12), or through an autograd function of its own. A simulation that counts such
+    functions calls it in the function's place.
+    """
     frame: FrameType | None = sys._getframe(2)
     for _ in range(3):
         if frame is None or frame.f_globals.get("__name__") == CHECKPOINTS:

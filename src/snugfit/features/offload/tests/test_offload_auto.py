@@ -18,7 +18,7 @@ from snugfit.techniques.technique import Slot
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 MORE_LAYERS = 8
-"""The first and the last layers keep some of what they save on the device."""
+"""Layers enough for offloading: the first and the last ones leave some saved tensors on the device."""
 REST = "lora(r=4) + bf16"
 HOST = Slot.ACTIVATION_OFFLOAD
 

@@ -1,5 +1,7 @@
-"""Activations of the first k layers on the host: gradients bit for bit, which tensors travel and when, bytes
-and copies between none and all, and each front-end."""
+"""Offloading the first k layers: gradients bit for bit, copied tensors and their times, and each front-end.
+
+Bytes and copies are between those of none and of all layers.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,8 @@ def test_the_first_layers_send_what_they_save_and_all_of_it_leaves(sent: list[li
 def test_they_come_back_as_early_as_there_is_room(
     depth: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers: the second begins to come back when the last layer is done, whose memory it may have."""
+    """With two offloaded layers, the second one's fetch starts when the last layer is done and frees its
+    memory."""
     model = Stack(depth)
     offload_activations(model, OffloadWish(what="all", first=2))
     events: list[str] = []
@@ -164,8 +167,11 @@ def test_they_come_back_as_early_as_there_is_room(
 
 
 def test_a_copy_has_as_long_as_there_is_room() -> None:
-    """With one layer of six on the host no more is live than if its copy were awaited at once, and a link at
-    which a copy takes as long as three layers does not make the step longer; computing it again does."""
+    """Offloading one layer of six raises the peak no further than awaiting its copy at once.
+
+    A link on which a copy takes as long as three layers does not make the step longer. Recomputing the layer
+    does.
+    """
     this, gpu = small_job("llama", LAYERS, batch_size=16, sequence_length=8192), find_gpu("h200")
     plain, early = on_a_gpu(this, "bf16"), on_a_gpu(this, "bf16 + host(all, layers=1)")
     again = on_a_gpu(this, "bf16 + first_layers(1)")
@@ -321,7 +327,7 @@ KEEP = (
 
 
 def planned(memory: int, more: str) -> Recipe:
-    """The answer, held to what a prediction of it says."""
+    """Return the planned recipe after checks against its own prediction."""
     this = small_job("llama", DEPTH, batch_size=16, sequence_length=8192)
     found = plan(this, gpu="h200", memory_bytes=memory, keep=f"{KEEP} + {more}", workers=1)
     assert found.best is not None
