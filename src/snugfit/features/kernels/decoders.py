@@ -1,11 +1,11 @@
-"""Decoders whose modules our kernels know: Llama, Qwen2, Qwen3, Mistral, and Gemma's three.
+"""Decoders with kernels of our own: Llama, Qwen2, Qwen3, Mistral, and Gemma's three.
 
-What stands between the products of a layer becomes three kernels: the addition of a branch to the stream with
-the norm that follows, the rotation of queries and keys, and the gated activation. The products of queries,
-keys and values are one, and so are those of gate and up: their weights are laid behind one another in memory.
+Three kernels replace the operators between the products of a layer. They are the addition of a branch to the
+stream with the norm that follows, the rotation of queries and keys, and the gated activation. The products of
+queries, keys and values are one, and so are those of gate and up: their weights are adjacent in memory.
 
-A module that is not as it was written, because an adapter or a quantization took the place of one of its
-layers, runs its own code; so does every module outside training.
+A module runs its own code if an adapter or a quantization replaced one of its layers. So does every module
+outside training.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 
 
 class DecoderFamily(NamedTuple):
-    """What is particular to the modules of one file of transformers."""
+    """Differences between the modules of one file of transformers and Llama's."""
 
     prefix: str
     """With which the names of its classes begin."""
     extras: tuple[str, ...] = ()
     """Attributes of the attention, or of its config, that it hands to the function which attends."""
     from_one: bool = False
-    """Whether norms multiply by one plus what is learnt."""
+    """True if norms multiply by one plus the learned scale."""
     norms_branches: bool = False
-    """Whether what a branch gives is normed before it is added to the stream."""
+    """True if the output of a branch is normed before it is added to the stream."""
 
 
 FAMILIES = {
@@ -50,13 +50,13 @@ FAMILIES = {
     "gemma2": DecoderFamily("Gemma2", (SLIDING, CAPPED), from_one=True, norms_branches=True),
     "gemma3": DecoderFamily("Gemma3", (SLIDING,), from_one=True, norms_branches=True),
 }
-"""By the name of their file, `modeling_NAME.py`."""
+"""Decoder families by the name of their file, `modeling_NAME.py`."""
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
-"""What the function that attends calls them."""
+"""Names of these attributes as arguments of the attention function."""
 
 TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-"""Activations that a kernel knows, by transformers' name: whether it is that of a tanh."""
+"""Supported activations by transformers' name: True for the approximation by tanh."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -184,8 +184,11 @@ def _attend(
 def _remember(
     cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a cache gives for this layer. transformers' models make one in training too, and an empty one
-    copies what it is given; here it remembers it as it lies."""
+    """Return the keys and values of a layer's cache after it stores these.
+
+    transformers' models create a cache in training too, and an empty one copies its inputs. Here it stores
+    them without a copy.
+    """
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     is_simple = type(cache).__name__ == "DynamicCache" and type(layer).__name__ == "DynamicLayer"
@@ -248,8 +251,10 @@ def _run_layer(
     *others: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    """The forward pass of the family's layer, each addition but the last in one kernel with a norm. What is
-    given by place has another place in each family, and is left to the layer's own."""
+    """Run the forward pass of the family's layer, with each addition but the last fused into a norm.
+
+    Positional arguments differ between families, so a call with any runs the layer's own code.
+    """
     if others:
         return own(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
     stream, normed = _add_and_norm(hidden_states, None, self.input_layernorm, family)

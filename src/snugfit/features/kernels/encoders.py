@@ -1,10 +1,9 @@
-"""Encoders whose modules our kernels know: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and GPT-2.
+"""Encoders with kernels of our own: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and GPT-2.
 
-Modules are matched by the name of their class and of the family's folder in transformers, so that no model's
-file is imported which the process does not use. Each that is known gets a forward pass of its own over the
-same parameters, bound to the instance; what it does not know of a call (a cache of keys and values), it
-leaves to the model's own code. A linear layer that is none of torch's own any more, because an adapter stands
-around it or a hook waits there, is called as the model would call it.
+Modules are matched by the name of their class and of the family's folder in transformers. So no model's file
+is imported that the process does not use. Each supported module gets a forward pass over the same parameters,
+bound to the instance. It leaves unsupported arguments (a cache of keys and values) to the model's own code. A
+linear layer that an adapter wraps, or that has a hook, is called as the model would call it.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ SITE = "fused_site"
 """The attribute of a module that holds its `Site`."""
 
 STREAM = "fused_stream"
-"""The attribute of a norm's result that holds it again, for the residual to come (`add_norm`). Between two
-layers there is the model's own code, which hands the result on; where it makes another tensor of it, that is
-the residual."""
+"""Attribute of a norm's result with the same values in fp32, for the next residual (`add_norm`).
+
+Between two layers the model's own code passes the result on. If that code creates another tensor of it, that
+tensor is the residual.
+"""
 
 BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
 """Activations that are GELU, by the names of their classes: whether they are its form by tanh."""
@@ -36,14 +37,16 @@ BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "G
 
 @dataclass
 class Site:
-    """Where a module's dropout gets its numbers from."""
+    """Source of random numbers for a module's dropout."""
 
     seeds: Seeds
     number: int
 
     def draw(self, module: Any, probability: float, stream: torch.Tensor) -> dict[str, Any]:
-        """The arguments of an operation that say what it drops; nothing in evaluation. `stream` is the
-        residual stream that comes in."""
+        """Return the dropout arguments of an operation; empty in evaluation.
+
+        `stream` is the incoming residual stream.
+        """
         if not module.training or not probability:
             return {}
         return {"dropout": probability, "seed": self.seeds.draw(stream), "site": self.number}
@@ -56,7 +59,7 @@ class Patch:
     forward: Callable[..., Any] | None
     """None for an encoder whose batches get no mask (`attention.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
-    """Whether this module of the class is as the forward pass takes it to be."""
+    """Check that this module of the class meets the assumptions of the forward pass."""
     joins: tuple[str, ...] = ()
     """Its linear layers of which one product is made."""
 
@@ -96,7 +99,7 @@ def patch_of(kind: type[Any]) -> Patch | None:
 
 
 def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a linear layer gives, and the bias that is yet to be added, where that can be left to a kernel."""
+    """Return a linear layer's output, and its bias if a kernel can add it later (else None)."""
     if is_plain(layer):
         return torch.nn.functional.linear(x, layer.weight), layer.bias
     if type(layer).__name__ == "Conv1D" and "forward" not in vars(layer):
@@ -105,7 +108,7 @@ def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
-    """GELU, or another activation, of what a linear layer gives."""
+    """Return GELU, or another activation, of a linear layer's output."""
     product, bias = product_of(layer, x)
     by_tanh = BY_TANH.get(type(activation).__name__)
     if by_tanh is None or bias is None:
@@ -117,11 +120,13 @@ def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
 def norm_with_stream(
     x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, **options: Any
 ) -> torch.Tensor:
-    """The norm of a residual and what a branch gives (B, S, H). The residual is taken as it was before it was
-    rounded for products, where the norm that made it has left that beside it (`STREAM`); it is taken away
-    when it is read, for the rounded result stays until the backward pass. Within a checkpoint no norm leaves
-    any, for a layer's input is kept there with all that stands beside it. Nor is one read there that a norm
-    outside has left: the layer would not find it when it is computed again."""
+    """Return the norm of a residual plus a branch's output, (B, S, H).
+
+    If the norm before it left its unrounded result (`STREAM`), that is the residual. It is removed when read,
+    because the rounded result stays alive until the backward pass. Within a checkpoint no norm leaves one,
+    because the checkpoint keeps a layer's input with all its attributes. It does not read one from a norm
+    outside either: the recomputed layer would not find it.
+    """
     exact = vars(residual).pop(STREAM, residual)
     if checkpoint_around():
         rounded: torch.Tensor = add_norm(x, residual, norm, **options)
@@ -133,7 +138,8 @@ def norm_with_stream(
 
 
 def is_layer_norm(*names: str) -> Callable[[Any], bool]:
-    """Whether these modules of a module are torch's LayerNorm over the last dimension, with both weights."""
+    """Return a check that these submodules are torch's LayerNorm over the last dimension, with weight and
+    bias."""
 
     def fits(module: Any) -> bool:
         norms = [getattr(module, name) for name in names]
@@ -145,7 +151,7 @@ def is_layer_norm(*names: str) -> Callable[[Any], bool]:
     return fits
 
 
-# ---- BERT and what is built like it ----------------------------------------------------------------------
+# ---- BERT and models with its structure ------------------------------------------------------------------
 
 
 def embed_bert(
@@ -198,7 +204,7 @@ def embed_positions(
 
 
 def embeds_plainly(module: Any) -> bool:
-    """Whether a module of embeddings is normed by torch's LayerNorm and has torch's own tables."""
+    """Return True if an embeddings module has torch's LayerNorm and torch's own tables."""
     tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
     return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
 
@@ -239,7 +245,7 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
 
 
 def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-    """The norm of a residual and what a linear layer gives, some of it dropped."""
+    """Return the norm of a residual plus a linear layer's output after dropout."""
     product, bias = product_of(self.dense, hidden_states)
     drop = getattr(self, SITE).draw(self, self.dropout.p, input_tensor)
     return norm_with_stream(product, input_tensor, self.LayerNorm, bias=bias, **drop)
@@ -371,4 +377,4 @@ PATCHES: dict[tuple[str, str], Patch] = {
     ),
     ("gpt2", "GPT2MLP"): Patch(run_gpt2_mlp),
 }
-"""By transformers' folder and class."""
+"""Patches by transformers' folder and class name."""

@@ -21,7 +21,7 @@ class LigerWish:
     """Liger's kernels in a model's modules."""
 
     parts: Mapping[str, bool] = field(default_factory=dict)
-    """By part, whether it runs; of the others Liger's default decides."""
+    """True or False for each set part; Liger's default decides for the rest."""
 
 
 FUSED = Wish[FusedWish | None](

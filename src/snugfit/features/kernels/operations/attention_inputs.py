@@ -1,8 +1,9 @@
-"""Queries, keys and values of a decoder's attention: one product, normed and rotated where it lies.
+"""Queries, keys and values of a decoder's attention: one product, normed and rotated in place.
 
-The three are views of one product (T, N), or where heads are normed of that and of what is rotated, as
-(B, heads, S, D): attention reads them as they lie. Backward their gradients become one of the product, and
-one more product gives the gradient of all three weights, whose parts are handed out, and one that of x.
+The three are views of one product (T, N). If heads are normed, queries and keys are views of the rotated
+tensor, as (B, heads, S, D). Attention reads the views without a copy. In the backward pass their gradients
+become one gradient of the product. One more product gives the gradient of all three weights, as slices, and
+another that of x.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, rot
 
 
 class Projections(NamedTuple):
-    """What makes queries, keys and values, in this order."""
+    """Weights and biases of queries, keys and values, in this order."""
 
     weights: Sequence[torch.Tensor]  # (heads * D, H) each
     biases: Sequence[torch.Tensor]  # (heads * D,) each; none of them, or three
@@ -57,8 +58,10 @@ class AttentionInputs(torch.autograd.Function):
         key_scale: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Keeps the weights as they were multiplied, and the product where heads are normed; and of its input
-        that from which it is normed again."""
+        """Save the weights in the dtype of the product, and the source from which the input is normed again.
+
+        If heads are normed, save the product too.
+        """
         dtype = activation_dtype(hidden)
         batch, length, _ = hidden.shape
         rows = hidden.reshape(batch * length, -1).to(dtype)

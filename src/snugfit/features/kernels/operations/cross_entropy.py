@@ -1,11 +1,11 @@
-"""Cross-entropy of logits in one kernel, which writes their gradient in their place.
+"""Cross-entropy of logits in one kernel, which overwrites the logits with their gradient.
 
-In plain torch logits of 16 bits are cast to 32, their softmax is kept, and its gradient and that of the cast
-follow: six tensors of their size, all in 32 bits but two. Here a program goes over a token's logits twice,
-once for the sum of their exponentials and once for the gradient, and writes one number of loss.
+In plain torch logits of 16 bits are cast to 32, their softmax is saved, and its gradient and that of the cast
+follow. That is six tensors of their size, all in 32 bits but two. Here a program reads a token's logits
+twice, once for the sum of their exponentials and once for the gradient, and writes one number of loss.
 
-The gradients that a loss in chunks has put by are multiplied by the loss's own in the backward pass, which
-is one unless the batch is cut: then the kernel reads nothing else. torch's product of 16 bits with a number
+In the backward pass, the stored gradients of a loss in chunks are multiplied by the loss's own gradient. That
+is one unless the batch is split; then the kernel reads nothing else. torch's product of 16 bits with a number
 in 32 rounds that number to 16 bits on a GPU, and reads elements one by one.
 """
 

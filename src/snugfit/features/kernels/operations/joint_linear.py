@@ -1,9 +1,8 @@
 """Several linear layers of one input as one product: queries, keys and values.
 
-The layers stay as they are, with weights and gradients of their own. Their weights are laid side by side in
-one buffer once, so that the joint weight is a view; where they were moved since, by a cast or another device,
-they are joined anew in every pass. In the backward pass one product makes all their gradients, of which each
-is a slice.
+The layers keep weights and gradients of their own. Their weights are copied once into adjacent parts of one
+buffer, so that the joint weight is a view. If a cast or another device moved them since, every pass joins
+them again. In the backward pass one product computes all their gradients, and each is a slice.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which elements dropout keeps: Philox in counter mode, in plain torch, bit for bit what the programs draw.
+"""Dropout masks by Philox in counter mode, in plain torch, bit for bit those of the programs.
 
-An element's fate follows from a seed, the number of the call site in the model, its row and its column. So a
-backward pass draws the mask of its forward pass again, and nothing is kept. A draw of Philox has 128 bits,
-which decide for eight neighbours in a row, 16 bits each; a probability is rounded to 1/65,536 (0.1 to
-0.100006), and what is kept is scaled by the rounded one.
+An element is dropped or not by a seed, the number of the call site in the model, its row and its column. So a
+backward pass draws the mask of its forward pass again, and stores nothing. A draw of Philox has 128 bits,
+which decide for eight neighbours in a row, 16 bits each. A probability is rounded to 1/65,536 (0.1 to
+0.100006), and the remaining elements are scaled by the rounded one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 LEVELS = 1 << 16
-"""How finely a probability is told apart."""
+"""Number of distinct probabilities."""
 
 GROUP = 8
 """Neighbours in a row that one draw decides for."""
@@ -23,17 +23,18 @@ _MASK = 0xFFFFFFFF
 
 
 def threshold(probability: float) -> int:
-    """Of 65,536 equally likely numbers, how many drop an element; 0 to 65,535."""
+    """Return how many of 65,536 equally likely numbers drop an element; 0 to 65,535."""
     return min(round(probability * LEVELS), LEVELS - 1)
 
 
 def scale(drops: int) -> float:
-    """What is kept is multiplied by this, where so many numbers drop an element."""
+    """Return the factor for the remaining elements, if `drops` of 65,536 numbers drop an element."""
     return LEVELS / (LEVELS - drops)
 
 
 def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int) -> torch.Tensor:
-    """Which elements stay: (rows, columns), bool, on the seed's device. `seed` is one int64."""
+    """Return True for each remaining element: (rows, columns), bool, on the seed's device. `seed` is one
+    int64."""
     groups = -(-columns // GROUP)
     counters = torch.arange(rows * groups, device=seed.device)
     words = _philox(seed, counters, site)

@@ -1,8 +1,10 @@
-"""The kernels of decoders beside their references in plain torch, forward and backward.
+"""The kernels of decoders against their references in plain torch, forward and backward.
 
-Run as a process: with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, on the CPU in its
-interpreter; with the argument `cuda` on a GPU; with `cuda time` it says there besides how long each takes at
-the shapes of Llama-3.2-1B, 2 x 2048 tokens in bfloat16, beside plain torch, a line of JSON each."""
+Run as a process. With `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, it runs on the CPU
+in Triton's interpreter. With the argument `cuda` it runs on a GPU. With `cuda time` it also prints the time
+of each and of plain torch, at the shapes of Llama-3.2-1B, 2 x 2048 tokens in bfloat16. Each is a line of
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ Case = tuple[str, Callable[[], list[torch.Tensor]]]
 
 
 def launch_on_the_cpu() -> None:
-    """Has operators launch their programs also for tensors on the CPU, in Triton's interpreter. They stand
-    under their own names, as constants or not."""
+    """Make operators launch their programs also for tensors on the CPU, in Triton's interpreter.
+
+    The programs are attributes under their own names, as constants or not.
+    """
     for file, programs in FILES.items():
         there = importlib.import_module(f"snugfit.features.kernels.operations.programs.{programs}")
         for name in list(vars(file)):
@@ -86,8 +90,10 @@ def combined(device: str, dtype: torch.dtype, *axes: Sequence[Any]) -> Iterator[
 
 
 def norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of sizes that are no powers of two, of fewer rows than programs and of more; added and not, and to a
-    stream of 32 bits."""
+    """Yield norms of sizes that are no powers of two, of fewer rows than programs and of more.
+
+    They run with and without the addition, and with a stream of 32 bits.
+    """
     streams = (None, *dict.fromkeys((dtype, torch.float32)))
     sizes = ((1, 8), (17, 100), (3, 1029))
     with patch.object(rms_norm, "PROGRAMS", 7):
@@ -121,7 +127,7 @@ def norm(
 
 
 def gated_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of less than a block and of more, by both activations."""
+    """Yield gated activations of less than a block and of more, by both activations."""
     sizes = ((1, 8), (5, 100), (3, 2100))
     for (rows, columns), tanh, again in combined(device, dtype, sizes, (False, True), (False, True)):
         given = functools.partial(gate, device, dtype, rows, columns, tanh, again)
@@ -131,7 +137,7 @@ def gated_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def gate(
     device: str, dtype: torch.dtype, rows: int, columns: int, tanh: bool, again: bool
 ) -> list[torch.Tensor]:
-    """The result, and what stands in the place of the product and of the result's gradient."""
+    """Return the result, and the tensors written over the product and over the result's gradient."""
     product = 2 * drawn(device, dtype, rows, 2 * columns)
     of_out = drawn(device, dtype, rows, columns, seed=1)
     out = gated_mlp.activate(product, tanh)
@@ -140,7 +146,8 @@ def gate(
 
 
 def rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of heads in groups and not, of three heads and of heads 2 * 3 wide; with norms and without."""
+    """Yield rotations of heads in groups and not, of three heads and of heads 2 * 3 wide; with norms and
+    without."""
     with patch.object(rotary, "PROGRAMS", 7):
         kinds = (Heads(2, 2, 8), Heads(4, 1, 6), Heads(3, 3, 64))
         for heads, batch, from_one in combined(device, dtype, kinds, (1, 2), (None, False, True)):
@@ -151,8 +158,10 @@ def rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def turn(
     device: str, dtype: torch.dtype, heads: Heads, batch: int, from_one: bool | None
 ) -> list[torch.Tensor]:
-    """What is rotated, and the gradients of the product and of the norms' scales; keys lie otherwise than
-    queries do."""
+    """Return the rotated tensor, and the gradients of the product and of the norms' scales.
+
+    Keys have other strides than queries.
+    """
     length, (queries, keys, width) = 5, heads
     product = drawn(device, dtype, 2 * length, (queries + 2 * keys) * width)
     before = product.clone()
@@ -172,7 +181,7 @@ def turn(
 
 
 def loss_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of less than a block of logits and of more, and of tokens that are ignored."""
+    """Yield losses of less than a block of logits and of more, and of tokens that are ignored."""
     sizes = ((1, 5), (7, 1000), (3, 9001)) if asks_all(device) else ((1, 5), (2, 9001))
     for rows, columns in sizes:
         yield f"loss {rows} x {columns}", functools.partial(lose, device, dtype, rows, columns)
@@ -199,7 +208,7 @@ def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch
 
 
 def compare(device: str) -> bool:
-    """Prints a line for each case, and says whether all are close."""
+    """Print a line for each case, and return True if all are close."""
     close = True
     bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
     for (dtype, bound), cases in itertools.product(
@@ -219,7 +228,8 @@ def compare(device: str) -> bool:
 
 
 def largest_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the numbers of a tensor, each relative to itself and a sixteenth of the largest."""
+    """Return the largest error of a tensor's elements, each relative to itself plus a sixteenth of the
+    largest."""
     assert got.dtype is expected.dtype
     one, other = got.detach().double(), expected.detach().double()
     size = other.abs()
@@ -233,7 +243,7 @@ LLAMA = Heads(32, 8, 64)
 
 
 def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """A name, the bytes that it must move, and what is timed."""
+    """Yield a name, the least bytes to move, and the function to time."""
     given = functools.partial(drawn, "cuda", torch.bfloat16)
     stream, branch, scale = given(TOKENS, HIDDEN), given(TOKENS, HIDDEN, seed=1), given(HIDDEN)
     row = 2 * TOKENS * HIDDEN

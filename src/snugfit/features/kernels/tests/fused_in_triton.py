@@ -1,9 +1,10 @@
-"""The kernels of encoders beside plain torch: forward and backward, over odd sizes and dtypes.
+"""The kernels of encoders against plain torch: forward and backward, over odd sizes and dtypes.
 
-Run as a process: with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, on the CPU in its
-interpreter; with the argument `cuda` on a GPU, and with `cuda time` it also says how long they take there, at
-the shapes of BERT-large (4 x 512), as lines of JSON. Without it a line for each case says the largest
-difference, as a share of the largest number; the exit status is 1 where one is too large."""
+Run as a process. With `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, it runs on the CPU
+in Triton's interpreter. With the argument `cuda` it runs on a GPU. With `cuda time` it also prints the times
+there, at the shapes of BERT-large (4 x 512), as lines of JSON. Without `time` it prints a line for each case
+with the largest difference, as a share of the largest number. The exit status is 1 if one is too large.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ from snugfit.features.kernels.operations.joint_linear import joint_linear, lay_s
 from triton_cases import asks_all
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""Of a number's share of the largest: some roundings of results, which programs and torch round once each."""
+"""Allowed error as a share of the largest number: some roundings of results, one in a program and one in
+torch."""
 
 SHAPES = ((1, 1, 8), (3, 43, 33), (1, 3, 1000))
-"""Rows and columns that are and are not multiples of what a program has at hand."""
+"""Rows and columns that are and are not multiples of a program's tile."""
 
 FEW_ROWS = (5, 3, 33)
-"""In the place of many in the interpreter, where a kernel has a few rows at hand: its two programs take turns
-all the same."""
+"""Shape for the interpreter in place of many rows.
+
+There a kernel loads a few rows at a time, so its two programs take turns all the same.
+"""
 
 MORE_SHAPES = (
     (5, 60, 33),
@@ -75,7 +79,7 @@ def by_kernel(device: str, *, kernels: bool) -> Iterator[None]:
 
 
 def results_of(run: Callable[..., Any], operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """What it gives, and the gradients of its operands under a slope that the operands decide."""
+    """Return the results, and the gradients of the operands under output gradients from a fixed seed."""
     leaves = [None if one is None else one.clone().requires_grad_() for one in operands]
     out = run(*leaves)
     results = list(out) if isinstance(out, tuple) else [out]
@@ -241,7 +245,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The same kernels in a CUDA graph, without what the host takes to launch them."""
+    """Return a function that replays the same kernels from a CUDA graph, without the host's launch times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

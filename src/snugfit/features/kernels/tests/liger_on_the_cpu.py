@@ -1,8 +1,9 @@
-"""A step with Liger's kernels on the CPU, in Triton's interpreter, beside its rehearsal and the plain model.
+"""A step with Liger's kernels on the CPU, in Triton's interpreter, against its simulation and the plain
+model.
 
 Run as a process with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined. The interpreter of
-Triton 3.7 leaves two things out: numbers that are no whole numbers stay Python's, and functions of CUDA's
-library give nothing. And it holds what it was given in cycles of references, which are collected here.
+Triton 3.7 lacks two things: floats stay Python's, and functions of CUDA's library return nothing. It also
+holds its arguments in cycles of references, which are collected here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CLOSE = 1e-6
 
 
 def complete_the_interpreter() -> None:
-    """Gives it what it leaves out."""
+    """Add the missing conversions and functions to the interpreter."""
     as_it_is = interpreter._implicit_cvt
 
     def with_numbers(argument: Any) -> Any:

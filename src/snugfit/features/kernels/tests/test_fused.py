@@ -1,4 +1,4 @@
-"""The technique `fused`: what it goes with, what a rehearsal allocates and launches, and its kernels."""
+"""The technique `fused`: its combinations, a simulation's allocations and launches, and its kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace_of(recipe: str, family: str = "bert") -> Trace:
 
 
 def launches(trace: Trace) -> Counter[tuple[str, str]]:
-    """How often each of our kernels is launched, by name and phase."""
+    """Return the number of launches of each of our kernels, by name and phase."""
     return Counter(
         (kernel.operator.removeprefix(TRITON), kernel.phase)
         for kernel in trace.kernels
@@ -46,7 +46,7 @@ def launches(trace: Trace) -> Counter[tuple[str, str]]:
     )
 
 
-# ---- what it goes with -----------------------------------------------------------------------------------
+# ---- combinations ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,10 @@ def test_layers_that_are_recomputed_launch_theirs_again() -> None:
 
 
 def test_bytes_are_those_of_what_a_kernel_reads_and_writes() -> None:
-    """The activation reads a product and a bias and writes as much as the product; its backward pass reads
-    two, and writes one and the partial sums of the bias."""
+    """The activation reads a product and a bias and writes as much as the product.
+
+    Its backward pass reads two, and writes one and the partial sums of the bias.
+    """
     job, trace = small_job("bert", LAYERS), trace_of("bf16_pure + fused")
     width = int(job.transformers_config().intermediate_size)
     rows = job.batch_size * job.sequence_length
@@ -131,7 +133,7 @@ def test_it_launches_less_and_keeps_less() -> None:
 
 
 def most_activations(trace: Trace) -> int:
-    """The most bytes of what the last forward pass has made that are alive at once."""
+    """Return the most bytes of tensors from the last forward pass that are alive at once."""
     alive = most = 0
     for event in trace.events:
         block = trace.blocks[abs(event) - 1]

@@ -103,8 +103,10 @@ def test_a_fused_model_is_the_model(family: str) -> None:
 
 
 def hold_errors(plain: Any, *, autocast: bool) -> None:
-    """Gradients in 16 bits are as close to those in 32 as those of the model's own code are, all together:
-    over twelve draws of weights their errors were 0.80 to 0.95 of its, and one draw may be beyond."""
+    """Check the total error of 16-bit gradients against the error of the model's own code.
+
+    Over twelve draws of weights the errors were 0.80 to 0.95 of its own, and one draw may exceed it.
+    """
     exact, fused = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     use_fused(fused)
     _, expected = run(exact)
@@ -208,7 +210,7 @@ def test_padding_is_masked_as_ever() -> None:
 
 
 def test_where_sequences_end_is_no_encoder_s_business() -> None:
-    """A collator of packed rows says it; sdpa reads the mask, which is causal, and not that."""
+    """A collator of packed rows passes the ends; sdpa reads the causal mask and ignores them."""
     plain = small("llama", "sdpa")
     fused = copy.deepcopy(plain)
     use_fused(fused)
@@ -305,7 +307,7 @@ def test_weights_lie_together_and_may_be_taken_apart(tmp_path: Path) -> None:
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    """What the MLP kept has become its gradients."""
+    """The gradients have overwritten the MLP's saved tensor."""
     fused = small("llama")
     use_fused(fused)
     loss = fused(input_ids=ids(), labels=ids()).loss
@@ -331,7 +333,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 
 
 def test_without_a_gpu_its_kernels_are_predicted() -> None:
-    """Each is launched as often as there are layers, and moves what it reads and writes."""
+    """Each is launched as often as there are layers, and moves the bytes that it reads and writes."""
     job = small_job("llama", 3, batch_size=2)
     assert predict(job, "bf16_master + adamw_fused + fused", gpu="h200").timing is not None
     trace = rehearse(job, Recipe.parse("bf16_master + adamw_fused + fused").setup(), CudaPolicy())
@@ -365,7 +367,7 @@ def test_a_loss_in_chunks_has_a_kernel(family: str, by_kernel: bool) -> None:
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(
     tokens: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what the kernel does in plain torch; some tokens are ignored."""
+    """Plain torch replaces the kernel, and some tokens are ignored."""
     kernel = cross_entropy.CrossEntropyKernel
     monkeypatch.setattr(kernel, "write_gradient", staticmethod(cross_entropy.reference))
     monkeypatch.setattr(kernel, "multiply", staticmethod(cross_entropy.reference_multiply))

@@ -22,15 +22,18 @@ WARPS = 4
 
 @triton.jit
 def tanh(value):  # type: ignore[no-untyped-def]
-    """By the exponential, which becomes zero or infinite where tanh is one."""
+    """Return tanh by the exponential, which becomes zero or infinite where tanh is one."""
     return 1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)
 
 
 @triton.jit
 def share_below(value):  # type: ignore[no-untyped-def]
-    """The normal distribution's share below a value, and exp(-value * value / 2), of which its density is
-    made. By Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, whose error is at most 1.5e-7
-    of erf, so half of that of the share: about a unit in the last place of fp32 near one."""
+    """Return the normal distribution's share below a value, and exp(-value * value / 2), a factor of its
+    density.
+
+    The formula is Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. Its error is at most
+    1.5e-7 of erf, so half of that of the share: about a unit in the last place of fp32 near one.
+    """
     height = tl.exp(-0.5 * value * value)
     t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(value))
     bent = 1.061405429 * t - 1.453152027

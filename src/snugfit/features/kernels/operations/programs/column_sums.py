@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 COLUMNS, ROWS = 16, 64
-"""What a program adds up at once (chosen)."""
+"""Columns and rows that a program adds up at once (chosen)."""
 
 
 @triton.jit(do_not_specialize=("count",))  # type: ignore[untyped-decorator]

@@ -36,7 +36,7 @@ def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of rows (2 * columns), gate and up, writes act(gate) * up (columns)."""
+    """Write act(gate) * up (columns) for one row of the product (2 * columns), gate and up."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < columns
@@ -52,8 +52,10 @@ def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  #
 def gate_row_backward(  # type: ignore[no-untyped-def]
     product, of_out, columns, TANH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Writes the gradients of gate and up in their place; and with `AGAIN` what the forward pass gave in that
-    of its gradient."""
+    """Write the gradients of gate and up in their place.
+
+    With `AGAIN`, write the forward pass's output over its gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < columns

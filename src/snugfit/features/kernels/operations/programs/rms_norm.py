@@ -1,7 +1,7 @@
-"""RMSNorm in Triton, with the addition before it: one row a program, which goes over memory once.
+"""RMSNorm in Triton, with the addition before it: one row a program, in one pass over memory.
 
-Backward a program takes every so-manyth row and keeps the sum of the scale's gradient in registers, so that
-of the sums of all rows only `PROGRAMS` rows are written.
+A backward program processes every `PROGRAMS`-th row and keeps the sum of the scale's gradient in registers.
+So only `PROGRAMS` rows of sums are written.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ def norm_rows_backward(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, FROM_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of the rows' stream, which with `ADDS` has one of its own besides, with `TWICE` in
-    the branch's dtype too; and with `SCALES` a row of sums for the gradient of the scale."""
+    """Write the gradient of the rows' stream.
+
+    With `ADDS`, the stream's own gradient is added. With `TWICE`, the result is also written in the branch's
+    dtype. With `SCALES`, a row of sums for the gradient of the scale is written.
+    """
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     mask = at < columns

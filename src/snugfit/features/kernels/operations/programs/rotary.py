@@ -122,8 +122,10 @@ def turn_back(  # type: ignore[no-untyped-def]
     value_batch, value_head, value_token, QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
     NORMS: tl.constexpr, FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of the product's gradient from those of queries, keys and values, each with its own
-    strides; and with `NORMS` a row of sums for the gradients of both scales (4, HALF)."""
+    """Write rows of the product's gradient from those of queries, keys and values, each with its own strides.
+
+    With `NORMS`, also write a row of sums for the gradients of both scales (4, HALF).
+    """
     program = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
     inside = lane < HALF
@@ -178,8 +180,10 @@ def turn_back(  # type: ignore[no-untyped-def]
 def rotate(
     product: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, length: int, heads: Sequence[int]
 ) -> None:
-    """Rotates queries and keys in position, in a product (T, N) to which angles (1 or B, S, D) without gaps
-    belong; of so many heads of queries and of keys, each so wide."""
+    """Rotate queries and keys in place, in a product (T, N), by angles (1 or B, S, D) without gaps.
+
+    `heads` are the number of heads of queries and of keys, and the width of each.
+    """
     _launch((product, product), (cosines, sines), (cosines, cosines, 0.0, False), length, heads, norms=False)
 
 
@@ -278,11 +282,12 @@ def _launch_backward(
 
 
 def _apart(cosines: torch.Tensor) -> int:
-    """How far the angles of one sequence lie from those of the next."""
+    """Return the stride of the angles from one sequence to the next; 0 if all sequences share them."""
     return 0 if cosines.size(0) == 1 else cosines.stride(0)
 
 
 def _tile(heads: int, width: int) -> dict[str, int]:
-    """How many heads a program takes at a time, and the power of two that holds half of one."""
+    """Return the number of heads that a program processes at a time, and a power of two of at least half a
+    head."""
     half = triton.next_power_of_2(width // 2)
     return {"HEADS": min(triton.next_power_of_2(heads), max(TILE // half, 1)), "WIDTH": half}
