@@ -1,11 +1,11 @@
-"""The file behind a picture or a sound, whether a row names it, holds it, or has what was in it already.
+"""The file behind a picture or a sound: its path, its bytes, or its decoded content in a dataset's row.
 
-| a row has                                | what that is                                        |
+| a row has                                | meaning                                             |
 |------------------------------------------|-----------------------------------------------------|
 | text                                     | a path; a relative one begins at the dataset's file |
 | bytes                                    | the file itself                                     |
 | {"bytes": ..., "path": ...}              | as `datasets` and its Parquet files keep media      |
-| anything else                            | a picture or sound that somebody has decoded        |
+| anything else                            | a decoded picture or sound                          |
 
 Nothing is downloaded.
 """
@@ -32,16 +32,16 @@ def path_in(value: Any, folder: Path) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaEntry:
-    """What a row has in its column of media, and where the row is."""
+    """A row's value in the media column, and the location of the row."""
 
     value: Any
     """A path, bytes, a mapping of both, or something decoded."""
 
     rate: Any = None
-    """What the row says of an array of sound: how many of its samples are a second."""
+    """Samples per second of an array of sound, as given by the row."""
 
     where: str
-    """Where a person finds the row."""
+    """Location of the row, for messages."""
 
     folder: Path
     """The folder in which a relative path begins."""

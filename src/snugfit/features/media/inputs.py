@@ -1,7 +1,7 @@
 """Shapes of synthetic pictures and sounds, read from a model's config.
 
-A picture is as large as the config says, a sound is 30 seconds: what Whisper's encoder always takes, and what
-the other extractors are given here. One sample of it is one of these (C channels, H x W pixels, M mel bins, F
+A picture has the size in the config. A sound has 30 seconds, the fixed input of Whisper's encoder, and the
+length used here for the other extractors. One sample is one of these (C channels, H x W pixels, M mel bins, F
 frames of 10 ms, P patches, D numbers of a patch or a frame):
 
 | the config of the encoder has             | input                 | shape of a sample              |
@@ -14,10 +14,10 @@ frames of 10 ms, P patches, D numbers of a patch or a frame):
 | none of these                             | input_values          | (samples), or (1, samples)     |
 | num_codebooks (Kyutai)                    | input_ids             | (frames, 1 + codebooks)        |
 
-A model with a decoder of its own takes its labels beside the sound. A language model that hears takes it in
-the place of tokens, and how many those are is a fact of its code, written down in `_TOKENS` by architecture.
-Its batch is input_ids (B, A + T), of which the first A stand for the sound, and in seq2seq-lm S tokens
-between the two. Labels are the T last of them, and -100 before.
+A model with a decoder of its own takes its labels beside the sound. A language model with sound input takes
+the sound in the place of tokens. Their number depends on its code, and `_TOKENS` has it by architecture. Its
+batch is input_ids (B, A + T), of which the first A are placeholders of the sound. In seq2seq-lm there are S
+text tokens between the two. Labels are the last T tokens, and -100 before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FRAMES = 100 * SECONDS
 """Frames of a spectrogram whose hop is 10 ms, as all extractors of transformers for speech have it."""
 
 SAMPLE_RATE = 16_000
-"""Of the extractors for speech; where a config names another, that."""
+"""Samples per second of the extractors for speech, unless a config names another rate."""
 
 BINS_FIRST = frozenset({"glmasr", "qwen3_asr", "voxtral_realtime"})
 """Architectures that begin with convolutions along time, and whose configs name no source positions."""
@@ -59,7 +59,10 @@ VIBEVOICE_SAMPLES = 24_000 * SECONDS
 """VibeVoice's extractor takes 24,000 Hz, and gives one channel."""
 
 MIMI_HOP = 8
-"""Frames of 10 ms in one of Mimi's codec, which has 12.5 a second: a text token and codes stand beside."""
+"""Frames of 10 ms in one of Mimi's codec frames, which has 12.5 a second.
+
+A text token and codes share each codec frame.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,30 +91,32 @@ class SoundInput(SampleInputs):
     """One sample of a sound, as a model takes it."""
 
     name: str
-    """Of the argument of `forward`."""
+    """Name of the argument of `forward`."""
     shape: tuple[int, ...]
-    """Of one sample, as the table has it."""
+    """Shape of one sample, as in the table."""
     mask: str = ""
-    """The argument that says which of its frames are no padding; empty where a model needs none."""
+    """Argument that masks the padding of the frames; empty where a model needs no mask."""
     tokens: int = 0
-    """Of a language model's sequence that the sound takes the place of; 0 with a decoder of its own."""
+    """Number of tokens of a language model's sequence that the sound replaces; 0 with a decoder of its
+    own."""
     token: int = 0
-    """Which token stands there."""
+    """Id of the placeholder token."""
     added: bool = False
-    """Whether it is added to the tokens, one for one, in place of standing between them."""
+    """True if the sound is added to the tokens, one for one, instead of replacing placeholders between
+    them."""
 
     codes: int = 0
-    """What a codec made of the wave, in place of numbers: whole numbers below this; 0 where none did."""
+    """Upper bound of a codec's codes, which replace the wave; 0 without a codec."""
     frames_first: bool = False
-    """Whether the frames are the first dimension of a sample."""
+    """True if the frames are the first dimension of a sample."""
 
     @property
     def frames(self) -> int:
-        """Of the sample, as its mask counts them."""
+        """Return the number of frames of a sample, as its mask counts them."""
         return self.shape[0 if self.frames_first else -1]
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
-        """A sound, and for a language model that hears the tokens (B, A + T) in which it stands."""
+        """Return a sound, and for a language model with sound input its tokens (B, A + T)."""
         import torch
 
         if self.codes:
@@ -139,8 +144,11 @@ class SoundInput(SampleInputs):
         return batch | {"input_ids": ids, "attention_mask": mask}
 
     def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """The stream of text of a codec; labels (B, A + T) of a language model that hears: its last T tokens,
-        or all; else None."""
+        """Return the labels, or None for a model with a decoder of its own.
+
+        A codec's labels are its stream of text. A language model with sound input has labels (B, A + T): its
+        last T tokens, or all of them.
+        """
         if self.codes:
             return inputs[self.name][..., 0].clone()
         if not self.tokens:
@@ -165,7 +173,7 @@ def pixels(config: Any) -> tuple[int, ...]:
 
 
 def sound(config: Any) -> SoundInput | None:
-    """What a model with this config hears; None for one that is not known to hear."""
+    """Return the sound input of a model with this config; None for a model without a known sound input."""
     model_type, part = config.model_type, _encoder(config)
     if model_type in _TOKENS:
         token = getattr(config, "audio_token_id", None)
@@ -188,16 +196,16 @@ def sound(config: Any) -> SoundInput | None:
 
 
 def hears_in_place_of_tokens(model_type: str) -> bool:
-    """Whether it is a language model that takes sound in the place of tokens."""
+    """Return True for a language model that takes sound in the place of tokens."""
     return model_type in _TOKENS
 
 
 _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_encoder_config", "asr_config")
-"""Keys of the configs of parts that hear."""
+"""Keys of the configs of sound encoders."""
 
 
 def _encoder(config: Any) -> Any:
-    """The config of the part that hears; of several nested ones the innermost."""
+    """Return the config of the sound encoder; of several nested ones the innermost."""
     for key in _ENCODERS:
         if (part := getattr(config, key, None)) is not None and not isinstance(part, int):
             return _encoder(part)
@@ -299,7 +307,7 @@ class Sounds(ModelInputs):
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return True for models that hear, in a task with a text to learn."""
+        """Return True for models with sound input, in a task with a text to learn."""
         return task in self.heads or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
 
     def complete(self, config: Any) -> None:
@@ -308,7 +316,10 @@ class Sounds(ModelInputs):
             config.audio_token_id = 0
 
     def of_job(self, job: Job, config: Any) -> SoundInput:
-        """Return the sound that the model hears."""
+        """Return the model's sound input.
+
+        Raises `JobError` if its shape is unknown.
+        """
         heard = sound(config)
         if heard is None:
             raise JobError(

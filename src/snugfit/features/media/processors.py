@@ -1,8 +1,8 @@
-"""The model's image processor or feature extractor: where it is found, and its settings for a checksum.
+"""Search of the model's image processor or feature extractor, and its settings for a checksum.
 
-It is found in a folder or in the hub's cache, as a tokenizer is (`tokens.py`). Image processors come in
-several makes that differ in the last bits; the one that needs nothing but Pillow is taken, so that a run is
-the same on every machine.
+It is found in a folder or in the hub's cache, like a tokenizer (`tokens.py`). Image processors have several
+implementations that differ in the last bits. The one that needs Pillow alone is used, so that a run is the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _KINDS = {
     Task.IMAGE_CLASSIFICATION: ("image_processor", "image processor"),
     Task.SPEECH_TO_TEXT: ("feature_extractor", "feature extractor"),
 }
-"""By task: what a processor of several parts calls it, and its name in words."""
+"""For each task, a multi-part processor's attribute for the part, and its name in messages."""
 
 
 def own_folder(job: Job) -> Path | None:
@@ -61,7 +61,7 @@ def own_folder(job: Job) -> Path | None:
 
 
 def has_processor(given: Any, job: Job) -> bool:
-    """Whether a folder, or an object of several parts, holds what this job needs."""
+    """Return True if a folder, or a multi-part processor, contains the job's processor."""
     if isinstance(given, str | os.PathLike):
         return any((Path(given).expanduser() / name).exists() for name in FILES)
     return hasattr(given, _KINDS[job.task][0])

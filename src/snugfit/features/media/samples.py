@@ -1,10 +1,10 @@
-"""Samples of pictures and sound: labels and texts are read at the start, media when a sample is asked for.
+"""Samples of pictures and sound: labels and texts are read at the start, media when a sample is loaded.
 
-A dataset of tokens is held in memory as a whole; one of pictures would not fit. So a run keeps one label or
-text of each row, and where its file is. A picture or sound is decoded by the worker that makes the batch,
-alone, and always to the same numbers. Whether a file exists is checked before the first step, whether it can
-be decoded when its turn comes; the first sample is made at once, so that a processor that does not fit the
-model is an error at the start.
+A dataset of tokens is held in memory as a whole; one of pictures would not fit. So a run stores one label or
+text of each row, and the path of its file. The worker that builds the batch decodes a picture or sound,
+always to the same numbers. The existence of files is checked before the first step, and a decoding error
+appears when the sample is loaded. The first sample is built at once, so a processor that does not fit the
+model fails at the start.
 
     {"pixel_values": (C, H, W), "label": 3}
     {"input_features": (M, F), "labels": [...]}      M mel bands by F frames, or "input_values": (samples)
@@ -57,13 +57,13 @@ LABELS = {Task.IMAGE_CLASSIFICATION: ("label", "labels", "class", "category", "f
 """Usual names of the label's column."""
 
 RATE = "sampling_rate"
-"""The column that says how many samples a second an array in another column has."""
+"""Column with the samples per second of an array in another column."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaSamples(IndexedSamples):
-    """Samples of pictures or sounds, with a class, a number, or the tokens of what is said."""
+    """Samples of pictures or sounds, with a class, a number, or the tokens of the spoken text."""
 
     media: Rows
     """The rows, with no more columns than are needed to make a sample."""
@@ -72,7 +72,7 @@ class MediaSamples(IndexedSamples):
     """The column of pictures or sound."""
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """Makes a sample's input of what is in that column."""
+    """Builds a sample's input from that column."""
 
     def __len__(self) -> int:
         return len(self.media)
@@ -105,14 +105,14 @@ class MediaSamples(IndexedSamples):
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaCollate:
-    """A picklable function from samples of pictures or sound to the batch that a model takes.
+    """A picklable function from samples of pictures or sound to the model's batch.
 
-    Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). Sounds of several lengths
-    are padded by the feature extractor, which knows with what, and marks the padding in an attention mask.
+    Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). The feature extractor pads
+    sounds of several lengths with its own value, and marks the padding in an attention mask.
     """
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """What made the samples' inputs, and puts them together."""
+    """Preprocessor that built the samples' inputs, and batches them."""
 
     targets: Collate
     """Puts the samples' labels together."""
@@ -174,11 +174,11 @@ def media_samples(
     *,
     label_names: Sequence[str] = (),
 ) -> MediaSamples:
-    """The rows as samples of a job on pictures or sound. Raises `UsageError` that names the row.
+    """Return the rows as samples of a job on pictures or sound.
 
-    `processor` is transformers' image processor or feature extractor; `tokenizer` is for the texts of what is
-    said in sounds. `label_names` is the order of classes in the split that is trained on, for one that is
-    evaluated.
+    `processor` is transformers' image processor or feature extractor; `tokenizer` is for the spoken texts of
+    sounds. `label_names` is the order of classes in the training split, for an evaluation split. Raises
+    `UsageError` that names the row.
     """
     columns = columns_of(rows, job, INPUTS, USUAL, LABELS)
     column = columns["image" if "image" in columns else "audio"]
@@ -199,7 +199,10 @@ def media_samples(
 
 
 def _refuse_missing(media: Rows, column: str) -> None:
-    """Where the first row names a file and does not hold it, the files of all rows must exist."""
+    """Raise an error if a file of any row is missing.
+
+    Only the first row is checked for a path. If it contains the file itself, all rows are taken to do so.
+    """
     if path_in(media.value(media[0], column, 0), media.folder_of(0)) is None:
         return
     for index, row in enumerate(media):

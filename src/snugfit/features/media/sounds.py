@@ -1,9 +1,9 @@
-"""A sound as the model takes it: decoded, and made into features by the model's own feature extractor.
+"""A sound as the model's input: decoded, and converted to features by the model's own feature extractor.
 
-PCM `.wav` is read by Python itself, other files by soundfile where it is installed. Several channels are
-averaged. A sound is never brought to another sampling rate here: at the wrong one a model hears other words,
-and good resampling is a library's work, done once and not in every epoch; so it is refused, with what to do.
-Nor is one cut that is longer than the model can hear, for its text would not be cut with it.
+Python itself reads PCM `.wav`, and soundfile reads other files where it is installed. Several channels are
+averaged. A sound at another sampling rate is refused, with advice. At the wrong rate a model gets other
+words. Good resampling needs a library, and should run once and not in every epoch. A sound longer than the
+model's limit is refused too, and not cut, because its text would not be cut with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sound(NamedTuple):
     """Samples in [-1, 1], (N) of fp32."""
 
     rate: Any
-    """How many of them are a second; a whole number, or what a row says where nobody asks for the rate."""
+    """Samples per second: an integer, or the row's own value where no rate is required."""
 
 
 @final
@@ -47,7 +47,7 @@ class SoundPreprocessor:
 
     @property
     def input_name(self) -> str:
-        """What the model calls its input: `input_features`, or `input_values`."""
+        """Name of the model's input: `input_features`, or `input_values`."""
         name: str = self.extractor.model_input_names[0]
         return name
 
@@ -58,7 +58,7 @@ class SoundPreprocessor:
         try:
             extracted = self.extractor(sound.samples, sampling_rate=sound.rate, return_tensors="np")
             features: np.ndarray = extracted[self.input_name][0]
-        except Exception as error:  # whatever an extractor of somebody's making raises
+        except Exception as error:  # a user's extractor may raise any exception
             raise UsageError(
                 f"{entry.name}: the feature extractor fails on it ({one_line(error)})."
             ) from error
@@ -76,7 +76,7 @@ class SoundPreprocessor:
         return dict(padded)
 
     def raw_bytes(self, entry: MediaEntry) -> bytes:
-        """What a checksum of the data is made of: the file as it is on disk, or the decoded sound."""
+        """Return the bytes for a checksum of the data: the file's bytes, or the decoded sound."""
         content = entry.content()
         return content if content is not None else _in_memory(entry).samples.tobytes()
 
