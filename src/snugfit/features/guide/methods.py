@@ -1,8 +1,7 @@
-"""The guide's first table and its small ones, read off the suite's results instead of being stated.
+"""The guide's first table and its small ones, derived from the suite's results instead of being stated.
 
-The guide says of each method whether it helps speed and memory. Here bytes are the prediction's difference to
-vanilla; speed is what was measured, where nothing was measured what was published, otherwise what is
-predicted.
+The guide states for each method an effect on speed and memory. Here bytes are the prediction's difference to
+vanilla. Speed is the measured one; without a measurement the published one, otherwise the predicted one.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ NO_DIFFERENCE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class MethodLine:
-    """What one method does to speed and memory, by one experiment."""
+    """Effect of one method on speed and memory, by one experiment."""
 
     method: str
-    """What the guide calls it."""
+    """The guide's name of the method."""
 
     experiment: str
     """The experiment that shows it; empty where none does."""

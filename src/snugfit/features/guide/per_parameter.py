@@ -1,9 +1,9 @@
 """Bytes per parameter of every optimizer, beside the guide's rule of thumb.
 
 The rule is a sum of constants: 6 bytes for weights in mixed precision, 4 for gradients, 8, 4 or 2 for the
-optimizer's states; 18 to train, 6 to infer. Here each figure is read off a rehearsed step of a real model,
-on a batch so small that activations hardly count: what is there at the peak, by kind, over the number of
-parameters.
+optimizer's states. That is 18 to train and 6 to infer. Here each figure comes from a simulated step of a real
+model, on a batch so small that activations hardly count. It is the memory at the peak, by kind, over the
+number of parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a weight, by its dtype."""
+"""Bytes of a weight, by its dtype."""
 PURE = "bf16_pure"
 """The precision of optimizers that take none but its weights."""
 INFERENCE = "inference"
@@ -58,7 +58,7 @@ class PerParameter:
     rule_total: float | None = None
     """The guide's bytes in total."""
     refused: str = ""
-    """Why there is no prediction."""
+    """Reason for a missing prediction."""
 
     @property
     def total(self) -> float:

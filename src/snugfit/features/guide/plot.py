@@ -27,7 +27,7 @@ class Series(NamedTuple):
     """One for each experiment; None where there is none."""
 
     ranges: tuple[tuple[float, float] | None, ...]
-    """Between which values each lies, where that is known."""
+    """Least and largest value of each bar; None where unknown."""
 
 
 def page_parts(result: GuideResult) -> PageParts:

@@ -42,18 +42,18 @@ class GuideRow:
     predicted: Footprint | None = None
     """For the GPU that was named."""
     fits: bool | None = None
-    """Whether it is predicted to fit there."""
+    """True if the step is predicted to fit there."""
     predicted_speed: StepSpeed | None = None
     """For the GPU that was named; None where its rates are not known."""
     measured: Footprint | None = None
     timing: Timing | None = None
     """As measured on this machine."""
     outcome: str | None = None
-    """How the measured run ended."""
+    """End of the measured run."""
     then: tuple[PublishedPrediction, ...] = ()
     """One for each published figure."""
     refused: str = ""
-    """Why there is no prediction."""
+    """Reason for a missing prediction."""
 
     @property
     def predicted_bytes(self) -> int | None:
@@ -71,7 +71,7 @@ class GuideRow:
         return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
-        """What was published of it on this machine, with its prediction; None where nothing was."""
+        """Return the published figure of this machine with its prediction; None without one."""
         return next((one for one in self.then if one.published.machine == machine), None)
 
 
@@ -82,9 +82,9 @@ class TakenInstead:
     slot: str
     """The slot's own name."""
     then: str
-    """What the experiment has in it."""
+    """Techniques of the experiment."""
     now: str
-    """What today's recipe has in it."""
+    """Techniques of today's recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +94,17 @@ class ModernRow:
     name: str
     """As the guide calls the experiment."""
     memory_bytes: int | None
-    """What may be used: as much as the experiment takes, or all of a GPU that cannot run it."""
+    """Bytes allowed for the recipe: as many as the experiment takes, or all of a GPU that cannot run it."""
     recipe: str = ""
     """In the notation of recipes; empty where there is none faster."""
     needed_bytes: int | None = None
-    """What it takes of the GPU."""
+    """Bytes that the recipe takes of the GPU."""
     speed: StepSpeed | None = None
-    """How fast its step is."""
+    """Speed of its step."""
     instead: tuple[TakenInstead, ...] = ()
-    """Slot by slot what it changes in the experiment's recipe, where that can run."""
+    """Changes to the experiment's recipe, slot by slot, where that can run."""
     why_none: str = ""
-    """Why there is no recipe."""
+    """Reason for a missing recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +117,15 @@ class LargeModelRow:
     """The GPU that it is predicted for."""
     recipe: str
     why: str
-    """Why nothing has to be offloaded."""
+    """Reason why offloading is unnecessary."""
     needed_bytes: int | None = None
-    """What it takes of that GPU."""
+    """Bytes that it takes of that GPU."""
     fits: bool | None = None
-    """Whether it is predicted to fit."""
+    """True if it is predicted to fit."""
     speed: StepSpeed | None = None
-    """Of its step; None where it is not predicted."""
+    """Speed of its step; None without a prediction."""
     refused: str = ""
-    """Why there is no prediction."""
+    """Reason for a missing prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class GuideResult:
     per_parameter: tuple[PerParameter, ...] = ()
     """With `--optimizers`: bytes per parameter, by model and optimizer."""
     without_figures: tuple[WithoutFigure, ...] = ()
-    """What the guide names and gives no figure of, chapter by chapter."""
+    """Methods that the guide names without figures, chapter by chapter."""
     modern: tuple[ModernRow, ...] = ()
     """With `--modern`: the best recipe of today, experiment by experiment."""
     large_models: tuple[LargeModelRow, ...] = ()
@@ -151,9 +151,9 @@ class GuideResult:
     device: str | None = None
     """The device that was measured; None when nothing was."""
     versions: Mapping[str, str]
-    """Of the packages that predicted."""
+    """Versions of the packages that predicted."""
     doubts: tuple[str, ...] = ()
-    """What is uncertain in the predictions, as sentences."""
+    """Uncertainties of the predictions, as sentences."""
 
     @property
     def vanilla(self) -> GuideRow:

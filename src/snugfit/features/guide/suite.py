@@ -1,11 +1,11 @@
-"""The guide's experiments as data: what was done, what was published, and the recipe for it in our notation.
+"""The guide's experiments as data: the training runs, the published figures, and the recipes in our notation.
 
-The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs),
-carried in `guide.json` with the machines that they come from. A published row belongs to a machine; a
-machine that names its GPU also says which software it ran, and only there can the row be predicted.
+The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs). They
+are in `guide.json` with their machines. A published row belongs to a machine. If the machine names its GPU,
+it also names its software, and only there can the row be predicted.
 
-The chapters on DeepSpeed and on torch.compile (the page's next revision) give no figures. What they name is
-listed with what has become of it, and where it is not predicted, with the reason.
+The chapters on DeepSpeed and on torch.compile (the page's next revision) give no figures. Their methods are
+listed with the state of each today, and with the reason where one is not predicted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Machine:
     gpu: str | None
     """None where the authors name none."""
     note: str
-    """What else is known of it."""
+    """Further facts about the machine."""
     software: str | None = None
     """The software profile of the time."""
 
@@ -46,13 +46,13 @@ class Published:
     mib: int
     """GPU memory in use after training, by NVML, in MiB."""
     seconds: float | None = None
-    """Of the whole training."""
+    """Seconds of the whole training."""
     samples_per_second: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuideExperiment:
-    """One row of the suite: a name, a recipe, and what was published about it."""
+    """One row of the suite: a name, a recipe, and its published figures."""
 
     name: str
     """As the guide calls it."""
@@ -77,25 +77,25 @@ class Method:
     experiments: tuple[str, ...]
     """Names of the experiments that show it; none where it is not predicted."""
     speed: str
-    """Whether it helps speed."""
+    """Effect on speed."""
     memory: str
-    """Whether it helps memory; brackets mean `hardly`."""
+    """Effect on memory; brackets mean `hardly`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutFigure:
-    """What the guide names and gives no figure of."""
+    """A method that the guide names without a figure."""
 
     chapter: str
-    """Where it stands there: `torch.compile` or `DeepSpeed`."""
+    """Its chapter there: `torch.compile` or `DeepSpeed`."""
     name: str
     """As the guide calls it."""
     guide: str
-    """What the guide says of it."""
+    """The guide's claim about it."""
     status: str
-    """`predicted`, `not predicted`, or `gone`: what it names is no longer in torch."""
+    """`predicted`, `not predicted`, or `gone` if torch no longer has it."""
     today: str
-    """What has become of it, and why there is no prediction."""
+    """Its state today, and the reason for a missing prediction."""
     instead: str = ""
     """Recipes that do its work today; empty where nothing of it concerns training."""
     experiment: str = ""
@@ -115,7 +115,7 @@ class LargeModel:
     recipe: str
     """In the notation of recipes."""
     why: str
-    """What is offloaded, or why nothing has to be."""
+    """Offloaded tensors, or the reason why offloading is unnecessary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +124,9 @@ class Baseline:
 
     machine: str
     what: str
-    """What had happened until then."""
+    """Stage of the experiment until then."""
     mib: int
-    """By NVML, in MiB."""
+    """MiB as NVML reported them."""
 
 
 def suite() -> tuple[GuideExperiment, ...]:
@@ -170,7 +170,7 @@ def methods() -> tuple[Method, ...]:
 
 
 def without_figures() -> tuple[WithoutFigure, ...]:
-    """What the chapters on torch.compile and DeepSpeed name."""
+    """Return the methods in the chapters on torch.compile and DeepSpeed."""
     return tuple(WithoutFigure(**line) for line in _guide()["without_figures"])
 
 

@@ -77,8 +77,11 @@ def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]
 
 
 def grids(result: GuideResult) -> Iterator[Grid]:
-    """The tables: experiments, today's recipes, measurements, published figures, methods, what has no
-    figures, stages, bytes per parameter."""
+    """Yield the tables of a result.
+
+    They are experiments, today's recipes, measurements, published figures, methods, methods without figures,
+    stages, and bytes per parameter.
+    """
     yield _experiments(result)
     yield from modern_grids(result)
     if result.device:
@@ -223,7 +226,7 @@ def _methods(result: GuideResult) -> Grid:
 
 
 def without_figures_grid(result: GuideResult) -> Grid:
-    """One row a technique; the reason stands in it where its experiment could not be predicted."""
+    """Return a table of one row a technique, with the reason if its experiment could not be predicted."""
     refused = {row.name: row.why_refused for row in result.rows if row.refused}
     rows = tuple(
         (

@@ -48,8 +48,10 @@ def large_model_row(model: LargeModel) -> LargeModelRow:
 
 
 def guide_result(*, measured: bool = False, modern: bool = False) -> GuideResult:
-    """The guide's rows, each half a GiB smaller than the one before, the tf32 row refused; `modern` with
-    today's recipes, which every second row has."""
+    """Return the guide's rows, each half a GiB smaller than the one before, the tf32 row refused.
+
+    With `modern` every second row has a recipe of today.
+    """
     known = machines()
     rows = []
     speed = speed_of(0.4, job(), measured_rates=False)

@@ -273,7 +273,7 @@ def test_torch_of_2022_ran_on_a_gpu_that_today_s_does_not() -> None:
 
 
 def test_the_software_of_2022_holds_in_every_loop() -> None:
-    """The guide ran the Trainer: its step holds what the plain loop's holds, the batch's mask included."""
+    """The guide ran the Trainer: its step takes the plain loop's memory, the batch's mask included."""
     peaks = {
         loop: predict(small_job("bert", 2), gpu="v100-16gb", loop=loop, software="published-2022").footprint
         for loop in LOOPS
