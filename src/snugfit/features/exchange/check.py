@@ -1,8 +1,7 @@
-"""What in a user's configuration conflicts, does nothing, or has another name now.
+"""Conflicts, settings without effect, and renamed keys in a user's configuration.
 
-The facts stand in `findings.json` with their sources; this file applies them. Whether a name is gone is never
-taken from there alone: the installed library is asked which names it has, so renames that its version has not
-made yet are not reported.
+`findings.json` has the facts with their sources; this file applies them. A name counts as gone only if the
+installed library does not have it either. So renames that its version has not made yet are not reported.
 
     conflict    the library will refuse it, or the run will fail
     unknown     the installed version has no such name
@@ -44,15 +43,15 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "unlike": lambda value, patterns, force: not any(fnmatchcase(str(value), one) for one in patterns),
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
-"""What a rule may ask of a value, with the rule's operand and everything that is in force."""
+"""Conditions of rules on a value, given the rule's operand and all values in force."""
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
-"""A number that YAML 1.1, and so PyYAML, reads as text: it wants a point before the exponent."""
+"""A number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the exponent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """What to change in the file."""
+    """Changes to make in the file."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""
@@ -75,7 +74,7 @@ class Finding:
     """The keys that it is about."""
 
     says: str
-    """Why, and what to write instead."""
+    """The reason, and the text to write instead."""
 
     fix: Fix | None = None
     """None where only the user can decide."""
@@ -176,7 +175,7 @@ def _find_renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
         if old not in values or (known and new not in known):
             continue
         if known and old in known and (not entry.get("alias") or new in values or values[old] is None):
-            continue  # the installed version has the name, or is told both and listens to the newer one
+            continue  # the installed version has the name, or has both and uses the newer one
         note = f"; {entry['note']}" if "note" in entry else ""
         value = as_word(values[old])
         fix: Fix | None = Fix(remove=(old,))
@@ -257,7 +256,7 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
 
 
 def _processes(document: Document) -> dict[str, int]:
-    """How many processes DeepSpeed's three numbers come to, where they stand in the file."""
+    """Return the number of processes that follows from DeepSpeed's three numbers, if the file has them."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     values = (document.values.get(name) for name in names)
     numbers = [one for one in values if isinstance(one, int) and one > 0]
@@ -310,7 +309,8 @@ def _defaults_of(name: str) -> dict[str, Any]:
 
 
 def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
-    """Whether a value meets a rule's condition: the value itself, or one of the words of `_CONDITIONS`."""
+    """Return True if a value meets a rule's condition: the value itself, or one of the words of
+    `_CONDITIONS`."""
     if isinstance(value, Unknown):
         return False
     if not isinstance(condition, Mapping):

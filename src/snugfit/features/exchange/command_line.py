@@ -1,10 +1,10 @@
-"""Arguments as `HfArgumentParser` takes them: `--per_device_train_batch_size 4 --bf16 --optim=adamw_torch`.
+"""Arguments in the form of `HfArgumentParser`: `--per_device_train_batch_size 4 --bf16 --optim=adamw_torch`.
 
-Two command lines are read by the same rules: that of our own commands, where such a flag stands among ours
-(`split_flags`), and the one in a shell file that starts a training script (`read_shell`): `python run_clm.py
+Two command lines follow the same rules. One is that of our own commands, with such flags among ours
+(`split_flags`). The other is in a shell file that starts a training script (`read_shell`): `python run_clm.py
 ...`, `torchrun ... run_clm.py ...`, `accelerate launch ... run_clm.py ...`, `trl sft ...` and
-`llamafactory-cli train ...`. Nothing is run, and nothing is asked of the shell: a variable is known when the
-file gives it one plain value.
+`llamafactory-cli train ...`. Nothing is executed, by the shell either. A variable is resolved if the file
+sets it once, to a plain value.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TASKS = {
     "run_summarization": "seq2seq-lm", "run_translation": "seq2seq-lm", "run_t5_mlm": "seq2seq-lm",
     "run_image_classification": "image-classification", "sft": "causal-lm",
 }  # fmt: skip
-"""By the name of transformers' and TRL's example scripts: the task whose head they train."""
+"""Task trained by each of transformers' and TRL's example scripts, by the script's name."""
 
 LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed")
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""What `python -m` starts that starts a script itself."""
+"""Modules for `python -m` that start a script themselves."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -63,7 +63,7 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def is_argument(name: str) -> bool:
-    """Whether this is an argument of transformers' Trainer, or one that its example scripts have."""
+    """Return True for an argument of transformers' Trainer, or of its example scripts."""
     table = dialect("script")
     return bool(name in argument_names() or table.refusal(name) or table.reason_to_ignore(name))
 

@@ -23,7 +23,7 @@ class Document:
     """A user's configuration file."""
 
     path: Path
-    """Where the file is."""
+    """Path of the file."""
 
     format: str
     """`json`, `yaml`, `python` or `shell`."""

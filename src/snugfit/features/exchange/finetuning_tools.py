@@ -1,8 +1,8 @@
 """A recipe as the files of the tools that fine-tune language models: TRL, axolotl and LLaMA-Factory.
 
-All three run transformers' Trainer, so each starts from its arguments. What a tool loads, casts or switches
-on by itself is written down, so that it runs what was predicted; what it cannot be told is refused by the
-technique's name. Read for this: TRL 1.16 (sft_config.py, sft_trainer.py); axolotl at 067b021c
+All three run transformers' Trainer, so each file starts from its arguments. The file sets everything that a
+tool loads, casts or switches on by default, so that it runs as predicted. A technique that a tool does not
+support is refused by name. The sources are TRL 1.16 (sft_config.py, sft_trainer.py); axolotl at 067b021c
 (loaders/model.py, core/builders/base.py, utils/config, utils/schemas); LLaMA-Factory at ff6d4d12 (hparams,
 model/loader.py, model/adapter.py, model_utils/checkpointing.py).
 """
@@ -32,7 +32,7 @@ ALPHA = 8
 """`lora_alpha`, peft's default, which `lora` trains with; LLaMA-Factory's own is twice the rank."""
 
 _DATASET = "DATASET"
-"""Stands where the user's own dataset belongs."""
+"""Placeholder of the user's own dataset."""
 
 _HYPERPARAMETERS = (
     "The learning rate is constant, lora_alpha is peft's 8, and there is one epoch: set your own, they "
@@ -46,11 +46,13 @@ NOTES = {
     "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
     f"{_HYPERPARAMETERS}",
 }
-"""By target, what is not quite as predicted, and what no recipe holds: it stands in the file, and the command
-says it."""
+"""For each target, the differences to the prediction and the settings outside a recipe.
+
+The file contains this note, and the command prints it.
+"""
 
 _VARIANTS = ("use_dora", "use_rslora")
-"""peft's switches that change what an adapter computes; its own names, which the tools have too."""
+"""peft's switches that change the computation of an adapter; the tools use the same names."""
 
 _LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -68,7 +70,7 @@ def check_task(job: Job, to: str) -> None:
 
 def trl_script(job: Job, recipe: Recipe) -> str:
     """A script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
-    recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL has its own loss, whatever is asked
+    recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL always uses its own loss
     arguments = _trainer_arguments(job, recipe, "trl")
     arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
     arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}
@@ -260,7 +262,7 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
     "axolotl": axolotl_config,
     "llamafactory": llamafactory_config,
 }
-"""By target, what writes its one file."""
+"""Writer of the one file of each target."""
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
@@ -302,8 +304,8 @@ def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
 
 
 def _refuse_other_layers(arguments: Mapping[str, Any], job: Job, recipe: Recipe, to: str) -> None:
-    """Raises `RecipeError` where checkpointing leaves layers out, which these tools' transformers may not
-    know."""
+    """Raise `RecipeError` if checkpointing leaves layers out, which these tools' transformers may not
+    support."""
     if "every_n_layers" in (arguments.get("gradient_checkpointing_kwargs") or {}):
         every = next(
             technique.name
@@ -323,7 +325,7 @@ def _refusal(to: str, technique: object, why: str) -> RecipeError:
 
 
 def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """The file: what it is and how it is run, then each section under its title."""
+    """Return the file: its description and its command, then each section under its title."""
     import yaml
 
     dotted = write_arguments(recipe)[0]
@@ -340,7 +342,7 @@ def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str
 
 
 def _head(job: Job, to: str) -> list[str]:
-    """What a file says of itself: its step, what differs, who wrote it, what to fill in."""
+    """Return the head of a file: its step, the differences, its writer, and the placeholder to fill in."""
     step = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens."
     text = f"{step} {NOTES[to]} Written by {writer(to)}; put your dataset in place of {_DATASET}."
     return textwrap.wrap(text, 100, break_on_hyphens=False)

@@ -1,11 +1,11 @@
 """A Python script's arguments, read from its syntax tree and never executed.
 
-Found are the call of `TrainingArguments` or TRL's `SFTConfig` (or, where there is none, of `Accelerator`), of
-`from_pretrained` or `from_config` on one of transformers' auto classes, of peft's `LoraConfig`, unsloth's two
-calls, what compiles the model or, in a loop, its layers, and torchao's call that converts them. An argument
-is known when it is a literal, a dtype of torch, or a name that the script gives such a value exactly once;
-`**name` of a dict works likewise, as the guide has it. What is computed while the script runs stays unknown,
-and is reported as such.
+The reader finds the call of `TrainingArguments` or TRL's `SFTConfig` (or, without one, of `Accelerator`). It
+also finds calls of `from_pretrained` or `from_config` on one of transformers' auto classes, of peft's
+`LoraConfig`, and unsloth's two calls. It finds code that compiles the model or, in a loop, its layers, and
+torchao's call that converts them. An argument is resolved when it is a literal, a dtype of torch, or a name
+that the script sets to such a value exactly once. `**name` of a dict works likewise, as in the guide. Values
+computed while the script runs stay unknown, and are reported as such.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ UNSLOTH_DEFAULTS: dict[str, dict[str, Any]] = {
     "from_pretrained": {"max_seq_length": 2048, "load_in_4bit": True},
     "get_peft_model": {"r": 16, "target_modules": "all-linear"},
 }
-"""What holds of an argument of theirs that is left out."""
+"""Defaults of arguments of unsloth's calls."""
 
 WIDENS = "prepare_model_for_kbit_training"
-"""peft's function that makes float32 of what is not quantized, and checkpoints unless it is told not to."""
+"""peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
 
 _AUTO = {auto: task for task, (auto, _) in HEADS.items()}
 
 
 @dataclass(frozen=True, repr=False)
 class Unknown:
-    """A value that only running the script would tell."""
+    """A value that is computed while the script runs."""
 
     text: str
     """As the script writes it."""
@@ -49,9 +49,11 @@ class Unknown:
 
 
 def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Which call a script is read for, `trainer` or `accelerate`, and its arguments by name; before those of
-    the calls that belong to it stands `model.` or `lora.`. Raises `UsageError` when there is no such call, or
-    more than one."""
+    """Return the call that the script was read for, `trainer` or `accelerate`, and its arguments by name.
+
+    The arguments of related calls have the prefix `model.` or `lora.`. Raises `UsageError` when there is no
+    such call, or more than one.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -144,13 +146,13 @@ class _CallReader:
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def widening(self, calls: list[ast.Call]) -> dict[str, Any]:
-        """What peft is told where it prepares a model in 4 bits for training."""
+        """Return the arguments of peft's preparation of a 4-bit model for training."""
         options = next((self.call(call) for call in calls if _name(call) == WIDENS), None)
         key = "use_gradient_checkpointing"
         return {} if options is None else {WIDENS: True, f"{WIDENS}.{key}": options.get(key, True) is True}
 
     def budget(self, tree: ast.Module) -> dict[str, Any]:
-        """What the script sets torch's activation memory budget to."""
+        """Return the script's setting of torch's activation memory budget."""
         name = "activation_memory_budget"
         values = [
             node.value
@@ -160,15 +162,18 @@ class _CallReader:
         return {f"functorch.{name}": self.value(values[-1])} if values else {}
 
     def gpus(self, kind: str) -> dict[str, Any]:
-        """For how many processes the script says that it is, as those do which snugfit has exported."""
+        """Return the number of processes that the script declares, as the scripts exported by snugfit do."""
         node = self.names.get("GPUS")
         if not isinstance(node, ast.Constant) or type(node.value) is not int or node.value == 1:
             return {}
         return {"parallel.elsewhere" if kind == "accelerate" else "job.gpus": node.value}
 
     def trained_model(self, call: ast.Call, options: Any) -> dict[str, Any]:
-        """The model that a trainer is given by its name, not as an object. TRL loads it with the `options` of
-        `model_init_kwargs`, in float32 where these say no dtype (`create_model_from_path` of TRL 1.16)."""
+        """Return the model that a trainer loads by name, not as an object.
+
+        TRL loads it with the `options` of `model_init_kwargs`, in float32 unless these set a dtype
+        (`create_model_from_path` of TRL 1.16).
+        """
         given = [keyword.value for keyword in call.keywords if keyword.arg == "model"] or call.args[:1]
         name = self.value(given[0]) if given else None
         if not isinstance(name, str):
@@ -179,7 +184,7 @@ class _CallReader:
         return {"job.model": name} if said else {"job.model": name, "job.dtype": "float32"}
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression is worth, as far as its text says."""
+        """Return the value of an expression, as far as it follows from its text."""
         node = self._node(node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return node.attr
@@ -214,14 +219,14 @@ def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _name(call: ast.Call) -> str:
-    """The last word of what is called."""
+    """Return the last word of the called name."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 def _casts_to_float32(node: ast.AST) -> bool:
-    """Whether this is `weight.data = weight.data.float()`, as the exported script has it."""
+    """Return True for `weight.data = weight.data.float()`, as in the exported script."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Attribute)
@@ -232,8 +237,11 @@ def _casts_to_float32(node: ast.AST) -> bool:
 
 
 def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
-    """What the script has torch compile: layers, in a loop over them, a model's own forward pass, or a model
-    with what the Trainer puts around it; and how, where it says."""
+    """Return the script's use of torch.compile, and its options if set.
+
+    It compiles layers in a loop over them, a model's own forward pass, or a model with the Trainer's
+    wrappers.
+    """
     loops = {getattr(node.target, "id", "") for node in ast.walk(tree) if isinstance(node, ast.For)}
     by_owner = {_owner(call): call for call in calls if _name(call) == "compile"}
     for owners, key in ((loops - {""}, "layers.compile"), ({"torch", "model"}, "torch_compile")):
@@ -244,7 +252,7 @@ def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
 
 
 def _compiles_forward(compiles: ast.Call) -> bool:
-    """Whether this is `torch.compile(model.forward)`."""
+    """Return True for `torch.compile(model.forward)`."""
     of = compiles.args[0] if compiles.args else None
     return isinstance(of, ast.Attribute) and of.attr == "forward"
 
@@ -270,8 +278,10 @@ def _converts(calls: list[ast.Call]) -> dict[str, Any]:
 
 
 def _config_dtype(from_config: ast.Call, calls: list[ast.Call]) -> dict[str, Any]:
-    """The dtype of the random weights that `from_config` makes: the one that is said, that of a config which
-    the script reads, or else float32."""
+    """Return the dtype of the random weights that `from_config` creates.
+
+    It is the dtype argument, that of a config which the script reads, or else float32.
+    """
     said = any(keyword.arg in ("dtype", "torch_dtype") for keyword in from_config.keywords)
     read = any(_name(call) == "from_pretrained" and _owner(call).endswith("Config") for call in calls)
     return {} if said or read else {"job.dtype": "float32"}

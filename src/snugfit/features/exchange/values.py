@@ -1,7 +1,7 @@
-"""Values that the installed `TrainingArguments` would not take: text for a number, no such optimizer.
+"""Values that the installed `TrainingArguments` would refuse: text for a number, an unknown optimizer.
 
-The class itself is asked, by its annotations: numbers and flags, and words of an enumeration. A field that
-takes anything else is left alone; so is `null`, which in a file means that nothing was said.
+They are found by the annotations of the class: numbers and flags, and words of an enumeration. A field of any
+other type is not checked. Neither is `null`, which in a file means an unset value.
 """
 
 from __future__ import annotations
@@ -69,6 +69,6 @@ def _words() -> dict[str, frozenset[str]]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """What a union is made of; of anything else, itself."""
+    """Return the members of a union; for any other type, the type itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

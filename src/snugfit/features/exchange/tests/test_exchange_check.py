@@ -1,5 +1,7 @@
-"""`snugfit check`: each finding is held against the library that it speaks of, and a file whose fixes
-are applied is free of what could be fixed."""
+"""`snugfit check`: each finding is verified with the library that it concerns.
+
+A file whose fixes are applied has no finding left that could be fixed.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,7 @@ def test_scripts_in_one_line(tmp_path: Path, script: str, values: dict[str, Any]
 
 
 def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
-    """As the guide wrote them; what only running would tell is left to the user."""
+    """The cases are the guide's own; a value computed at run time is left to the user."""
     checked = found(tmp_path, "a.py", "accelerator = Accelerator(cpu=False, fp16=True)")
     assert about(checked, "renamed") == {"fp16"}
     assert correct(checked).values == {"cpu": False, "mixed_precision": "fp16"}
@@ -186,8 +188,10 @@ def test_a_conflict_is_one_that_the_real_class_refuses(tmp_path: Path, arguments
 
 
 def test_names_that_are_said_to_be_gone_are_gone() -> None:
-    """The installed class has none of the old names (but as an alias), and all of the new ones; an older one
-    has the old name of checkpointing alone."""
+    """The installed class has none of the old names (but as an alias), and all of the new ones.
+
+    An older one has the old name of checkpointing alone.
+    """
     facts = module._facts("trainer")
     for old, entry in facts["renamed"].items():
         if entry["to"].startswith(CHECKPOINTING) and checkpointing_name() == OLD_CHECKPOINTING:
@@ -340,7 +344,7 @@ ODD = [
     None, True, False, 0, -3, 2.5, "", "no", "auto", "x y", "1e-5", [], ["a"], {}, {"a": 1},
     {"enabled": True}, [{"b": None}], 10**30, "NO", "steps", "lora", "é",
 ]  # fmt: skip
-"""What stands in a file where something else belongs."""
+"""Values of the wrong kind in a file."""
 
 
 def odd_document(name: str, rng: random.Random) -> dict[str, Any]:

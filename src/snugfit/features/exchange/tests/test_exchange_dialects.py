@@ -1,4 +1,4 @@
-"""What people bring: TRL's, LLaMA-Factory's and unsloth's configurations, and command lines of scripts."""
+"""Users' files: TRL's, LLaMA-Factory's and unsloth's configurations, and command lines of scripts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_trl_loads_a_model_that_it_is_named_in_float32(tmp_path: Path) -> None:
 
 
 def test_llama_factory_casts_what_trains(tmp_path: Path) -> None:
-    """Its `init_adapter`: what trains is cast to 32 bits unless pure_bf16; what is frozen stays as loaded."""
+    """Its `init_adapter` casts trained weights to 32 bits unless pure_bf16; frozen ones stay as loaded."""
     full = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full")
     assert dtype_of(tmp_path, "lora.yaml", LLAMA_FACTORY) is None
     assert dtype_of(tmp_path, "full.yaml", full) == "float32"

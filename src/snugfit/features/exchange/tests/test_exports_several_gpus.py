@@ -1,5 +1,8 @@
-"""Exports for several GPUs: run by the library that each is for, on two processes of the CPU, with the losses
-of one process that takes the whole batch; and read back into the same recipe for as many GPUs."""
+"""Exports for several GPUs: run by their libraries on two processes of the CPU, and read back.
+
+Their losses are those of one process with the whole batch. Read back, they are the same recipe for as many
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,8 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def alone(job: Job, recipe: str) -> list[float]:
-    """What one process's plain loop loses with the whole batch, and without what is for several GPUs."""
+    """Return the losses of one process's plain loop with the whole batch, without techniques for several
+    GPUs."""
     one = Recipe(tuple(each for each in Recipe.parse(recipe) if each.slot is not Slot.SHARDING))
     return ours(job, str(one), "plain")
 
@@ -143,8 +147,10 @@ BY_ACCELERATE = ["fsdp + micro_batches(2) + every_layer", "ddp(bucket_views=true
     slow_but([(BY_ACCELERATE[0], False), *((recipe, True) for recipe in BY_ACCELERATE)], 1),
 )
 def test_accelerate_launch_trains_by_its_file(tmp_path: Path, recipe: str, launches: bool) -> None:
-    """BERT: transformers says not to split its embeddings, and accelerate cannot make a group of those. Forks
-    have the variables that `accelerate launch` sets."""
+    """The model is BERT: transformers forbids splitting its embeddings, and accelerate cannot group those.
+
+    Forks have the variables that `accelerate launch` sets.
+    """
     job = job_in(tmp_path / "model", batch_size=8, clip=1.0)
     folder = written(job, recipe, "accelerate", 2, tmp_path / "case")
     config = folder / "accelerate_config.yaml"
@@ -195,7 +201,7 @@ def _has_deepspeed() -> bool:
     return find_spec("deepspeed") is not None
 
 
-# ---- what is written -------------------------------------------------------------------------------------
+# ---- written files -----------------------------------------------------------------------------------------
 
 
 def made(tmp_path: Path, recipe: str, to: str, gpus: int, **changes: Any) -> Export:

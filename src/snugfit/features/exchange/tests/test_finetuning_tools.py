@@ -1,6 +1,6 @@
-"""Exports to TRL, axolotl and LLaMA-Factory: taken by the tools' own parsers, and read back alike.
+"""Exports to TRL, axolotl and LLaMA-Factory: parsed by the tools' own parsers, and read back alike.
 
-Where a tool is not installed, its keys are those of `data/finetuning_tools.json`, read from its source.
+Without an installed tool, its keys are those of `data/finetuning_tools.json`, read from its source.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SUPPORTED = [
 
 
 def job_in(folder: Path, dtype: str = "float32", family: str = "llama") -> Job:
-    """A job on a tiny model whose checkpoint is in `dtype`; only its config lies in `folder`."""
+    """Return a job on a tiny model with a checkpoint in `dtype`; `folder` contains only its config."""
     facts, task, layers = FAMILIES[family]
     folder.mkdir(exist_ok=True)
     config = {"model_type": family, **facts, **dict.fromkeys(layers, 2), "dtype": dtype}
@@ -79,8 +79,10 @@ def exported(job: Job, recipe: str, to: str) -> str:
 
 
 def as_run(recipe: str, dtype: str) -> Setup:
-    """What a recipe does to weights of `dtype`. The allocator is a variable beside the file, and TRL has a
-    loss of its own."""
+    """Return a recipe's Setup with weights of `dtype`.
+
+    The allocator is a variable beside the file, and TRL has a loss of its own.
+    """
     setup = Recipe.parse(recipe).setup()
     dtype = setup.weights_dtype or dtype
     return replace(setup, weights_dtype=dtype, expandable_segments=False, logits=None)
