@@ -16,7 +16,7 @@ from snugfit.hub_kernels import import_peft
 
 
 def load() -> None:
-    """Loads peft, and the names where transformers has such a module."""
+    """Load peft, and transformers' names of older weights where transformers has that module."""
     with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
         import_peft()
     with contextlib.suppress(ImportError):

@@ -80,10 +80,8 @@ class LowRank(Technique):
     """Rank of the updates: columns of B and rows of A."""
 
     targets: tuple[str, ...] | None = None
-    """Ends of the names of the modules to adapt, or `all-linear`.
-
-    The default is peft's choice for the architecture, and all linear layers where peft has none.
-    """
+    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's, or all linear ones
+    without any."""
 
     dropout: float = between(0.0, 1.0, default=0.0)
     """Share of the inputs of A that is dropped."""
@@ -101,7 +99,7 @@ class LowRank(Technique):
         return Call(path=f"{__name__}:adapt", arguments=arguments | more)
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """peft's wrapper, with the arguments that `adapt` gives it."""
+        """Return the code of peft's wrapper, with the arguments of `adapt`."""
         from snugfit.job.architectures import class_of
 
         model = class_of(job.task, job.transformers_config())
@@ -140,7 +138,10 @@ class LowRank(Technique):
         return _as_peft_takes(self.targets or default_targets(job.model))
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """A higher rank, or more modules: larger matrices, or more of them, and the same besides."""
+        """Return True if this has a higher rank or more modules, and the same settings otherwise.
+
+        Its matrices are then larger or more numerous.
+        """
         if not isinstance(other, LowRank) or replace(other, r=self.r, targets=self.targets) != self:
             return False
         has_no_fewer = self.targets == other.targets or (
@@ -149,7 +150,8 @@ class LowRank(Technique):
         return self != other and self.r >= other.r and has_no_fewer
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Without targets, and where peft has no choice of its own, every linear layer is adapted."""
+        """Yield a warning if every linear layer is adapted, because neither the recipe nor peft names
+        targets."""
         if not self.targets and not has_default_targets(job.model):
             what = "a module of your own" if job.model.module is not None else job.model.architecture
             yield (
@@ -168,7 +170,8 @@ def adapt(
     dora: bool = False,
     rslora: bool = False,
 ) -> torch.nn.Module:
-    """`model` wrapped by peft, its own weights frozen. Raises `RecipeError` when no module is a target."""
+    """Return `model` wrapped by peft, with its own weights frozen. Raises `RecipeError` when no module is a
+    target."""
     with no_hub_kernels():
         from peft import LoraConfig, get_peft_model
 
@@ -217,8 +220,10 @@ def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:
 
 
 def default_targets(model: Any) -> str | list[str]:
-    """The ends of the names of the modules to adapt, a regular expression, or `ALL_LINEAR`, for a module that
-    is built or a `Model`."""
+    """Return the default targets of a built module or a `Model`.
+
+    They are the ends of the names of the modules to adapt, a regular expression, or `ALL_LINEAR`.
+    """
     return _pefts_choice(model) or ALL_LINEAR
 
 
@@ -252,8 +257,11 @@ def _names(architecture: str | None, part: str | None) -> Iterator[str]:
 
 @cache
 def pefts_table() -> Mapping[str, str | list[str]]:
-    """peft's default targets by architecture, read from its source, for importing it imports torch. Empty
-    where it is not to be read."""
+    """Return peft's default targets by architecture, read from its source, because importing peft imports
+    torch.
+
+    The table is empty where peft is missing or its source has another form.
+    """
     spec = find_spec("peft")
     if spec is None or spec.origin is None:
         return {}

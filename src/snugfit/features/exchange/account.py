@@ -87,7 +87,7 @@ class Reading:
 
 
 def render_reading(reading: Reading) -> RenderableType:
-    """The account of a file, key by key."""
+    """Return the account of a file, key by key."""
     head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
     parts: list[RenderableType] = [head]
     for lines, heads in (

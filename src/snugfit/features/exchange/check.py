@@ -7,7 +7,7 @@ installed library does not have it either. So renames that its version has not m
     unknown     the installed version has no such name
     renamed     it has another one
     removed     it has none any more
-    no effect   it changes nothing as the file stands
+    no effect   it changes nothing in this file
     trap        it works, and does something else than most people expect
 """
 
@@ -100,7 +100,7 @@ class Checked:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The findings as the document of `snugfit check --json`."""
+        """Return the findings as the document of `snugfit check --json`."""
         return {
             "schema": 1,
             "what": "check",
@@ -123,12 +123,12 @@ class Checked:
 
 
 def check(path: Path) -> Checked:
-    """The findings of the file at `path`; raises `UsageError` when it is no configuration."""
+    """Return the findings of the file at `path`; raise `UsageError` if it is not a configuration."""
     return check_document(open_document(path))
 
 
 def check_document(document: Document) -> Checked:
-    """The findings of a file that has been read."""
+    """Return the findings of a file that has been read."""
     facts = _facts(document.dialect)
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
@@ -156,7 +156,7 @@ def _facts(name: str) -> dict[str, Any]:
 
 @cache
 def _installed_names(name: str) -> frozenset[str]:
-    """The argument names that the installed library has; empty where it takes any."""
+    """Return the argument names that the installed library has; empty where it takes any."""
     if name == "trainer":
         return frozenset(installed.defaults())
     if name == "accelerate":
@@ -197,7 +197,7 @@ def _find_removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
 
 
 def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Values that have another name now, and numbers that YAML reads as text."""
+    """Yield values that were renamed, and numbers that YAML reads as text."""
     for key, meanings in facts["values"].items():
         value = document.values.get(key)
         if isinstance(value, str) and value in meanings:
@@ -233,7 +233,7 @@ def _library(name: str) -> str:
 
 
 def _find_wrong_batches(document: Document) -> Iterator[Finding]:
-    """DeepSpeed's three numbers of a batch: the whole is the product of the other two and of the GPUs."""
+    """Yield a finding if DeepSpeed's whole batch is not the product of its other two numbers and the GPUs."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     if document.dialect != "deepspeed":
         return
@@ -245,7 +245,7 @@ def _find_wrong_batches(document: Document) -> Iterator[Finding]:
 
 
 def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
-    """accelerate's mesh of processes, whose axes multiply to their number."""
+    """Yield a finding if the axes of accelerate's mesh do not multiply to the number of processes."""
     mesh, processes = document.values.get("parallelism_config"), document.values.get("num_processes")
     if document.dialect != "accelerate" or not isinstance(mesh, Mapping) or type(processes) is not int:
         return
@@ -290,7 +290,7 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
 
 
 def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key and, dotted, every key within."""
+    """Yield every key, and every nested key with dots, with its value."""
     for key, value in values.items():
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
@@ -298,7 +298,7 @@ def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """The defaults that are in force in a file of this kind."""
+    """Return the defaults that are in force in a file of this kind."""
     if name != "trainer":
         return {}
     return {
@@ -331,13 +331,13 @@ def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[s
 
 
 def _in_file(key: str, own: Mapping[str, str]) -> str:
-    """The key as the file calls it, which may still be an old name."""
+    """Return the key under its name in the file, which may be an old one."""
     head, dot, rest = key.partition(".")
     return f"{own.get(head, head)}{dot}{rest}"
 
 
 def render_check(checked: Checked) -> RenderableType:
-    """The findings, the gravest first, each with its cure."""
+    """Return the findings, the most severe first, each with its fix."""
     title = dialect(checked.document.dialect).title
     head = f"{checked.document.path} ({title})"
     unread = [

@@ -67,11 +67,11 @@ FOUND = 3
 
 
 def _every_job(*, arguments_file: ArgumentsFile = None, trainer_arguments: TrainerArguments = None) -> None:
-    """The options of each command about a job."""
+    """Declare the options of each command about a job."""
 
 
 def _one_answer(*, export: Into = None) -> None:
-    """The option of commands that answer with a recipe."""
+    """Declare the option of commands whose result is one recipe."""
 
 
 def options(command: str) -> list[inspect.Parameter]:

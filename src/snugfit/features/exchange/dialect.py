@@ -104,7 +104,7 @@ class Dialect:
         return {key: value} if is_grouped else None
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
-        """The `key = value` without which this key does nothing; None when it acts."""
+        """Return the `key = value` without which this key has no effect; None when it has one."""
         for pattern, needed in self.only_with.items():
             if fnmatchcase(key, pattern) and key not in needed:
                 for other, value in needed.items():
@@ -118,7 +118,7 @@ class Dialect:
         return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
 
     def refusal(self, key: str) -> Mapping[str, Any] | None:
-        """The entry of `refused` that is about this key."""
+        """Return the entry of `refused` for this key."""
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
@@ -129,7 +129,10 @@ class Dialect:
 
 @cache
 def dialect(name: str) -> Dialect:
-    """The table called `name`, read once. The Trainer's refusals hold wherever its arguments turn up."""
+    """Return the table called `name`, which is read once.
+
+    The Trainer's refusals apply in every dialect with its arguments.
+    """
     text = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
     table = json.loads(text)
     if "extends" in table:
@@ -144,12 +147,12 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """The dialect that a file with these top-level keys is written in; None when no dialect has them."""
+    """Return the dialect of a file with these top-level keys; None when no dialect has them."""
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value, in order; a list is a value, and so is an empty mapping."""
+    """Yield dotted key and value, in order; a list is a value, and so is an empty mapping."""
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -158,7 +161,7 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def as_word(value: Any) -> str:
-    """A value as tables and messages write it: text as it is, the rest as JSON does."""
+    """Return a value in the notation of tables and messages: text unchanged, the rest as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str)

@@ -36,8 +36,10 @@ class Document:
 
 
 def open_document(path: Path) -> Document:
-    """The file at `path`; raises `UsageError` when it is none, or when no library known here would read
-    it."""
+    """Read the file at `path`.
+
+    Raises `UsageError` when it is not a file, or when no supported library reads such files.
+    """
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in FORMATS)
         shown = f"Name one of its files: {', '.join(names[:8])}" if names else "Name a file"

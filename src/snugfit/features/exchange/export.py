@@ -66,12 +66,12 @@ class Export:
     """Difference to the prediction when the target runs it; empty for none."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as the command prints it."""
+        """Return a JSON object, as the command prints it."""
         return {"schema": 1, "what": "export", "to": self.to, "files": dict(self.files)}
 
 
 def check_target(job: Job, to: str) -> None:
-    """Raises `UsageError` for a target that is unknown, or that cannot train this job in any recipe."""
+    """Raise `UsageError` for a target that is unknown, or that cannot train this job in any recipe."""
     if to not in TARGETS:
         raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
     if not job.trains:
@@ -144,7 +144,7 @@ def deepspeed_config(job: Job, recipe: Recipe, gpus: int) -> dict[str, Any]:
 
 
 def launch_config(script: Mapping[str, Any]) -> str:
-    """The YAML file beside a script with these values (`script_values`)."""
+    """Return the YAML file beside a script with these values (`script_values`)."""
     import yaml
 
     config = {
@@ -171,7 +171,10 @@ def launch_config(script: Mapping[str, Any]) -> str:
 
 
 def _fsdp_settings(parallel: Mapping[str, Any]) -> dict[str, Any]:
-    """FSDP2, whose groups are the layers; several copies are a mesh of accelerate's `ParallelismConfig`."""
+    """Return accelerate's settings of FSDP2, with the layers as groups.
+
+    Several copies are a mesh of accelerate's `ParallelismConfig`.
+    """
     fsdp = {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -60,7 +60,7 @@ _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_task(job: Job, to: str) -> None:
-    """Raises `UsageError` for a task that these tools do not train."""
+    """Raise `UsageError` for a task that these tools do not train."""
     if job.task is not Task.CAUSAL_LM:
         raise UsageError(
             f"{to} fine-tunes language models (causal-lm), and this task is {job.task}. Export to hf, "
@@ -69,7 +69,7 @@ def check_task(job: Job, to: str) -> None:
 
 
 def trl_script(job: Job, recipe: Recipe) -> str:
-    """A script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
+    """Return a script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
     recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL always uses its own loss
     arguments = _trainer_arguments(job, recipe, "trl")
     arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
@@ -84,7 +84,7 @@ def trl_script(job: Job, recipe: Recipe) -> str:
 
 
 def axolotl_config(job: Job, recipe: Recipe) -> str:
-    """A YAML file for `axolotl train`. Raises `RecipeError`."""
+    """Return a YAML file for `axolotl train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "axolotl")
     _refuse_other_layers(arguments, job, recipe, "axolotl")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
@@ -139,8 +139,10 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
 
 
 def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """axolotl's key for weights in 4 bits; none where they are not. Raises `RecipeError` where it would have
-    something beside them in another dtype than was predicted."""
+    """Return axolotl's key for weights in 4 bits; empty for other weights.
+
+    Raises `RecipeError` if axolotl would load the other weights in another dtype than was predicted.
+    """
     double = _double_quantization(recipe)
     if double is None:
         return {}
@@ -198,7 +200,7 @@ def _llamafactory_attention(recipe: Recipe) -> str:
 
 
 def llamafactory_config(job: Job, recipe: Recipe) -> str:
-    """A YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
+    """Return a YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "llamafactory")
     _refuse_other_layers(arguments, job, recipe, "llamafactory")
     arguments.pop("gradient_checkpointing_kwargs", None)
@@ -266,7 +268,8 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
-    """`TrainingArguments`, with checkpointing by the older name, which these tools set themselves."""
+    """Return `TrainingArguments` without checkpointing's newer name: these tools set the older one
+    themselves."""
     new, old = NAMES
     arguments = training_arguments(job, recipe, to)
     if to != "trl":
@@ -283,8 +286,10 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
 
 
 def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
-    """`r`, `lora_dropout`, `target_modules` and what varies of the recipe's adapters, the targets by their
-    names; None where all weights train."""
+    """Return the adapters' arguments, with targets by name; None where all weights train.
+
+    They are `r`, `lora_dropout`, `target_modules` and the switches of `_VARIANTS`.
+    """
     dotted = write_arguments(recipe)[0]
     if dotted.get("lora.r") is None:
         return None
@@ -298,7 +303,7 @@ def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
-    """The dtype of the model's weights, and that of autocast or None."""
+    """Return the dtype of the model's weights, and that of autocast or None."""
     setup = recipe.setup()
     return setup.weights_dtype or job.dtype, setup.autocast
 

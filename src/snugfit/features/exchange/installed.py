@@ -17,7 +17,7 @@ CHECKPOINTING, OLD_CHECKPOINTING = NAMES
 
 @cache
 def defaults() -> dict[str, Any]:
-    """Every field of the installed `TrainingArguments` with its default."""
+    """Return every field of the installed `TrainingArguments` with its default."""
     with no_hub_kernels():
         from transformers import TrainingArguments
 
@@ -32,7 +32,7 @@ def defaults() -> dict[str, Any]:
 
 @cache
 def hints() -> dict[str, Any]:
-    """Every field of the installed `TrainingArguments` with its type."""
+    """Return every field of the installed `TrainingArguments` with its type."""
     names = defaults()
     from transformers import TrainingArguments
 
@@ -41,7 +41,7 @@ def hints() -> dict[str, Any]:
 
 
 def version() -> str:
-    """For messages and the heads of files."""
+    """Return name and version of transformers, for messages and the heads of files."""
     return f"transformers {transformers_version()}"
 
 

@@ -46,8 +46,10 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
 
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """The arguments that differ from the plain recipe's, with the size of a batch. Raises `RecipeError` where
-    they are not the whole recipe."""
+    """Return the arguments that differ from the plain recipe's, with the size of a batch.
+
+    Raises `RecipeError` if arguments alone cannot express the recipe.
+    """
     if (wish := recipe.setup().compile) is not None and wish.what == "layers":
         raise RecipeError(f"{recipe[Slot.ENGINE]} is a call of the model's layers, and no argument.")
     plain, arguments = training_arguments(job, Recipe()), training_arguments(job, recipe)

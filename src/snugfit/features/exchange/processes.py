@@ -132,7 +132,7 @@ def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int
 
 
 def _read_zero(processes: Processes, stage: int) -> None:
-    """DeepSpeed's first or second stage with nothing on the host."""
+    """Read DeepSpeed's first or second stage without offloading."""
     if processes.gpus == 1:
         processes.differs.append((ZERO, ALONE))
     elif stage == 1:

@@ -114,7 +114,7 @@ class _CallReader:
         self.names = _assigned_once(tree)
 
     def call(self, call: ast.Call) -> dict[str, Any]:
-        """A call's keyword arguments by name. A positional first one names the output folder."""
+        """Return a call's keyword arguments by name. A positional first argument is the output folder."""
         arguments: dict[str, Any] = {"output_dir": self.value(call.args[0])} if call.args else {}
         for keyword in call.keywords:
             if keyword.arg is not None:
@@ -130,14 +130,15 @@ class _CallReader:
         return arguments
 
     def model(self, call: ast.Call, task: str) -> Mapping[str, Any]:
-        """`from_pretrained` as arguments of the model and facts of the job."""
+        """Return the arguments of `from_pretrained` as arguments of the model and facts of the job."""
         inner = self.call(call)
         name = inner.pop("pretrained_model_name_or_path", inner.pop("output_dir", None))
         known = {"job.model": name} if isinstance(name, str) else {}
         return {"job.task": task, **known, **{f"model.{key}": value for key, value in inner.items()}}
 
     def unsloth(self, call: ast.Call) -> dict[str, Any]:
-        """The arguments of unsloth's `from_pretrained` or `get_peft_model`. These train a language model."""
+        """Return the arguments of unsloth's `from_pretrained` or `get_peft_model`, which train a language
+        model."""
         inner = {**UNSLOTH_DEFAULTS[_name(call)], **self.call(call)}
         first = inner.pop("output_dir", None)
         if _name(call) == "from_pretrained" and isinstance(first, str):
@@ -205,7 +206,7 @@ class _CallReader:
 
 
 def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names with the one value that the script ever gives them."""
+    """Return names with the one value that the script ever sets."""
     times: dict[str, int] = {}
     values: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
@@ -258,7 +259,7 @@ def _compiles_forward(compiles: ast.Call) -> bool:
 
 
 def _how(compiles: ast.Call, key: str) -> dict[str, Any]:
-    """The mode and the backend that this call of `compile` names, where they are not torch's defaults."""
+    """Return the mode and the backend in this call of `compile`, if they are not torch's defaults."""
     values = {keyword.arg: keyword.value for keyword in compiles.keywords}
     said = {
         f"{key}_{name}": value.value if isinstance(value, ast.Constant) else Unknown(ast.unparse(value))
@@ -269,7 +270,7 @@ def _how(compiles: ast.Call, key: str) -> dict[str, Any]:
 
 
 def _converts(calls: list[ast.Call]) -> dict[str, Any]:
-    """Torchao's recipe, where the script has it compute linear layers in 8-bit floats."""
+    """Return torchao's recipe, if the script converts linear layers to 8-bit floats."""
     if not any(_name(call) == "convert_to_float8_training" for call in calls):
         return {}
     named = [call.args[0] for call in calls if _name(call) == "from_recipe_name" and call.args]
@@ -288,7 +289,8 @@ def _config_dtype(from_config: ast.Call, calls: list[ast.Call]) -> dict[str, Any
 
 
 def _owner(call: ast.Call) -> str:
-    """The class whose method is called: `AutoModelForCausalLM` of `AutoModelForCausalLM.from_pretrained`."""
+    """Return the class whose method is called: `AutoModelForCausalLM` of
+    `AutoModelForCausalLM.from_pretrained`."""
     if not isinstance(call.func, ast.Attribute):
         return ""
     owner = call.func.value

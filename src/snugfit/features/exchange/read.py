@@ -149,7 +149,7 @@ class _Reader:
         )
 
     def _translate(self, key: str, value: Any, table: Dialect, given: Mapping[str, Any]) -> None:
-        """Puts a key into the common vocabulary, or into one of the accounts."""
+        """Add a key to the common vocabulary, or to one of the accounts."""
         if key in self.options:
             self.settings[key] = value
             self._line(self.took, key, value, f"{key} of the run")
@@ -233,7 +233,7 @@ class _Reader:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
 
     def _recipe(self) -> set[str]:
-        """The recipe into the settings; gives the arguments that decided it."""
+        """Set the recipe in the settings, and return the arguments that decided it."""
         techniques: list[Technique] = []
         decided: set[str] = set()
         for slot in read_slots(self.arguments):
@@ -290,7 +290,7 @@ class _Reader:
         self._batch()
 
     def _batch(self) -> None:
-        """The global batch: micro-batch x accumulation, on each GPU."""
+        """Set the global batch: micro-batch x accumulation, on each GPU."""
         micro, pieces = self.arguments.get(MICRO_BATCH), self.arguments.get(ACCUMULATION)
         name, given = self.origins.get(MICRO_BATCH, (MICRO_BATCH, micro))
         if micro is None:
@@ -360,8 +360,11 @@ _COMPUTED = "it is computed while the script runs. Set it with a flag, or write 
 
 
 def _names(value: Any, *, is_pattern: bool) -> Any:
-    """Names of modules, one by one. A text that `is_pattern` to transformers stays one, but for its word for
-    all linear layers."""
+    """Return the names of modules, one by one.
+
+    A text that transformers reads as a pattern (`is_pattern`) stays a text, except its word for all linear
+    layers.
+    """
     if isinstance(value, str) and is_pattern:
         word = value.replace("_", "-")
         return (word,) if word == "all-linear" else value
@@ -371,7 +374,10 @@ def _names(value: Any, *, is_pattern: bool) -> Any:
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`optim_args` as its parts: transformers keeps `momentum=0.9,nesterov=true` in one text."""
+    """Return the arguments with `optim_args` in parts.
+
+    transformers stores `momentum=0.9,nesterov=true` in one text.
+    """
     parts = values.get("optim_args")
     if not isinstance(parts, str) or "=" not in parts:
         return dict(values)
@@ -383,7 +389,8 @@ def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Text as the number it writes: PyYAML reads `1e-5` as text, and the libraries convert it later."""
+    """Return the number that a text contains: PyYAML reads `1e-5` as text, and the libraries convert it
+    later."""
     if not isinstance(value, str):
         return value
     try:

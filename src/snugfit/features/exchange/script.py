@@ -94,7 +94,8 @@ def setup_on(recipe: Recipe, gpus: int) -> Setup:
 
 
 def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
-    """Samples of a micro-batch on one GPU. Raises `UsageError` for a batch that cannot be cut so evenly."""
+    """Return samples of a micro-batch on one GPU. Raises `UsageError` for a batch that does not split
+    evenly."""
     setup = setup_on(recipe, gpus)
     if setup.sharding is not None:
         setup = replace(setup, sharding=None, parallel=ParallelWish(ranks=gpus))
@@ -102,7 +103,7 @@ def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
 
 
 def write_script(template: str, script: Mapping[str, Any]) -> str:
-    """The text of the script with these `script_values`; it is Python that compiles."""
+    """Return the text of the script for these `script_values`, and check that it compiles."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -128,7 +129,7 @@ def writer(to: str) -> str:
 
 
 def folder_or_id(job: Job) -> str:
-    """A path without the name of the file, a hub id as it is."""
+    """Return a path without the name of the file, or a hub id unchanged."""
     name = job.model.name
     if job.model.origin == "path" and name.endswith(".json"):
         return os.path.dirname(name) or "."

@@ -28,7 +28,7 @@ _LEAST = {
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each key whose value would be refused, and why."""
+    """Yield each key whose value would be refused, with the reason."""
     for key, value in values.items():
         if isinstance(value, str | int | float) and (says := _wrong(key, value)):
             yield key, says
@@ -50,7 +50,7 @@ def _wrong(key: str, value: str | float) -> str:
 
 @cache
 def field_kinds() -> dict[str, type]:
-    """The arguments that are a number or a flag, or None."""
+    """Return the arguments that are a number or a flag, or None."""
     kinds = {key: set(_options(hint)) - {type(None)} for key, hint in installed.hints().items()}
     return {
         key: kind for key, options in kinds.items() if len(options) == 1 and (kind := options.pop()) in _PLAIN
@@ -59,7 +59,7 @@ def field_kinds() -> dict[str, type]:
 
 @cache
 def _words() -> dict[str, frozenset[str]]:
-    """The arguments that are a word of an enumeration, with its words."""
+    """Return the arguments that are a word of an enumeration, with its words."""
     words: dict[str, frozenset[str]] = {}
     for key, hint in installed.hints().items():
         for option in _options(hint):

@@ -61,7 +61,7 @@ class StageLine:
 
 
 def helps(change: float | None, *, less_is_better: bool) -> str:
-    """`Yes`, `No`, or `?` for a change that is not known."""
+    """Return `Yes`, `No`, or `?` for an unknown change."""
     if change is None:
         return "?"
     gain = -change if less_is_better else change
@@ -69,7 +69,7 @@ def helps(change: float | None, *, less_is_better: bool) -> str:
 
 
 def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
-    """The guide's first table, from the rows."""
+    """Return the guide's first table, from the rows."""
     rows = {row.name: row for row in result.rows}
     return tuple(
         _method_line(method, rows[name] if name else None, result.vanilla)
@@ -106,12 +106,12 @@ def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
 
 
 def change(part: float | None, whole: float | None) -> float | None:
-    """The share of `whole` by which `part` is more; None when either is not known."""
+    """Return the relative change from `whole` to `part`; None when either is unknown."""
     return None if part is None or not whole else part / whole - 1
 
 
 def stage_lines(result: GuideResult) -> Iterator[StageLine]:
-    """Idle, context, weights, training: the guide's four readings of NVML, from vanilla's prediction."""
+    """Yield the guide's four NVML readings from vanilla's prediction: idle, context, weights, training."""
     footprint = result.vanilla.predicted
     context = footprint.context_bytes if footprint else None
     weights = None

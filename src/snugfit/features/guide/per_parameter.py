@@ -67,7 +67,8 @@ class PerParameter:
 
 
 def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
-    """One for every optimizer of the roster, and one for inference, on each of the guide's models."""
+    """Return requests for every optimizer of the roster, and one for inference, on each of the guide's
+    models."""
     precision = anatomy()["precision"]
     requests = []
     for facts in anatomy()["jobs"]:
@@ -82,7 +83,8 @@ def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
 
 
 def _recipe_of(optimizer: str, job: Job, precision: str) -> str:
-    """This optimizer in the guide's precision, or in bfloat16 throughout where it takes no other weights."""
+    """Return this optimizer in the guide's precision, or in bfloat16 throughout if it supports no other
+    weights."""
     recipes = [f"{one} + {optimizer}" for one in (precision, PURE)]
     return next((one for one in recipes if _goes(one, job)), recipes[0])
 
@@ -98,7 +100,7 @@ def _goes(recipe: str, job: Job) -> bool:
 def per_parameter(
     requests: Sequence[PredictionRequest], answers: Sequence[Prediction | str]
 ) -> tuple[PerParameter, ...]:
-    """One line for each of `per_parameter_requests` and its answer."""
+    """Return one line for each of `per_parameter_requests` and its answer."""
     return tuple(_line(request, answer) for request, answer in zip(requests, answers, strict=True))
 
 

@@ -50,7 +50,7 @@ class RequestKey(NamedTuple):
 
 
 def predict_or_reason(request: PredictionRequest) -> Prediction | str:
-    """The prediction, or why there is none."""
+    """Return the prediction, or the reason why there is none."""
     try:
         return predict(
             request.job,

@@ -57,12 +57,12 @@ class GuideRow:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Predicted use of the GPU: NVML bytes, or reserved ones where no context is known."""
+        """Predicted bytes on the GPU: NVML bytes, or reserved ones without a known context."""
         return (self.predicted.nvml_bytes or self.predicted.reserved_bytes) if self.predicted else None
 
     @property
     def measured_bytes(self) -> int | None:
-        """Measured use of the GPU: NVML bytes, or reserved ones where NVML does not answer."""
+        """Measured bytes on the GPU: NVML bytes, or reserved ones without an NVML reading."""
         return (self.measured.nvml_bytes or self.measured.reserved_bytes) if self.measured else None
 
     @property
@@ -161,5 +161,5 @@ class GuideResult:
         return next(row for row in self.rows if row.name == VANILLA)
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit guide` writes."""
+        """Return the document that `snugfit guide` writes."""
         return {"schema": SCHEMA, "what": "guide", **encode_fields(self)}

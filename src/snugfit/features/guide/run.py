@@ -80,7 +80,8 @@ def run(
 
 
 def _requests(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
-    """One for the GPU that was named, and one for each machine that published a result and names its GPU."""
+    """Yield one request for the given GPU, and one for each machine with a published result and a named
+    GPU."""
     yield _request(experiment, gpu)
     for published in experiment.published:
         request = _request_then(experiment, published)
@@ -100,7 +101,7 @@ def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed")
 
 
 def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
-    """For the machine and the software of a published figure; None where it names no GPU."""
+    """Return a request for the machine and the software of a published figure; None where it names no GPU."""
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
         return None
@@ -136,7 +137,7 @@ def _measure_all(
     ledger: Path | None,
     tell: Callable[[str], None],
 ) -> tuple[list[GuideRow], str | None]:
-    """The rows, those measured here that could be predicted, and the device's name."""
+    """Return the rows, measured here where they could be predicted, and the device's name."""
     from snugfit.measurement.measure import measure
 
     measured_rows, device = [], None

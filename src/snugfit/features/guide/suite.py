@@ -65,7 +65,7 @@ class GuideExperiment:
     """One result for each machine."""
 
     def job(self) -> Job:
-        """The guide's job, with this experiment's changes."""
+        """Return the guide's job, with this experiment's changes."""
         return job_of({**_guide()["job"], **self.changes})
 
 
@@ -77,7 +77,7 @@ class Method:
     experiments: tuple[str, ...]
     """Names of the experiments that show it; none where it is not predicted."""
     speed: str
-    """Effect on speed."""
+    """Effect on the speed."""
     memory: str
     """Effect on memory; brackets mean `hardly`."""
 
@@ -130,7 +130,7 @@ class Baseline:
 
 
 def suite() -> tuple[GuideExperiment, ...]:
-    """The guide's experiments, vanilla first."""
+    """Return the guide's experiments, vanilla first."""
     return tuple(
         GuideExperiment(
             name=row["name"],
@@ -144,7 +144,7 @@ def suite() -> tuple[GuideExperiment, ...]:
 
 
 def machines() -> dict[str, Machine]:
-    """The machines of the published figures, by name."""
+    """Return the machines of the published figures, by name."""
     keys = ("gpu", "note", "software")
     return {
         name: Machine(name=name, **{key: facts[key] for key in keys if key in facts})
@@ -153,7 +153,7 @@ def machines() -> dict[str, Machine]:
 
 
 def source() -> str:
-    """The address of the page with the published figures."""
+    """Return the address of the page with the published figures."""
     return str(_guide()["source"])
 
 
@@ -163,7 +163,7 @@ def baselines() -> tuple[Baseline, ...]:
 
 
 def methods() -> tuple[Method, ...]:
-    """The guide's first table."""
+    """Return the guide's first table."""
     return tuple(
         Method(**{**line, "experiments": tuple(line["experiments"])}) for line in _guide()["methods"]
     )
@@ -175,23 +175,26 @@ def without_figures() -> tuple[WithoutFigure, ...]:
 
 
 def large_models() -> tuple[LargeModel, ...]:
-    """The jobs that take the place of the guide's chapter on DeepSpeed."""
+    """Return the jobs that take the place of the guide's chapter on DeepSpeed."""
     return tuple(LargeModel(**line) for line in _guide()["large_models"])
 
 
 def anatomy() -> Mapping[str, Any]:
-    """The guide's rules of bytes per parameter, the jobs that test them, and why they differ."""
+    """Return the guide's rules of bytes per parameter, the jobs that test them, and the reasons for
+    differences."""
     return dict(_guide()["anatomy"])
 
 
 def own_gpu() -> str:
-    """The GPU that the guide's own figures come from."""
+    """Return the GPU that the guide's own figures come from."""
     return next(machine.gpu for machine in machines().values() if machine.gpu)
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """The job of a few fields, with its model by name and its task as text. The guide makes its models in
-    fp32."""
+    """Return the job of a few fields, with its model by name and its task as text.
+
+    The guide builds its models in fp32.
+    """
     return Job(
         **{"dtype": "float32", **facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])}
     )

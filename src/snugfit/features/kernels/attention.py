@@ -100,7 +100,7 @@ def stretches(mask: torch.Tensor) -> torch.Tensor:
 def attend_in_stretches(
     module: Any, heads: Sequence[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
+    """Return attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
     from snugfit.step.wishes.padding_free.attention import attend as attend_in_pieces
 
     batch, _, length, _ = heads[0].shape

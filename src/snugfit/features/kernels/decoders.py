@@ -60,7 +60,8 @@ TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Gives known modules of this model our forward passes; the names of their classes, once each."""
+    """Give supported modules of this model our forward passes, and return the names of their classes, once
+    each."""
     changed: dict[str, None] = {}
     for module in model.modules():
         if "forward" in vars(module):  # another's, or ours from before
@@ -78,7 +79,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 
 
 def _family(module: Any, part: str) -> DecoderFamily | None:
-    """The family of which a module is this part; None for every other module."""
+    """Return the family of which a module is this part; None for every other module."""
     name = type(module).__module__.rpartition(".modeling_")[2]
     family = FAMILIES.get(name)
     known = family is not None and type(module).__module__ == f"transformers.models.{name}.modeling_{name}"
@@ -86,8 +87,10 @@ def _family(module: Any, part: str) -> DecoderFamily | None:
 
 
 def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) -> None:
-    """In training this forward pass, which takes the module, its family and its own forward pass first;
-    elsewhere the module's own."""
+    """Replace the module's forward pass in training, and keep its own elsewhere.
+
+    `forward` takes the module, its family and its own forward pass first.
+    """
     module.forward = OwnForward(partial(_either, forward, family), module)
 
 
@@ -115,7 +118,7 @@ def _eps(norm: Any) -> float:
 def _add_and_norm(
     branch: torch.Tensor, stream: torch.Tensor | None, norm: Any, family: DecoderFamily
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stream with a branch added to it, and its norm in the dtype of the products to come."""
+    """Return the stream with a branch added to it, and its norm in the dtype of the products to come."""
     whole = branch if stream is None else stream
     dtype = activation_dtype(whole)
     if dtype == whole.dtype and not family.from_one:
@@ -154,7 +157,7 @@ def _attend(
     past_key_values: Any = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """The forward pass of the family's attention, its first half ours."""
+    """Run the forward pass of the family's attention, with its first half replaced."""
     layers = self.q_proj, self.k_proj, self.v_proj
     if not _are_plain(layers):
         return own(  # type: ignore[no-any-return]

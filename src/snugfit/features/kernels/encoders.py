@@ -65,7 +65,8 @@ class Patch:
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Gives known modules of this model our forward passes; the names of their classes, once each."""
+    """Give supported modules of this model our forward passes, and return the names of their classes, once
+    each."""
     seeds, changed = Seeds(), dict[str, None]()
     for number, module in enumerate(model.modules()):
         patch = patch_of(type(module))
@@ -88,7 +89,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 
 
 def patch_of(kind: type[Any]) -> Patch | None:
-    """The patch for a class of transformers; None for one that is not known."""
+    """Return the patch for a class of transformers; None for an unsupported one."""
     parts = kind.__module__.split(".")
     if parts[:2] != ["transformers", "models"] or len(parts) < 4:
         return None
@@ -162,7 +163,7 @@ def embed_bert(
     inputs_embeds: torch.Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> torch.Tensor:
-    """Words, positions and types, normed: (B, S, H). A pass of the model begins."""
+    """Return words, positions and types, normed: (B, S, H). This starts a pass of the model."""
     words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):  # RoBERTa
         position_ids = (
@@ -185,7 +186,7 @@ def embed_distilbert(
     inputs_embeds: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Words and positions, normed: (B, S, H). A pass of the model begins."""
+    """Return words and positions, normed: (B, S, H). This starts a pass of the model."""
     words = inputs_embeds if input_ids is None else self.word_embeddings(input_ids)
     assert words is not None
     return norm_embeddings(self, words, embed_positions(self, words, position_ids))
@@ -194,7 +195,7 @@ def embed_distilbert(
 def embed_positions(
     module: Any, words: torch.Tensor, position_ids: torch.Tensor | None, first: int = 0
 ) -> torch.Tensor:
-    """The embedded positions, (S, H) where they are those of every sequence, else (B, S, H)."""
+    """Return the embedded positions, (S, H) if they are those of every sequence, else (B, S, H)."""
     table = module.position_embeddings
     if position_ids is None:
         weight: torch.Tensor = table.weight[first : first + words.size(1)]
@@ -210,7 +211,7 @@ def embeds_plainly(module: Any) -> bool:
 
 
 def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Dropout of the norm of their sum: (B, S, H)."""
+    """Return dropout of the norm of words plus positions: (B, S, H)."""
     site: Site = getattr(module, SITE)
     site.seeds.begin()
     drop = site.draw(module, module.dropout.p, words)
@@ -224,7 +225,7 @@ def attend_bert(
     past_key_values: Any = None,
     **keywords: Any,
 ) -> Any:
-    """Attention over one product's queries, keys and values."""
+    """Attend over one product's queries, keys and values."""
     if past_key_values is not None:
         return type(self).forward(
             self, hidden_states, attention_mask, past_key_values=past_key_values, **keywords
@@ -234,8 +235,10 @@ def attend_bert(
 
 
 def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Tensor]:
-    """Queries, keys and values (B, heads, S, width) of linear layers over (B, S, H), by one product where all
-    are torch's own."""
+    """Return queries, keys and values (B, heads, S, width) of linear layers over (B, S, H).
+
+    They come from one product if all layers are torch's own.
+    """
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
@@ -252,7 +255,7 @@ def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tenso
 
 
 def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The feed-forward layer's first half."""
+    """Run the feed-forward layer's first half."""
     return activate(self.dense, self.intermediate_act_fn, hidden_states)
 
 
@@ -262,7 +265,7 @@ def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def attend_distilbert(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Attention over one product's queries, keys and values, and its output's product."""
+    """Attend over one product's queries, keys and values, and multiply by the output layer."""
     heads = project((self.q_lin, self.k_lin, self.v_lin), hidden_states, self.attention_head_size)
     out, scores = attend(self, heads, attention_mask, self.dropout.p, self.scaling, keywords)
     return self.out_lin(out), scores
@@ -271,7 +274,7 @@ def attend_distilbert(
 def run_distilbert_layer(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """A layer: each half's norm with its residual."""
+    """Run a layer: each half's norm with its residual."""
     attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **keywords)
     hidden = norm_with_stream(attended, hidden_states, self.sa_layer_norm)
     ffn = self.ffn
@@ -284,7 +287,7 @@ def run_distilbert_layer(
 
 
 def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    """The model's own embeddings. A pass of the model begins."""
+    """Run the model's own embeddings. This starts a pass of the model."""
     getattr(self, SITE).seeds.begin()
     return type(self).forward(self, *arguments, **keywords)
 
@@ -292,7 +295,7 @@ def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
 def attend_vit(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Attention over one product's queries, keys and values, and its output's product."""
+    """Attend over one product's queries, keys and values, and multiply by the output layer."""
     heads = project((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.head_dim)
     out, scores = attend(self, heads, attention_mask, self.attention_dropout, self.scaling, keywords)
     return self.o_proj(out), scores
@@ -301,7 +304,7 @@ def attend_vit(
 def run_vit_layer(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """A layer: the second norm with the first residual."""
+    """Run a layer: the second norm with the first residual."""
     normed = add_norm(hidden_states, None, self.layernorm_before)
     attended, _ = self.attention(normed, attention_mask, **keywords)
     drop = getattr(self, SITE).draw(self, self.dropout.p, hidden_states)
@@ -311,7 +314,7 @@ def run_vit_layer(
 
 
 def run_vit_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Both halves of the feed-forward layer."""
+    """Run both halves of the feed-forward layer."""
     closed: torch.Tensor = self.fc2(activate(self.fc1, self.activation_fn, hidden_states))
     return closed
 
@@ -326,7 +329,7 @@ def run_gpt2_layer(
     use_cache: bool | None = False,
     **keywords: Any,
 ) -> torch.Tensor:
-    """A layer without cross-attention: the second norm with the first residual."""
+    """Run a layer without cross-attention: the second norm with the first residual."""
     normed = add_norm(hidden_states, None, self.ln_1)
     attended, _ = self.attn(
         normed,
@@ -341,7 +344,7 @@ def run_gpt2_layer(
 
 
 def run_gpt2_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Both halves of the feed-forward layer."""
+    """Run both halves of the feed-forward layer."""
     closed: torch.Tensor = self.dropout(self.c_proj(activate(self.c_fc, self.act, hidden_states)))
     return closed
 

@@ -64,7 +64,7 @@ class Fused(Technique):
     pass."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has our kernels take the place of code of the model's modules."""
+        """Request our kernels in place of code of the model's modules."""
         return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
 
     def is_searched(self) -> bool:
@@ -72,7 +72,8 @@ class Fused(Technique):
         return not self.recomputed_mlps
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The model must be known, its attention torch's, and nothing else change its code."""
+        """Yield objections to an unsupported model, an attention that is not torch's, and other changes of
+        its code."""
         if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
         elif self.recomputed_mlps and not _is_decoder(job):
@@ -87,7 +88,7 @@ class Fused(Technique):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """All layers make their product again where there are no more."""
+        """Yield a warning if the model has fewer layers than recompute their product."""
         if (layers := job.model.layers) and self.recomputed_mlps > layers:
             yield f"{job.model.name} has {layers} layers, and all of them make the product again."
 
@@ -98,7 +99,8 @@ class Fused(Technique):
             yield cls()
 
     def smaller(self, job: Job) -> Sequence[Self]:
-        """One decoder layer's product of gate and up that is computed again, and more, up to all."""
+        """Return settings that recompute the product of gate and up in one decoder layer, and more, up to
+        all."""
         if self.recomputed_mlps or job.model.module is not None or not _is_decoder(job):
             return ()
         return [replace(self, recomputed_mlps=k) for k in range(1, job.model.layers + 1)]

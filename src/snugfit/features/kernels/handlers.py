@@ -74,7 +74,7 @@ class LigerHandler(KernelsHandler):
             refuse_without_triton(device)
 
     def wrap(self, value: LigerWish | None, model: Any) -> None:
-        """Have Liger change the model's modules."""
+        """Apply Liger to the model's modules."""
         if value is not None:
             from snugfit.features.kernels.liger_model import use_liger
 

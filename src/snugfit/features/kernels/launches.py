@@ -57,7 +57,10 @@ class Access(NamedTuple):
 
 @contextlib.contextmanager
 def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
-    """Within it, Triton's kernels are noted and do not run. Nothing where Triton or Liger is not imported."""
+    """Record Triton's kernels instead of running them, within this context.
+
+    It has no effect without an imported Triton or Liger.
+    """
     if "triton" not in sys.modules or _OPERATORS not in sys.modules:
         yield
         return
@@ -89,7 +92,7 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
 
 
 def _time_settings(changes: Sequence[torch.Tensor]) -> None:
-    """Allocate and drop what timing takes, for a kernel that changes these tensors."""
+    """Allocate and free the memory of timing, for a kernel that changes these tensors."""
     import torch
 
     if times_anything():
@@ -144,7 +147,7 @@ def _access(function: Any) -> Access:
 
 
 def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
-    """The parameters that an expression of pointers and offsets begins with."""
+    """Return the pointer parameters in an expression of pointers and offsets."""
     if isinstance(value, ast.Name):
         return set(roots.get(value.id, ()))
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
@@ -154,7 +157,7 @@ def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
 
 @contextlib.contextmanager
 def _as_on(policy: CudaPolicy) -> Iterator[None]:
-    """Within it, Liger's Python decides as on this GPU."""
+    """Make Liger's Python decide as on this GPU, within this context."""
     import liger_kernel.utils as liger
     import torch
 

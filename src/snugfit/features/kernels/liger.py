@@ -78,7 +78,7 @@ class Liger(Technique):
     """The loss and the head's gradients for some tokens at a time."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has Liger change the model's modules."""
+        """Request Liger's changes to the model's modules."""
         return setup.with_fields(liger_kernels=LigerWish(parts=self.set_parts))
 
     @property
@@ -118,7 +118,7 @@ class Liger(Technique):
             yield f"{recipe[Slot.HEAD]} and Liger's loss both take the head's place. Try '{off}'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """The first step of a model with experts takes minutes."""
+        """Yield a warning about the first step of a model with experts, which takes minutes."""
         if self._replaces_experts(job):
             yield (
                 "its kernels for experts are timed in many settings in the first step of each process. That "

@@ -47,8 +47,11 @@ def refuse_without_triton(device: torch.device) -> None:
 
 
 def use_liger(model: torch.nn.Module, **parts: bool) -> None:
-    """Has Liger's kernels run in this model's modules; `parts` are those that shall or shall not run where
-    Liger's default is another. Raises `RecipeError` for a model that Liger does not cover, or fails on."""
+    """Apply Liger's kernels to this model's modules.
+
+    `parts` override Liger's defaults: True runs a part, False does not. Raises `RecipeError` for a model that
+    Liger does not support, or fails on.
+    """
     import_code()
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -97,8 +100,10 @@ def _changed_functions(file: ModuleType, before: Mapping[str, Any]) -> dict[str,
 
 
 def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) -> None:
-    """Gives the model's modules methods that find the changed functions of a file under the names that they
-    look up. Raises `RecipeError` where other functions of the file look them up."""
+    """Give the model's modules methods that look up the changed functions of a file by name.
+
+    Raises `RecipeError` where other functions of the file look them up.
+    """
     helpers = [value for value in vars(file).values() if isinstance(value, FunctionType)]
     if any(_looks_up(helper, file, changed) for helper in helpers):
         raise RecipeError(

@@ -161,8 +161,10 @@ class SoundInput(SampleInputs):
 
 
 def pixels(config: Any) -> tuple[int, ...]:
-    """The shape of a picture, (C, H, W) or (P, D); configs of convolutional networks name no size, because
-    they take any."""
+    """Return the shape of a picture, (C, H, W) or (P, D).
+
+    Configs of convolutional networks have no size, because these accept any.
+    """
     vision = config if getattr(config, "image_size", None) else getattr(config, "vision_config", config)
     channels = getattr(vision, "num_channels", 3)
     if patches := getattr(vision, "num_patches", None):
@@ -213,7 +215,7 @@ def _encoder(config: Any) -> Any:
 
 
 def _features(model_type: str, part: Any) -> tuple[int, ...]:
-    """The shape of a spectrogram; empty where the model takes the wave itself."""
+    """Return the shape of a spectrogram; empty where the model takes the wave itself."""
     bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
     stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
     if getattr(part, "conv_dim", None):  # wav2vec 2.0 and its kind have convolutions over the wave
@@ -234,12 +236,12 @@ def _wave(part: Any) -> tuple[int]:
 
 
 def _pooled_tokens(config: Any, part: Any) -> int:
-    """Whisper's convolutions halve the frames, a pooling halves them again."""
+    """Return Whisper's tokens: its convolutions halve the frames, and a pooling halves them again."""
     return int(part.max_source_positions) // 2
 
 
 def _merged_tokens(config: Any, part: Any) -> int:
-    """Whisper's convolutions halve the frames, and four of the rest make a token."""
+    """Return the tokens if Whisper's convolutions halve the frames and four of the rest make a token."""
     return FRAMES // 8
 
 
@@ -265,7 +267,7 @@ _TOKENS: Mapping[str, Callable[[Any, Any], int]] = {
 
 
 def _window_tokens(config: Any) -> int:
-    """Granite Speech: a projector makes `window_size / downsample_rate` tokens of each window of frames."""
+    """Return Granite Speech's tokens: `window_size / downsample_rate` for each window of frames."""
     windows = math.ceil(FRAMES / 2 / config.window_size)
     return int(windows * (config.window_size // config.downsample_rate))
 
@@ -311,7 +313,7 @@ class Sounds(ModelInputs):
         return task in self.heads or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
 
     def complete(self, config: Any) -> None:
-        """Name a token for sounds: the hub's configs do, and no byte depends on which."""
+        """Set a token for sounds if missing: the hub's configs have one, and no byte depends on its value."""
         if config.model_type in _TOKENS and getattr(config, "audio_token_id", 0) is None:
             config.audio_token_id = 0
 

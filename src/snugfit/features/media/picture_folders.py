@@ -50,7 +50,7 @@ class ClassFolders(Rows):
         self._owners = np.array(owners, dtype=np.int32)  # the number of each picture's class
 
     def _pictures(self, folder: Path) -> list[str]:
-        """The names of this folder's pictures, in order."""
+        """Return the names of this folder's pictures, in order."""
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         entries = [entry for entry in entries if not entry.name.startswith(".")]
         if inner := next((entry for entry in entries if entry.is_dir()), None):
@@ -72,12 +72,12 @@ class ClassFolders(Rows):
         return {"image": self.where(index), "label": self._classes[self._owners[index]]}
 
     def where(self, index: int) -> str:
-        """The path of the picture."""
+        """Return the path of the picture."""
         name = os.fsdecode(self._names[index])
         return os.path.join(self.source, self._classes[self._owners[index]], name)
 
     def class_names(self, column: str) -> tuple[str, ...]:
-        """The names of the folders, for the column `label`."""
+        """Return the names of the folders, for the column `label`."""
         return self._classes if column == "label" else ()
 
     def notes(self) -> Iterator[str]:

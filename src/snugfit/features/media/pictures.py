@@ -44,7 +44,7 @@ class PicturePreprocessor:
     """Name of the model's input."""
 
     def input_of(self, entry: MediaEntry) -> torch.Tensor:
-        """The pixels, (C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
+        """Return the pixels, (C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
         picture = self._in_mode(_open(entry), entry)
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
@@ -98,7 +98,7 @@ def _open(entry: MediaEntry) -> Image:
 
 
 def _array(entry: MediaEntry) -> np.ndarray:
-    """Pixels in memory, (H, W) or (H, W, C) of uint8."""
+    """Return pixels in memory, (H, W) or (H, W, C) of uint8."""
     import numpy as np
 
     try:

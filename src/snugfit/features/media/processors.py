@@ -22,8 +22,10 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_processor(given: Any, job: Job) -> Any:
-    """The image processor or feature extractor of this name, in this folder, or in this object of
-    transformers. Raises `UsageError`."""
+    """Return the image processor or feature extractor with this name, in this folder, or in this processor.
+
+    Raises `UsageError`.
+    """
     from transformers import AutoFeatureExtractor
 
     inner, what = _KINDS[job.task]
@@ -55,7 +57,7 @@ _KINDS = {
 
 
 def own_folder(job: Job) -> Path | None:
-    """The model's folder, where it came from one that holds a processor."""
+    """Return the model's folder, if it has a processor; None otherwise."""
     folder = folder_of_model(job.model.name, job.model.origin)
     return folder if folder and has_processor(folder, job) else None
 
@@ -68,7 +70,7 @@ def has_processor(given: Any, job: Job) -> bool:
 
 
 def settings_of(preprocessor: Any) -> dict[str, Any]:
-    """The class and the settings of its processor of transformers, for a checksum."""
+    """Return the class and the settings of a preprocessor's processor of transformers, for a checksum."""
     processor = getattr(preprocessor, fields(preprocessor)[0].name)
     settings = processor.to_dict() if hasattr(processor, "to_dict") else {}
     return {"class": type(processor).__name__, **settings}
@@ -84,7 +86,7 @@ def _load_image_processor(name: str, **options: Any) -> Any:
 
 
 def _by_its_class(folder: Path) -> Any:
-    """The class that a folder names, in the make that needs Pillow alone."""
+    """Return a processor of the class that a folder names, in the implementation that needs Pillow alone."""
     import transformers
 
     named = json.loads((folder / FILES[0]).read_text())["image_processor_type"].removesuffix("Fast")

@@ -78,7 +78,7 @@ class MediaSamples(IndexedSamples):
         return len(self.media)
 
     def _sample(self, index: int, epoch: int) -> Sample:
-        """The sample, which is the same in every epoch."""
+        """Return the sample, which is the same in every epoch."""
         entry = self._entry(self.media[index], index)
         return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self.target(index)}
 
@@ -87,7 +87,7 @@ class MediaSamples(IndexedSamples):
         return MediaCollate(preprocessor=self.preprocessor, targets=targets)
 
     def checksum(self, index: int) -> bytes:
-        """A checksum of what this sample is made of, without making it."""
+        """Return a checksum of this sample's sources, without building it."""
         checksum = hashlib.sha256(self.preprocessor.raw_bytes(self._entry(self.media[index], index)))
         settings = settings_of(self.preprocessor)
         checksum.update(json.dumps([self.target(index), settings], default=str).encode())
@@ -160,7 +160,7 @@ def read_samples(
 
 
 def _tokenizer_of(processor: Any) -> Any | None:
-    """The tokenizer that is in the processor's folder, or is a part of it."""
+    """Return the tokenizer in the processor's folder, or the processor's own part."""
     if isinstance(processor, str | os.PathLike):
         return processor
     return getattr(processor, "tokenizer", None)
@@ -224,7 +224,7 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
 
 
 def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> Mapping[str, Any]:
-    """The class of each row, or the number of a regression: fields of `MediaSamples`."""
+    """Return the class of each row, or the number of a regression: fields of `MediaSamples`."""
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
         return {"label": regression_values(values, rows.where)}
@@ -236,8 +236,10 @@ def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> M
 
 
 def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[str, Any]:
-    """The tokens of each row's text: fields of `MediaSamples`. The decoder's start token is left out where a
-    tokenizer writes it: the model puts it there itself."""
+    """Return the tokens of each row's text: fields of `MediaSamples`.
+
+    The decoder's start token is removed if a tokenizer adds it, because the model adds it itself.
+    """
     if tokenizer is None:
         raise UsageError(
             f"{rows.source}: the transcripts are text, but no tokenizer was found."

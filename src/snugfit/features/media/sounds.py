@@ -52,7 +52,8 @@ class SoundPreprocessor:
         return name
 
     def input_of(self, entry: MediaEntry) -> np.ndarray:
-        """The features, (M, F) or (samples) of fp32. Raises `UsageError` that names the row and its file."""
+        """Return the features, (M, F) or (samples) of fp32. Raises `UsageError` that names the row and its
+        file."""
         sound = _decode(entry)
         self._refuse(sound, entry)
         try:
@@ -98,7 +99,7 @@ class SoundPreprocessor:
 
 
 def _decode(entry: MediaEntry) -> Sound:
-    """The sound in a file or in memory, with a rate that is a number."""
+    """Return the sound in a file or in memory, with a rate that is a number."""
     content = entry.content()
     if content is not None:
         return _read(content, entry)
@@ -122,7 +123,7 @@ def _in_memory(entry: MediaEntry) -> Sound:
 
 
 def _array(value: Any, entry: MediaEntry) -> np.ndarray:
-    """Samples in memory, (N) of floats or of 16 bits, as fp32."""
+    """Return samples in memory, (N) of floats or of 16 bits, as fp32."""
     import numpy as np
 
     try:
@@ -141,7 +142,7 @@ def _array(value: Any, entry: MediaEntry) -> np.ndarray:
 
 
 def _read(content: bytes, entry: MediaEntry) -> Sound:
-    """The sound in a file's bytes."""
+    """Return the sound in a file's bytes."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             return _pcm(file, entry)
@@ -176,7 +177,7 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
 
 
 def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
-    """The sound in a file that is no PCM `.wav`, which the error `said` is about."""
+    """Return the sound in a file that is not a PCM `.wav`; `said` is the error about that."""
     try:
         soundfile = importlib.import_module("soundfile")
     except ImportError:

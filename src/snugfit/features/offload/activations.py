@@ -88,7 +88,7 @@ class Travelling:
         return self.base
 
     def __del__(self) -> None:
-        """Its extent on the host is free, and its memory on the device too, once nothing is written there."""
+        """Free the extent on the host, and the memory on the device once nothing is written there."""
         if self.arrival is not None:
             self.arrival.wait()
         if self.extent is not None:
@@ -106,11 +106,11 @@ class Region:
         """Event to await before the region's storages may leave the device."""
 
     def alive(self) -> list[Travelling]:
-        """Those of its storages that something still needs."""
+        """Return the storages that are still needed."""
         return [one for member in self.members.values() if (one := member()) is not None]
 
     def leave_device(self) -> None:
-        """Its storages are on the host alone, once their copies are done."""
+        """Release the device's memory of its storages once their copies are done."""
         members = self.alive()
         if members and self.sent is not None:
             members[0].link.wait(self.sent)
@@ -172,19 +172,19 @@ class Window:
         return self._index >= self.first
 
     def enter(self, layer: Any) -> None:
-        """This layer is called; a stack may run several times."""
+        """Record that this layer is called; a stack may run several times."""
         stack, index = self._indices[id(layer)]
         if stack != self._stack or index <= self._index:
             self.end()
         self._stack, self._index, self.is_inside = stack, index, True
 
     def leave(self) -> None:
-        """The layer is done."""
+        """Record that the layer is done."""
         self.is_inside = False
         self._leave_device(self._index - self._lengths[self._stack])
 
     def end(self) -> None:
-        """The stack is done."""
+        """Record that the stack is done."""
         self._leave_device(self._index)
         self._filled = {}
 
@@ -193,7 +193,7 @@ class Window:
         return tuple(self._filled.get(self._index - self._lengths[self._stack], ()))
 
     def append(self, region: Region) -> None:
-        """A region of the layer that runs is full."""
+        """Add a full region of the current layer."""
         self._waiting.append((self._index, region))
         self._filled.setdefault(self._index, []).append(region)
 
@@ -226,7 +226,7 @@ class ActivationOffload:
             self._window.begin_pass()
 
     def attach(self, model: Any) -> None:
-        """From now on the model's saved tensors travel. Raises `RecipeError` where it has no layers."""
+        """Offload the model's saved tensors from now on. Raises `RecipeError` for a model without layers."""
         stacks = layer_stacks(model)
         if not stacks:
             raise RecipeError(
@@ -243,12 +243,12 @@ class ActivationOffload:
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
 
     def detach(self) -> None:
-        """The model is as it was before."""
+        """Restore the model's earlier state."""
         for handle in self._handles:
             handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
-        """The hooks of a copy of the model do nothing: it has a Setup of its own."""
+        """Return hooks without effect for a copy of the model, which has a Setup of its own."""
         return ActivationOffload("nothing")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -346,7 +346,7 @@ class ActivationOffload:
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._weights
 
     def _travelling(self, tensor: torch.Tensor, region: Region) -> Travelling:
-        """This tensor's storage, which may be on its way already, as a member of this region."""
+        """Return this tensor's storage as a member of this region; its copy may have started already."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
         held, known = self._known.get(key, (_nothing, _nothing))
@@ -366,7 +366,7 @@ class ActivationOffload:
     # ---- regions -----------------------------------------------------------------------------------------
 
     def _fill_up(self) -> None:
-        """The region is full: its copies begin, and the one before it leaves the device."""
+        """Close the region: its copies start, and the one before it leaves the device."""
         region, self._region = self._region, None
         members = region.alive() if region is not None else []
         if region is None or not members:
@@ -390,7 +390,7 @@ class ActivationOffload:
         return () if self._last is None else (self._last,)
 
     def _decide(self, window: Window) -> None:
-        """The inputs that a checkpoint has just saved are those of the layer that is entered."""
+        """Assign the inputs that a checkpoint has just saved to the layer that is entered."""
         for entry in self._undecided:
             if window.stays or entry.tensor is None:
                 entry.before = window.before()
@@ -430,7 +430,7 @@ def _is_saved_by_a_checkpoint() -> bool:
 
 
 def offload_activations(model: Any, wish: OffloadWish | None) -> None:
-    """From now on what layers of this model save waits on the host, or without a wish on the device."""
+    """Offload the activations of this model's layers to the host from now on; without a wish, stop."""
     before = _OFFLOADS.pop(model, None)
     if before is not None:
         before.detach()

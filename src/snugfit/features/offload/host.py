@@ -65,7 +65,7 @@ class Host(Technique):
     all of them."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has these activations copied to the host and back."""
+        """Request copies of these activations to the host and back."""
         return setup.with_fields(activation_offload=OffloadWish(what=self.what, first=self.layers))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -79,21 +79,21 @@ class Host(Technique):
             yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """That all layers send theirs where there are no more."""
+        """Yield a warning if `layers` is at least the model's number of layers."""
         most = job.model.layers
         if self.layers and most and self.layers >= most:
             yield f"{job.model.name} has {most} layers, so all of them send what they keep."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Without the number of layers there is nothing to choose among."""
+        """Return an objection if the number of layers is unknown, because there is no choice then."""
         if job.model.layers > 1:
             return ""
         return f"its config says of no layers (--keep '{cls.last_resort}' plans with all of them)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """One layer and more, up to all but one."""
+        """Return the offloads of one layer and more, up to all but one."""
         return cls(what="all").lesser(job)
 
     def lesser(self, job: Job) -> Sequence[Self]:
@@ -102,5 +102,6 @@ class Host(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """All: where every layer is recomputed, that is their inputs."""
+        """Yield the offload of all activations; if every layer is recomputed, these are the layers'
+        inputs."""
         yield cls(what="all")

@@ -29,7 +29,7 @@ class Adafactor(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adafactor"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """transformers' Adafactor with the HF Trainer's arguments."""
+        """Choose transformers' Adafactor with the HF Trainer's arguments."""
         factory = Call(
             path="transformers.optimization:Adafactor",
             arguments={"scale_parameter": False, "relative_step": False},

@@ -22,6 +22,6 @@ class AdafactorTorch(Technique):
     source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; torch.optim.Adafactor"
 
     def install(self, setup: Setup) -> Setup:
-        """torch's Adafactor as it comes."""
+        """Choose torch's Adafactor with its defaults."""
         factory = Call(path="torch.optim:Adafactor")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))

@@ -37,6 +37,6 @@ class AdamW4bit(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """Takes our own optimizer; the HF Trainer has no name for it."""
+        """Choose our own optimizer; the HF Trainer has no name for it."""
         factory = Call(path="snugfit.features.optimizers.updates.four_bit:FourBitAdamW")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))

@@ -39,12 +39,12 @@ class AdamWStochastic(Technique):
     elsewhere: ClassVar = ("bf16_stochastic", "bf16_stochastic_round", "stochastic_rounding")
 
     def install(self, setup: Setup) -> Setup:
-        """Takes our own optimizer; the HF Trainer has no name for it."""
+        """Choose our own optimizer; the HF Trainer has no name for it."""
         factory = Call(path="snugfit.features.optimizers.updates.stochastic:StochasticAdamW")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Nothing is rounded where weights have 32 bits."""
+        """Yield an objection if weights have 32 bits, because nothing is rounded then."""
         setup = recipe[Slot.ADAPTERS].install(recipe[Slot.PRECISION].install(Setup()))
         if job.trains and (dtype := setup.trained_dtype(job)) != "bfloat16":
             yield (

@@ -34,7 +34,7 @@ class Apollo(Projected):
     """Steps after which another projection is drawn."""
 
     def install(self, setup: Setup) -> Setup:
-        """APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        """Choose APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
         wish = OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.apollo:ApolloWithAdamW",

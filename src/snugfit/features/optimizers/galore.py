@@ -75,7 +75,7 @@ class Galore(Projected):
     default the matrices of hidden layers."""
 
     def install(self, setup: Setup) -> Setup:
-        """GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        """Choose GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
         wish = OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.galore:GaloreWithAdamW",

@@ -37,7 +37,7 @@ class HostAdamW(Technique):
     elsewhere: ClassVar = ("host_states", "cpu_offload_optimizer", "cpu_adam", "deepspeed_cpu_adam")
 
     def install(self, setup: Setup) -> Setup:
-        """Takes torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
+        """Choose torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
         return setup.with_fields(
             optimizer=OptimizerWish(
                 factory=Call(path="snugfit.features.optimizers.updates.host:AdamWOnHost")

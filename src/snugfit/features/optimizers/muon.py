@@ -31,7 +31,7 @@ class Muon(OfMatrices):
     """Share of the last momentum in the next one."""
 
     def install(self, setup: Setup) -> Setup:
-        """torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
+        """Choose torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
         wish = OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.matrices:MuonWithAdamW",

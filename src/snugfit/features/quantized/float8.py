@@ -39,12 +39,12 @@ class Float8Handler(Handler):
     wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
 
     def import_code(self, value: Float8Wish | None) -> None:
-        """torchao is imported before anything is timed or overridden."""
+        """Import torchao before anything is timed or overridden."""
         if value is not None:
             import_torchao()
 
     def wrap(self, value: Float8Wish | None, model: Any) -> None:
-        """Linear layers are put in the place of others, around the same parameters."""
+        """Replace linear layers by torchao's, around the same parameters."""
         if value is not None:
             convert(model, value)
 
@@ -56,14 +56,14 @@ class Float8Handler(Handler):
             yield f"products of linear layers are those of {live.technique(self.slot)}"
 
     def script(self, value: Float8Wish | None, context: ScriptContext) -> dict[str, Any]:
-        """As a call of torchao's own function, on the layers of the same names."""
+        """Return the script's lines: a call of torchao's own function, on the layers of the same names."""
         if value is None:
             return {}
         return {"converting": script_lines(value, context.job)}
 
 
 def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
-    """Has torchao compute this model's linear layers. Raises `RecipeError` where it has none that may be."""
+    """Convert this model's linear layers to torchao's. Raises `RecipeError` if none can be converted."""
     import_torchao()
     from torch.utils._python_dispatch import _disable_current_modes
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -83,7 +83,8 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The linear layers that may be converted: torch's own, whose weights train, of the repeated layers."""
+    """Yield the linear layers that may be converted: torch's own, with trained weights, of the repeated
+    layers."""
     import torch
 
     for layers in layer_stacks(model):
@@ -121,7 +122,7 @@ _BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary
 
 
 def script_lines(wish: Float8Wish, job: Job) -> tuple[str, ...]:
-    """Python that converts the same layers of this job's `model`, for scripts that run without snugfit."""
+    """Return Python that converts the same layers of this job's `model`, for scripts without snugfit."""
     return (
         "from dataclasses import replace",
         "",

@@ -122,8 +122,10 @@ def fuses(
 
 @functools.cache
 def _bitsandbytes_choice() -> dict[str, Any]:
-    """The names that the function needs, and itself, run from bitsandbytes' source. Raises `AttributeError`
-    where its source has another form."""
+    """Return bitsandbytes' function and the names that it needs, run from bitsandbytes' source.
+
+    Raises `AttributeError` where the source has another form.
+    """
     import torch
 
     spec = find_spec("bitsandbytes")

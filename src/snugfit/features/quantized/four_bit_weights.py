@@ -37,8 +37,10 @@ class FourBitConstruction(Construction):
     """True quantizes the blocks' scales too."""
 
     def config(self, model: Any) -> Any:
-        """transformers' `BitsAndBytesConfig` for a model like this one: what transformers itself leaves, and
-        classifiers, which peft trains whole."""
+        """Return transformers' `BitsAndBytesConfig` for a model like this one.
+
+        It skips transformers' own exceptions, and classifiers, which peft trains whole.
+        """
         import torch
         from transformers import BitsAndBytesConfig
         from transformers.quantizers.base import get_keys_to_not_convert
@@ -63,7 +65,7 @@ class FourBitConstruction(Construction):
         return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The model that `make` gives, quantized and with random weights, on the ambient device."""
+        """Return the model from `make`, quantized and with random weights, on the ambient device."""
         import torch
         from torch.utils._python_dispatch import _disable_current_modes
         from transformers.quantizers import AutoHfQuantizer
@@ -83,7 +85,7 @@ class FourBitConstruction(Construction):
         return self.finish(model)
 
     def _materialize(self, model: Any, device: torch.device) -> None:
-        """Gives each tensor of a model without data its place on the device, in the order of its modules."""
+        """Allocate each tensor of a model without data on the device, in the order of its modules."""
         import torch
 
         spread = getattr(model.config.get_text_config(), "initializer_range", SPREAD)
@@ -105,8 +107,10 @@ class FourBitConstruction(Construction):
                     module._buffers[name] = torch.empty_like(buffer, device=device)
 
     def _random_weight(self, parameter: Any, device: torch.device, spread: float) -> nn.Parameter:
-        """A quantized weight of random numbers in place of this one, which has none. `_quantize` is what
-        bitsandbytes does when such a weight first comes to a device, `meta` excepted."""
+        """Return a quantized weight of random numbers in place of this one, which has no data.
+
+        bitsandbytes calls `_quantize` when such a weight first moves to a device other than `meta`.
+        """
         import torch
         from bitsandbytes.nn import Params4bit
 

@@ -63,7 +63,7 @@ class Fp8(Technique):
     """Range of one scale: a whole matrix, or each of its rows."""
 
     def install(self, setup: Setup) -> Setup:
-        """Autocast as with bf16, and linear layers converted."""
+        """Choose autocast as with bf16, and converted linear layers."""
         return setup.with_fields(
             weights_dtype=None,
             autocast="bfloat16",

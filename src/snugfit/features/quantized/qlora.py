@@ -59,7 +59,7 @@ class Qlora(LowRank):
     """True quantizes the scales too."""
 
     def install(self, setup: Setup) -> Setup:
-        """Weights are quantized as the model is built; peft's wrapper comes around it."""
+        """Request weights that are quantized as the model is built, and peft's wrapper around it."""
         return setup.with_fields(quantize=QuantizeWish(double=self.double), adapt=self.adapters())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -86,6 +86,6 @@ class Qlora(LowRank):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Ranks in use, on every matrix, as the paper does it."""
+        """Yield ranks in use, on every matrix, as in the paper."""
         if job.model.module is None:
             yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

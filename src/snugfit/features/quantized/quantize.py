@@ -31,7 +31,7 @@ class QuantizeHandler(Handler):
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
 
     def import_code(self, value: QuantizeWish | None) -> None:
-        """bitsandbytes is imported before anything is timed or overridden."""
+        """Import bitsandbytes before anything is timed or overridden."""
         if value is not None:
             from snugfit.hub_kernels import import_bitsandbytes
 

@@ -77,7 +77,7 @@ def found(folder: Path, name: str, content: Any) -> Checked:
 
 
 def correct(checked: Checked) -> Document:
-    """The file with every fix applied to its values, and those that only then come to light."""
+    """Return the file with every fix applied, including fixes that earlier ones reveal."""
     for _ in range(4):
         values: dict[str, Any] = deepcopy(dict(checked.document.values))
         fixes = [finding.fix for finding in checked.findings if finding.fix]

@@ -138,7 +138,7 @@ def test_modes_and_backends_are_read_where_they_are_written(tmp_path: Path, sett
 
 
 def script_in(folder: Path, text: str) -> Path:
-    """A file with this script."""
+    """Return a file with this script."""
     file = folder / "a.py"
     file.write_text(text)
     return file

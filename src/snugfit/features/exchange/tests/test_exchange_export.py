@@ -50,7 +50,7 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Any:
-    """The scripts set torch's precision for their process; here it is put back."""
+    """Restore torch's precision, which the scripts set for their process."""
     with matmul_precision("ieee"):
         yield
 

@@ -40,7 +40,7 @@ TIME_LIMIT = 400
 
 
 def written(job: Job, recipe: str, to: str, gpus: int, folder: Path) -> Path:
-    """The folder with the files of an export and the samples that its processes train on."""
+    """Return the folder with the files of an export and the samples that its processes train on."""
     folder.mkdir(parents=True)
     for name, text in export(job, Recipe.parse(recipe), to, gpus).files.items():
         (folder / name).write_text(text)

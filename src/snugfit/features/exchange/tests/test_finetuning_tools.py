@@ -143,14 +143,14 @@ def test_llama_factory_itself_takes_it(dtype: str, recipe: str, tmp_path: Path) 
 
 
 def scope_of(text: str) -> dict[str, Any]:
-    """An exported script's names, for a machine without a GPU."""
+    """Return an exported script's names, for a machine without a GPU."""
     scope: dict[str, Any] = {"__name__": "exported"}
     exec(compile(text.replace("SFTConfig(\n", "SFTConfig(use_cpu=True,\n"), "sft.py", "exec"), scope)
     return scope
 
 
 def trainer_of(folder: Path, dtype: str, recipe: str) -> Any:
-    """TRL's trainer as the exported script makes it, over a tiny model with weights."""
+    """Return TRL's trainer of the exported script, over a tiny model with weights."""
     datasets = pytest.importorskip("datasets")
     job = job_in(folder / "model", dtype)
     build_model(job, Recipe().setup(), torch.device("cpu")).save_pretrained(job.model.name)

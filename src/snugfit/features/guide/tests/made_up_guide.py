@@ -21,7 +21,7 @@ from snugfit.units import GIB, MIB
 
 
 def modern_row(row: GuideRow, today: GuideRow) -> ModernRow:
-    """An experiment with another one's recipe as today's; none where that is refused."""
+    """Return a row with another experiment's recipe as today's; none where that is refused."""
     if not row.predicted or not today.predicted:
         return ModernRow(name=row.name, memory_bytes=16160 * MIB, why_none="no recipe is as small")
     return ModernRow(
@@ -35,7 +35,7 @@ def modern_row(row: GuideRow, today: GuideRow) -> ModernRow:
 
 
 def large_model_row(model: LargeModel) -> LargeModelRow:
-    """A large model, predicted to fit."""
+    """Return a large model, predicted to fit."""
     return LargeModelRow(
         name=model.name,
         gpu="NVIDIA GeForce RTX 3090",

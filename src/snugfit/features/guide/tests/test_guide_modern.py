@@ -38,7 +38,7 @@ def on_front(job: Job, recipe: str, gib: float, seconds: float) -> FrontRecipe:
 
 
 def plan_of(job: Job) -> PlannedJob:
-    """Two recipes for every job: a fast and a small one."""
+    """Return two recipes for every job: a fast and a small one."""
     front = (on_front(job, "fp16 + adamw_fused", 10, 0.1), on_front(job, "fp16 + every_layer", 8, 0.2))
     return PlannedJob(front=front, doubts=("It is made up.",))
 

@@ -125,7 +125,7 @@ def test_what_the_guide_gives_no_figure_of_gets_none_here() -> None:
 
 
 def techniques_in(text: str) -> list[str]:
-    """Techniques with settings, separated by commas."""
+    """Return the techniques with settings in a comma-separated text."""
     return [f"{part.strip(' ,)')})" for part in text.split("),")]
 
 

@@ -116,7 +116,7 @@ class AddNorm(torch.autograd.Function):
         seed: torch.Tensor | None,
         form: Form,
     ) -> Any:
-        """The result, and the sum where that is wanted."""
+        """Return the result, and the sum if requested."""
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
@@ -142,7 +142,7 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None, other: torch.Tensor | None = None) -> Any:
-        """The gradients of `x`, the residual, the norm's weights and the bias."""
+        """Return the gradients of `x`, the residual, the norm's weights and the bias."""
         total, statistics, weight = ctx.saved_tensors
         seed, form = getattr(ctx, CARRIED), ctx.form
         if dy is None and form.gives_stream:
@@ -166,7 +166,7 @@ class AddNorm(torch.autograd.Function):
 
 
 def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
-    """For the result in fp32; None where it has that many bits."""
+    """Return an empty tensor for the result in fp32; None where the result has that many bits."""
     return torch.empty_like(y, dtype=torch.float32) if y.element_size() < 4 else None
 
 
@@ -195,12 +195,13 @@ def _backward_by_kernel(
 
 
 def rows_at_once(columns: int) -> int:
-    """Rows that a program of the backward kernel has at hand at once."""
+    """Return the number of rows that a program of the backward kernel loads at once."""
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 
 
 def repeated_sum(gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of what repeated along the first dimensions: (..., H) summed to this shape."""
+    """Return the gradient of a tensor that repeats along the first dimensions: (..., H) summed to this
+    shape."""
     if gradient.shape == shape:
         return gradient.to(dtype)
     return gradient.view(-1, *shape).sum(0, dtype=dtype)
@@ -228,8 +229,10 @@ def forward_in_torch(
     seed: torch.Tensor | None,
     form: Form,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The result, the stream if that is another tensor and the sum, shaped as `x`, and statistics (2, rows):
-    means and inverse deviations."""
+    """Return the result, the stream, the sum, and statistics (2, rows): means and inverse deviations.
+
+    The first three are shaped as `x`. The stream is None where it is the result.
+    """
     wide, columns = _wide(x.dtype), x.size(-1)
     value = x.reshape(-1, columns).to(wide)
     value = value if bias is None else value + bias.to(wide)

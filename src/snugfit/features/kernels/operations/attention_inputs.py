@@ -34,7 +34,7 @@ def attention_inputs(
     projections: Projections,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values (B, heads, S, D) of hidden states (B, S, H)."""
+    """Return queries, keys and values (B, heads, S, D) of hidden states (B, S, H)."""
     scales: Sequence[torch.Tensor | None] = (None, None) if norms is None else norms[:2]
     kind = None if norms is None else norms[2:]
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ class AttentionInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """One kernel over all three gradients, and a product for the weights and for the input each."""
+        """Run one kernel over all three gradients, and a product each for the weights and for the input."""
         matrix, cosines, sines, query_scale, key_scale, product, *source = ctx.saved_tensors
         of_query, of_key, of_value = gradients
         norms = _norms(ctx.kind, query_scale, key_scale)
@@ -107,7 +107,7 @@ class AttentionInputs(torch.autograd.Function):
 def _of_parameters(
     ctx: Any, of_product: torch.Tensor, source: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The gradients of weights, and of biases where there are some: parts of one tensor each."""
+    """Return the gradients of the weights, and of the biases if any: parts of one tensor each."""
     needed = ctx.needs_input_grad[7:]
     sizes, dtypes = zip(*ctx.parameters, strict=True)
     given: list[torch.Tensor | None] = [None] * len(needed)

@@ -31,7 +31,8 @@ bias_gelu_backward = define(
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, *, by_tanh: bool = False) -> torch.Tensor:
-    """GELU of `x` (..., H) plus `bias` (H), in the shape and dtype of `x`; `by_tanh` is its approximation."""
+    """Return GELU of `x` (..., H) plus `bias` (H), in the shape and dtype of `x`; `by_tanh` approximates
+    it."""
     y: torch.Tensor = BiasGelu.apply(x, bias, by_tanh)  # type: ignore[no-untyped-call]
     return y
 
@@ -41,7 +42,7 @@ class BiasGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torch.Tensor:
-        """The result, in the shape and dtype of `x`."""
+        """Return the result, in the shape and dtype of `x`."""
         x = x.contiguous()
         ctx.save_for_backward(x, bias)
         ctx.by_tanh = by_tanh
@@ -53,7 +54,7 @@ class BiasGelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        """The gradients of `x` and of the bias."""
+        """Return the gradients of `x` and of the bias."""
         x, bias = ctx.saved_tensors
         dy = dy.contiguous()
         dbias: torch.Tensor | None
@@ -71,7 +72,7 @@ class BiasGelu(torch.autograd.Function):
 
 
 def forward_in_torch(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torch.Tensor:
-    """The result, shaped as `x` (..., H)."""
+    """Return the result, shaped as `x` (..., H)."""
     value = _sum(x, bias)
     return torch.nn.functional.gelu(value, approximate="tanh" if by_tanh else "none").to(x.dtype)
 
@@ -79,7 +80,7 @@ def forward_in_torch(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torc
 def backward_in_torch(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `x` (..., H) and of `bias` (H)."""
+    """Return the gradients of `x` (..., H) and of `bias` (H)."""
     leaf = _sum(x, bias).detach().requires_grad_()
     with torch.enable_grad():
         y = torch.nn.functional.gelu(leaf, approximate="tanh" if by_tanh else "none")

@@ -27,20 +27,23 @@ _MULTIPLY = define("multiply(Tensor(a!) values, Tensor factor) -> ()", "cross_en
 
 
 def multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies a contiguous tensor in place by a scalar on its device, in 32 bits."""
+    """Multiply a contiguous tensor in place by a scalar on its device, in 32 bits."""
     _MULTIPLY(values, factor)
 
 
 def reference_multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
-    """The same in plain torch."""
+    """Multiply in plain torch."""
     values.copy_(values.to(torch.float32) * factor)
 
 
 def write_gradient(
     logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
-    """The loss of each token (T,) in 32 bits; logits (T, V) become the gradient of `share` times the sum of
-    the losses. Tokens with the ignored label have none of both."""
+    """Overwrite logits (T, V) with their gradient, and return the loss of each token (T,) in 32 bits.
+
+    The gradient is that of `share` times the sum of the losses. Tokens with the ignored label have zero of
+    both.
+    """
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     _CROSS_ENTROPY_GRADIENT(logits, labels, share, ignore_index, losses=losses)
     return losses
@@ -49,7 +52,7 @@ def write_gradient(
 def reference(
     logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """Compute losses and gradient in plain torch."""
     with torch.enable_grad():
         leaf = logits.detach().clone().requires_grad_()
         losses = functional.cross_entropy(

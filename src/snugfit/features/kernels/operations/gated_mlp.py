@@ -81,8 +81,11 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Two products for the third weight, two for the first two together, and one kernel between; before
-        them the product that was not kept."""
+        """Compute two products for the third weight, two for the first two together, and one kernel between
+        them.
+
+        Recompute the product of gate and up first if it was not saved.
+        """
         product, wide, narrow, *source = ctx.saved_tensors
         needs_hidden, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
         rows = None
@@ -109,7 +112,7 @@ class GatedMLP(torch.autograd.Function):
 
 
 def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """act(gate) * up of rows (T, 2 * I) that have gate and up."""
+    """Return act(gate) * up of rows (T, 2 * I) of gate and up."""
     if not has_kernel(product):
         return reference(product, tanh)
     out = product.new_empty((len(product), product.size(1) // 2))
@@ -118,8 +121,10 @@ def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *, again: bool) -> None:
-    """Writes the gradients of gate and up in their place; with `again`, what `activate` gave in that of its
-    gradient (T, I)."""
+    """Write the gradients of gate and up in their place.
+
+    With `again`, overwrite the gradient (T, I) of `activate`'s output with that output.
+    """
     if has_kernel(product):
         _GATE_BACKWARD(product, of_out, tanh, again)
     else:

@@ -23,7 +23,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
-    """Moves the data of parameters of one dtype and equal last dimensions into one buffer, in this order."""
+    """Move the data of parameters of one dtype and equal last dimensions into one buffer, in this order."""
     if joint_view(tensors) is not None or len({(one.dtype, one.device) for one in tensors}) > 1:
         return
     with torch.no_grad():
@@ -35,8 +35,7 @@ def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All of these as one tensor, along the first dimension, without a copy; None where they do not lie side
-    by side."""
+    """Return the tensors as one view along the first dimension; None where they are not adjacent."""
     first = tensors[0]
     at, storage = first.storage_offset(), first.untyped_storage()._cdata
     rows = 0
@@ -59,9 +58,12 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
 def joint_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The results (..., N) of linear layers with these weights (N, H) and biases (N; all or none), for one
-    `x` (..., H). They are views of one tensor, so consecutive rows of each lie apart. In autocast's dtype,
-    where that is on."""
+    """Return the results (..., N) of linear layers for one `x` (..., H), in autocast's dtype where that is
+    on.
+
+    Weights are (N, H), biases (N; all or none). The results are views of one tensor, so their rows are
+    strided.
+    """
     results: tuple[torch.Tensor, ...] = JointLinear.apply(  # type: ignore[no-untyped-call]
         x, len(weights), *weights, *biases
     )
@@ -73,7 +75,7 @@ class JointLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:
-        """The results, as views of one tensor."""
+        """Return the results, as views of one tensor."""
         weights, biases = tensors[:count], tensors[count:]
         dtype = activation_dtype(x)
         weight = join_weights(weights, dtype)
@@ -88,7 +90,7 @@ class JointLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
-        """The gradients of `x`, and of each weight and bias a slice of one tensor."""
+        """Return the gradients of `x`, and of each weight and bias a slice of one tensor."""
         x, weight = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs = ctx.needs_input_grad

@@ -32,7 +32,7 @@ def has_kernel(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def rehearsed_on_the_cpu() -> Iterator[None]:
-    """Within it, shapes go the way of a CPU: through plain torch."""
+    """Route shapes through plain torch, as on a CPU, within this context."""
     _ON_CPU.append(True)
     try:
         yield
@@ -49,7 +49,7 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def autocast_device(x: torch.Tensor) -> str:
-    """The kind of device whose autocast counts; a rehearsal's is the CPU's."""
+    """Return the kind of device whose autocast applies; a simulation's is the CPU."""
     return "cpu" if x.is_meta else x.device.type
 
 
@@ -91,7 +91,7 @@ def _launch(program: str, name: str, *arguments: Any, **written: Any) -> None:
 
 @functools.cache
 def program_of(program: str, name: str) -> Callable[..., None]:
-    """The function that launches kernels. Raises `RecipeError` where Triton cannot be imported."""
+    """Return the function that launches kernels. Raises `RecipeError` if Triton cannot be imported."""
     try:
         module = importlib.import_module(f"{__package__}.programs.{program}")
     except ImportError as fault:

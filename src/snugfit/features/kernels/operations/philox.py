@@ -44,7 +44,7 @@ def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int
 
 
 def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torch.Tensor, ...]:
-    """Four words of 32 bits for each counter, as int64 (Salmon et al., SC 2011, Philox-4x32-10)."""
+    """Return four words of 32 bits for each counter, as int64 (Salmon et al., SC 2011, Philox-4x32-10)."""
     low, high = seed & _MASK, (seed >> 32) & _MASK
     first, second = counters & _MASK, torch.full_like(counters, site)
     third, fourth = torch.zeros_like(counters), torch.zeros_like(counters)
@@ -58,6 +58,6 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
 
 
 def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 32 bits of products of numbers of 32 bits, which int64 cannot hold."""
+    """Return the upper and the lower 32 bits of products of 32-bit numbers, which exceed int64."""
     lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK

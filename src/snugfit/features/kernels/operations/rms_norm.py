@@ -119,7 +119,7 @@ class AddRMSNorm(torch.autograd.Function):
         dtype: torch.dtype,
         from_one: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keeps the stream and the inverse root of each row's mean square, which it gives too."""
+        """Save the stream and the inverse root of each row's mean square, and return both with the norm."""
         rows = _rows(branch)
         if residual is None:
             stream = branch
@@ -138,7 +138,7 @@ class AddRMSNorm(torch.autograd.Function):
     def backward(
         ctx: Any, of_stream: torch.Tensor | None, of_normed: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        """One kernel, and the sum of what its programs have of the scale's gradient."""
+        """Run one kernel, and add up its programs' parts of the scale's gradient."""
         stream, scale, roots = ctx.saved_tensors
         of_scale = None
         gradient, of_branch = of_stream, None
@@ -165,7 +165,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def _norm(
     stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of rows (T, H) in `dtype`, and their roots (T,)."""
+    """Return the norm of rows (T, H) in `dtype`, and their roots (T,)."""
     if has_kernel(stream):
         normed = torch.empty_like(stream, dtype=dtype)
         roots = stream.new_empty(len(stream), dtype=torch.float32)
@@ -182,7 +182,7 @@ def _add_and_norm(
     dtype: torch.dtype,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of rows (T, H), and of it what `_norm` gives."""
+    """Return the sum of rows (T, H), its norm and its roots."""
     if has_kernel(branch):
         stream = torch.empty_like(branch, dtype=torch.promote_types(branch.dtype, residual.dtype))
         normed = torch.empty_like(branch, dtype=dtype)
@@ -246,7 +246,7 @@ def reference_backward(
     roots: torch.Tensor,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of stream and scale, in plain torch."""
+    """Compute the gradients of stream and scale in plain torch."""
     wide = roots.dtype
     value = stream.to(wide) * roots[:, None]
     slope = of_normed.to(wide)

@@ -67,8 +67,10 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 def rotate(
     product: torch.Tensor, angles: Angles, length: int, heads: Heads, norms: Norms | None
 ) -> torch.Tensor:
-    """Rotated queries and keys (T, heads * D) of sequences of this length: in place, or with `norms`
-    apart."""
+    """Return rotated queries and keys (T, heads * D) of sequences of this length.
+
+    They are rotated in place, or with `norms` in another tensor.
+    """
     count = (heads.queries + heads.keys) * heads.width
     if not has_kernel(product):
         turned = reference(product[:, :count], angles, length, heads, norms)
@@ -90,8 +92,10 @@ def rotate_backward(
     product: torch.Tensor | None,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """From gradients of queries, keys and values (B, heads, S, D), that of the product (T, N), and with
-    `norms` those of both scales."""
+    """Return the gradient of the product (T, N), and with `norms` those of both scales.
+
+    The input is the gradients of queries, keys and values (B, heads, S, D).
+    """
     if not has_kernel(gradients[0]):
         return reference_backward(gradients, angles, product, norms)
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in gradients)
@@ -155,7 +159,7 @@ def _norm_heads(value: torch.Tensor, norms: Norms, wide: torch.dtype) -> tuple[t
 
 
 def _scales(norms: Norms, heads: Heads, wide: torch.dtype) -> torch.Tensor:
-    """The factor of each head's norm (heads, D)."""
+    """Return the factor of each head's norm (heads, D)."""
     parts = norms.queries.expand(heads.queries, -1), norms.keys.expand(heads.keys, -1)
     scale = torch.cat(parts).to(wide)
     return 1.0 + scale if norms.from_one else scale

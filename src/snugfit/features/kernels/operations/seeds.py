@@ -28,11 +28,11 @@ class Seeds:
         self._of_pass: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Start a forward pass."""
         self._of_pass = None
 
     def draw(self, stream: torch.Tensor) -> torch.Tensor:
-        """The seed of a call site whose residual stream this is: one int64 on its device."""
+        """Return the seed of a call site with this residual stream: one int64 on its device."""
         device, checkpoint = stream.device, checkpoint_around()
         if checkpoint is REENTRANT:
             return _draw(device)  # nothing is carried there, forward or again

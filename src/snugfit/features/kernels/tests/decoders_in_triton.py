@@ -61,7 +61,7 @@ def launch_on_the_cpu() -> None:
 
 @contextlib.contextmanager
 def by_kernels(wanted: bool) -> Iterator[None]:
-    """Within it kernels run, or plain torch."""
+    """Run kernels within this context, or plain torch."""
     USES_KERNELS.append(wanted)
     with contextlib.ExitStack() as undo:
         for file in FILES:
@@ -71,7 +71,7 @@ def by_kernels(wanted: bool) -> Iterator[None]:
 
 
 def drawn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal numbers, the same for the same seed."""
+    """Return normal numbers, the same for the same seed."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=draw).to(device, dtype)
 
@@ -80,7 +80,7 @@ def drawn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.
 
 
 def combined(device: str, dtype: torch.dtype, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """One of each axis, in all ways; or so that each is met once, beside others in 16 bits than in 32."""
+    """Yield combinations of the axes: all of them, or each value once, other ones in 16 bits than in 32."""
     if asks_all(device):
         yield from itertools.product(*axes)
         return
@@ -110,7 +110,7 @@ def norm(
     stream_dtype: torch.dtype | None,
     from_one: bool,
 ) -> list[torch.Tensor]:
-    """Both results and all gradients."""
+    """Return both results and all gradients."""
     scale_dtype = stream_dtype or dtype
     branch = drawn(device, dtype, rows, columns).requires_grad_()
     scale = drawn(device, scale_dtype, columns, seed=2).requires_grad_()
@@ -190,7 +190,7 @@ def loss_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def multiplied(device: str, dtype: torch.dtype, factor: float) -> list[torch.Tensor]:
-    """More elements than a block, whose last one is not full."""
+    """Return the product of more elements than a block, whose last block is not full."""
     values = drawn(device, dtype, 3, 5001)
     by_kernel = cross_entropy.multiply if USES_KERNELS[-1] else cross_entropy.reference_multiply
     by_kernel(values, torch.tensor(factor, device=device))
@@ -198,7 +198,7 @@ def multiplied(device: str, dtype: torch.dtype, factor: float) -> list[torch.Ten
 
 
 def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
-    """The losses, and the gradient in the place of the logits."""
+    """Return the losses, and the gradient that overwrote the logits."""
     logits = 3 * drawn(device, dtype, rows, columns)
     labels = torch.arange(rows, device=device) * 991 % columns
     labels[rows // 2 :: 3] = -100 if rows > 1 else 2
@@ -288,7 +288,7 @@ def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """The median of 20 runs."""
+    """Return the median of 20 runs."""
     times = []
     for repeat in range(25):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -301,7 +301,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def time_all() -> None:
-    """A line of JSON for each operation, by the kernel and by plain torch."""
+    """Print a line of JSON for each operation, by the kernel and by plain torch."""
     for name, moved, run in timed_cases():
         line: dict[str, Any] = {"operation": name}
         for way, wanted in (("kernel", True), ("torch", False)):

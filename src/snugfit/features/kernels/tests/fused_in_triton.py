@@ -53,7 +53,7 @@ MORE_SHAPES = (
 
 @contextlib.contextmanager
 def by_kernel(device: str, *, kernels: bool) -> Iterator[None]:
-    """Within it the kernels compute, on a GPU or in the interpreter, or plain torch does."""
+    """Run the kernels within this context, on a GPU or in the interpreter, or plain torch."""
     with contextlib.ExitStack() as undo:
         for module in (norms, gelus, joins):
             undo.enter_context(patch.object(module, "has_kernel", lambda tensor: kernels))
@@ -94,7 +94,7 @@ def results_of(run: Callable[..., Any], operands: list[torch.Tensor | None]) -> 
 def check(
     name: str, device: str, dtype: torch.dtype, run: Callable[..., Any], operands: list[torch.Tensor | None]
 ) -> bool:
-    """Prints the largest difference; whether it is small."""
+    """Print the largest difference, and return True if it is small."""
     found = []
     for kernels in (False, True):
         with by_kernel(device, kernels=kernels):
@@ -110,7 +110,7 @@ def check(
 
 
 def norm_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
-    """Residual and norm in the ways that models use them."""
+    """Yield results for residual and norm in the forms that models use."""
     columns = shape[-1]
     seed = torch.tensor([(1 << 61) + 12345], device=device)
 
@@ -151,7 +151,7 @@ def norm_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Itera
 
 
 def join_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
-    """Three gradients as one, and their column sums."""
+    """Yield results for three gradients joined, and their column sums."""
     draw = torch.Generator().manual_seed(7)
     slopes = [torch.randn(shape, generator=draw).to(device, dtype) for _ in range(3)]
     found = []
@@ -175,7 +175,7 @@ def slopes_in_fp32(slopes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gelu_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
-    """Both forms, of numbers that are large too."""
+    """Yield results for both forms, with large numbers too."""
     draw = torch.Generator().manual_seed(6)
     x = (torch.randn(shape, generator=draw) * 3).to(device, dtype)
     x.view(-1)[:2] = torch.tensor([60.0, -60.0])
@@ -189,7 +189,7 @@ def gelu_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Itera
 
 
 def sums_are_those_of_torch(device: str) -> bool:
-    """The second stage of sums, over more rows than a program adds up at once."""
+    """Compare the second stage of sums with torch, over more rows than a program adds up at once."""
     partials = torch.randn((3, 150, 70), generator=torch.Generator().manual_seed(2)).to(device)
     with by_kernel(device, kernels=True):
         found = sums.add_partials(partials, torch.float32)
@@ -199,7 +199,7 @@ def sums_are_those_of_torch(device: str) -> bool:
 
 
 def padded_attention_is_that_under_a_mask() -> bool:
-    """On a GPU: what tokens give, and the gradients, without dropout."""
+    """Compare results at tokens and gradients on a GPU, without dropout."""
     from snugfit.features.kernels import attention
 
     mask = torch.ones((4, 77), dtype=torch.int64, device="cuda")
@@ -231,7 +231,7 @@ def padded_attention_is_that_under_a_mask() -> bool:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """The median of 20 runs, after 5."""
+    """Return the median of 20 runs, after 5."""
     times = []
     for repeat in range(25):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -260,7 +260,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 def compare(
     name: str, moved: int, ours: Callable[..., Any], plain: Callable[..., Any], operands: list[Any]
 ) -> None:
-    """Prints the milliseconds of both, forward, and forward with backward."""
+    """Print the milliseconds of both, forward, and forward with backward."""
     said: dict[str, Any] = {"name": name, "bytes": moved}
     for label, run in (("ours", ours), ("torch", plain)):
         slope = torch.randn_like(run(*operands))
@@ -279,7 +279,7 @@ def compare(
 
 
 def time_kernels() -> None:
-    """At the shapes of a layer of BERT-large, 4 x 512 tokens, in bfloat16."""
+    """Time kernels at the shapes of a layer of BERT-large, 4 x 512 tokens, in bfloat16."""
     functional = torch.nn.functional
     rows, wide, size = (4, 512, 1024), (4, 512, 4096), 2
     make = {"device": "cuda", "dtype": torch.bfloat16}
@@ -331,7 +331,7 @@ def time_kernels() -> None:
 
 
 def main() -> int:
-    """All cases on the device that was named; 1 where one is wrong."""
+    """Run all cases on the given device; return 1 if one is wrong."""
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     good = True
     good &= sums_are_those_of_torch(device)

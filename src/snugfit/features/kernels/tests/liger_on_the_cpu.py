@@ -52,7 +52,7 @@ def complete_the_interpreter() -> None:
 
 
 def compare_gradients() -> None:
-    """Those of a small Llama are the plain model's, and none is nothing."""
+    """Check that the gradients of a small Llama are the plain model's, and that none is zero."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def compare_gradients() -> None:
 
 
 def compare_allocations() -> None:
-    """Those of a real third step are the rehearsal's, in order."""
+    """Check that allocations of a real third step are the simulation's, in order."""
     from aligned import compare, peak
     from cpu_scratch import compared
 

@@ -51,7 +51,7 @@ PARTS = {"Attention", "MLP", "DecoderLayer", "RMSNorm"}
 
 
 def small(family: str, attention: str = "eager") -> Any:
-    """A small model of this family in training, its norms' scales no ones."""
+    """Return a small model of this family in training, with norms' scales other than one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def ids(length: int = 7) -> torch.Tensor:
 
 
 def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and gradients by name."""
+    """Return the logits, and the gradients by name."""
     tokens = ids()
     out = model(input_ids=tokens, labels=tokens, **inputs)
     out.loss.backward()
@@ -77,7 +77,7 @@ def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor
 
 
 def hold(plain: Any, fused: Any, bound: float, **inputs: Any) -> None:
-    """Logits and all gradients are close, and no gradient is nothing."""
+    """Check that logits and all gradients are close, and that no gradient is zero."""
     expected, got = run(plain, **inputs), run(fused, **inputs)
     torch.testing.assert_close(got[0], expected[0], rtol=bound, atol=bound)
     for name, gradient in expected[1].items():

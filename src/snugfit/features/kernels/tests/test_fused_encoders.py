@@ -41,7 +41,7 @@ DROPOUTS = (
 
 
 def build(family: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Any:
-    """A model, in training, whose weights are all unlike zero and one."""
+    """Return a model in training with weights other than zero and one."""
     from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification
 
     config = AutoConfig.for_model(family, **CONFIGS[family])
@@ -76,7 +76,7 @@ def batch_for(family: str, *, mask: bool = False) -> dict[str, torch.Tensor]:
 def pass_of(
     model: Any, batch: dict[str, torch.Tensor], seed: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The logits and the gradients of one pass."""
+    """Return the logits and the gradients of one pass."""
     model.zero_grad()
     torch.manual_seed(seed)
     out = model(**batch)

@@ -263,7 +263,7 @@ SECONDS = 0.08
 
 
 def step_of(run: Measurement) -> tuple[Replay, StepSeconds]:
-    """The bytes and the seconds of a measured run, predicted again."""
+    """Return the bytes and the seconds of a measured run, predicted again."""
     gpu, setup = find_gpu(run.device.name or ""), run.recipe.setup()
     trace = rehearse(run.job, setup, policy_for(gpu, Software()))
     seconds = step_seconds(trace, gpu, batch_size=run.job.batch_size, rates=packaged_rates(gpu))

@@ -88,7 +88,7 @@ def _rows(*values: Any, **more: Any) -> list[dict[str, Any]]:
 
 
 def _decoder(heard: np.ndarray) -> Any:
-    """As torchcodec's: (C, N), and its rate."""
+    """Return a decoder like torchcodec's: (C, N), and its rate."""
     found = SimpleNamespace(data=torch.from_numpy(np.stack([heard, heard])), sample_rate=RATE)
     return SimpleNamespace(get_all_samples=lambda: found)
 

@@ -62,7 +62,7 @@ def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Bytes of each storage that goes to the host, by what goes together."""
+    """Return the bytes of each storage copied to the host, by group of copies."""
     batches: list[list[int]] = []
     send = activation_offload.link_to_host(CPU).__class__.send
 
@@ -345,7 +345,7 @@ def on_a_gpu(this: Job, recipe: str) -> Trace:
 
 
 def deeper(**facts: Any) -> Job:
-    """BERT of six layers."""
+    """Return a job on BERT of six layers."""
     this = job("bert")
     config = this.model.config | {"num_hidden_layers": 6}
     return replace(this, model=Model.from_config(config, name="bert"), **facts)

@@ -44,7 +44,7 @@ more."""
 
 @cache
 def pair(name: str) -> tuple[Prediction, Measurement]:
-    """A run predicted, and as measured."""
+    """Return the prediction and the measurement of a run."""
     measured = Measurement.from_json(json.loads((RUNS / name / "measurement.json").read_text()))
     return predict(measured.job, measured.recipe, gpu="h200", loop=measured.loop), measured
 

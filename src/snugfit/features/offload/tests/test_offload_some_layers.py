@@ -47,7 +47,7 @@ LAYERS = 6
 
 @pytest.fixture(autouse=True)
 def small_tensors_travel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of plans are large."""
+    """Offload small tensors too, except in tests of plans, whose tensors are large."""
     if request.node.get_closest_marker("stored_rehearsals"):
         return
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1024)
@@ -55,7 +55,7 @@ def small_tensors_travel(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Bytes of each storage that goes to the host, by what goes together."""
+    """Return the bytes of each storage copied to the host, by group of copies."""
     batches: list[list[int]] = []
     link = activation_offload.link_to_host(torch.device("cpu")).__class__
     send = link.send
@@ -225,7 +225,7 @@ def test_the_wish_goes_through_json() -> None:
 
 
 def deep(family: str) -> Job:
-    """Activations are more than all else."""
+    """Return a job whose activations exceed all other memory."""
     return small_job(family, LAYERS, batch_size=32, sequence_length=256)
 
 

@@ -38,7 +38,7 @@ def seeded() -> None:
 
 
 def stepped(gradients: list[torch.Tensor], rank: int, renew: int = 2, side: str = "std") -> Any:
-    """A matrix and its optimizer, after a step by each gradient."""
+    """Return a matrix and its optimizer, after a step by each gradient."""
     weight = torch.nn.Parameter(torch.ones_like(gradients[0]))
     optimizer = GaloreWithAdamW([weight], **NUMBERS, rank=rank, renew=renew, side=side)
     for gradient in gradients:

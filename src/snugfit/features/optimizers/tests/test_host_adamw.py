@@ -46,7 +46,7 @@ def weights() -> list[torch.nn.Parameter]:
 
 
 def step_both(ours: Any, theirs: Any, seed: int) -> None:
-    """The same gradients for two optimizers, and a step of each."""
+    """Step both optimizers with the same gradients."""
     generator = torch.Generator().manual_seed(seed)
     pairs = zip(*(one.param_groups[0]["params"] for one in (ours, theirs)), strict=True)
     for left, right in pairs:

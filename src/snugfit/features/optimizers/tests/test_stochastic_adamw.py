@@ -66,7 +66,7 @@ def test_no_weight_that_is_not_a_number_becomes_one(bits: int) -> None:
 
 
 def moved(kind: type[torch.optim.Optimizer], dtype: torch.dtype, *, steps: int = 200) -> torch.Tensor:
-    """Weights that began at 1, after steps of 1/10,000 each in one direction."""
+    """Return weights that began at 1, after steps of 1/10,000 each in one direction."""
     weight = torch.nn.Parameter(torch.ones(4096, dtype=dtype))
     optimizer = kind([weight], lr=1e-4, weight_decay=0.0)  # type: ignore[call-arg]
     draw = torch.Generator().manual_seed(1)
@@ -119,7 +119,7 @@ def test_digits_are_learned_at_a_small_rate_as_in_32_bits(tmp_path: Path) -> Non
 
 
 def of_many_shapes(dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Also transposed, channels last, of one number, and empty."""
+    """Return parameters of many layouts: transposed, channels last, of one number, and empty."""
     draw = torch.Generator().manual_seed(7)
     made = [torch.randn(size, generator=draw) for size in ((33, 20), (1000,), (3, 4, 5, 6), (), (0, 3))]
     made[0], made[2] = made[0].t(), made[2].to(memory_format=torch.channels_last)

@@ -46,7 +46,7 @@ def paged_bytes() -> int:
 
 
 def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
-    """Sets the width of the embedding tables' moments, for the optimizer that is made next."""
+    """Set the width of the embedding tables' moments, for the next optimizer."""
     import torch
 
     managers, pages = _managers(), _page_managers()
@@ -153,7 +153,7 @@ def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Waits for a tensor's device by reading one of its numbers, which is a wait that a trace counts."""
+    """Wait for a tensor's device by reading one of its numbers, because a trace counts such a wait."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # a real wait makes no views
@@ -162,7 +162,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def _page_managers() -> Any:
-    """The class of what lists all paged tensors of a process."""
+    """Return the class that lists all paged tensors of a process."""
     with no_hub_kernels():
         from bitsandbytes.functional import GlobalPageManager
 
@@ -170,7 +170,7 @@ def _page_managers() -> Any:
 
 
 def _managers() -> Any:
-    """bitsandbytes' manager class, which keeps its only object in `_instance`."""
+    """Return bitsandbytes' manager class, which stores its only object in `_instance`."""
     with no_hub_kernels():
         from bitsandbytes.optim import GlobalOptimManager
 

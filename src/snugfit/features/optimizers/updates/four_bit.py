@@ -50,7 +50,7 @@ class FourBitAdamW(AdamWInPieces):
     numbers_in_a_block = BLOCK
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Makes codes of zeros, or zeros in 32 bits."""
+        """Return codes of zeros, or zeros in 32 bits."""
         if weight.numel() < LEAST or weight.numel() % BLOCK:
             return {
                 name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -104,7 +104,10 @@ def _scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
-    """The tables of sixteen values, which ascend; filled in on the device, so that it waits for no copy."""
+    """Return the tables of sixteen ascending values.
+
+    They are filled on the device, so that it waits for no copy.
+    """
     known = torch.empty(len(values), device=device)
     for value, number in zip(values, known, strict=True):
         number.fill_(value)
@@ -114,7 +117,7 @@ def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
 
 
 def pack(exact: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, two in a byte, and a scale for each block."""
+    """Return codes, two in a byte, and a scale for each block."""
     blocks = exact.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_(min=SMALLEST)
     nearest = torch.bucketize(blocks / scales[:, None], borders, out_int32=True).view(-1, 2)

@@ -41,7 +41,7 @@ class HostMemory:
         self._bytes: torch.Tensor | None = None
 
     def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Twice `STAGED_BYTES` of it, for weights and for gradients."""
+        """Return twice `STAGED_BYTES` of it, for weights and for gradients."""
         if self._bytes is None:
             if device.type == "cuda":
                 self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -67,7 +67,7 @@ class AdamWOnHost(FusedAdamW):
                 self._update(piece, group)
 
     def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
-        """A weight's elements in the order of its memory, with one step more than it has."""
+        """Yield a weight's elements in memory order, and count one more step in its state."""
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
         assert weight.grad is not None
@@ -101,7 +101,7 @@ def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
 
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Room for each part, one behind the other."""
+    """Return adjacent parts of the staging memory, one for each slice."""
     room, start = memory.view(piece[0].weight.dtype), 0
     staged = []
     for part in piece:
@@ -111,9 +111,11 @@ def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Te
 
 
 def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Both moments on the host, laid out as the weight. A library that loads states puts them on the weight's
-    device, and a checkpoint keeps no strides; both are put right here. A weight of shapes alone has moments
-    of shapes alone."""
+    """Return both moments on the host, in the layout of the weight.
+
+    A library that loads states moves them to the weight's device, and a checkpoint stores no strides. Both
+    are corrected here. A meta weight has meta moments.
+    """
     for name in MOMENTS:
         moment = state.get(name)
         if weight.is_meta:
@@ -128,7 +130,7 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many bytes of zeros, in memory of its own."""
+    """Return zeros of so many bytes, in memory of their own."""
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 
 

@@ -90,7 +90,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
                             weight.mul_(decay).add_(update, alpha=-group["lr"])
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Leave matrices to AdamW that a projection would not make smaller."""
+        """Return True unless a projection would not make the matrix smaller, which is then AdamW's."""
         return super().takes(weight, group) and min(weight.shape) > group["rank"]
 
 
@@ -147,7 +147,8 @@ def leave_to_adamw(model: torch.nn.Module) -> None:
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:
-    """A transformers model without its head, through the adapters around it; any other module as it is."""
+    """Return a transformers model without its head, through the adapters around it; any other module
+    unchanged."""
     unwrapped = getattr(model, "get_base_model", lambda: model)()
     prefix = getattr(unwrapped, "base_model_prefix", "")
     body = getattr(unwrapped, prefix, None) if prefix else None

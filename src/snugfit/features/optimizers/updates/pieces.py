@@ -123,7 +123,7 @@ class AdamWInPieces(FusedAdamW):
                 self._update(piece, group)
 
     def _split(self, weight: torch.Tensor) -> Iterator[WeightRows]:
-        """Cut a weight into rows of at most `AT_ONCE` elements."""
+        """Yield a weight's rows in slices of at most `AT_ONCE` elements."""
         parts = torch.atleast_1d(weight)
         width = math.prod(parts.shape[1:])
         least = self.numbers_in_a_block // math.gcd(self.numbers_in_a_block, width)

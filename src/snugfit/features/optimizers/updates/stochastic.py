@@ -26,7 +26,7 @@ class StochasticAdamW(AdamWInPieces):
     """AdamW that rounds new weights and moments of bfloat16 up or down by chance."""
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Makes zeros in the weight's dtype."""
+        """Return zeros in the weight's dtype."""
         return {name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in MOMENTS}
 
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
@@ -34,7 +34,7 @@ class StochasticAdamW(AdamWInPieces):
         return gather([rows.state[name] for rows in piece])
 
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
-        """Round both moments by chance."""
+        """Round both moments to bfloat16 stochastically, if they are stored in it."""
         for name, exact in zip(MOMENTS, moments, strict=True):
             parts = [rows.state[name] for rows in piece]
             scatter(round_by_chance(exact) if parts[0].dtype is torch.bfloat16 else exact, parts)

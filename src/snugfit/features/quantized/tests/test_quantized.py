@@ -42,7 +42,7 @@ def run(folder: Path, recipe: str, weights: Path | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the weights of a small Llama."""
+    """Return a folder with the weights of a small Llama."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(3)
     build_model(LLAMA, Setup(), CPU).save_pretrained(folder)
@@ -123,7 +123,7 @@ def test_what_is_kept_beside_a_weight_moves_before_it() -> None:
 
 
 def quantized(stored: Path, seed: int) -> Any:
-    """A model in 4 bits with adapters, as its user loads it."""
+    """Return a model in 4 bits with adapters, as its user loads it."""
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )

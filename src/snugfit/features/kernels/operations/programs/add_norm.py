@@ -36,7 +36,7 @@ def norm_forward(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STREAM: tl.constexpr, SUM: tl.constexpr, DROPS: tl.constexpr,
     DROPS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the result, of the stream, of the sum and of the statistics (2, rows)."""
+    """Write some rows of the result, of the stream, of the sum and of the statistics (2, rows)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     has_column = column < columns
@@ -76,8 +76,10 @@ def norm_backward(  # type: ignore[no-untyped-def]
     STREAM_SLOPE: tl.constexpr, SUM_SLOPE: tl.constexpr, DROPS: tl.constexpr, DROPS_LAST: tl.constexpr,
     APART: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Every so-many-th block of rows of the gradients, and the sums of what weight (the first of SUMS), shift
-    and bias get of them."""
+    """Write the gradients of every n-th block of rows, n the number of programs, and their column sums.
+
+    The sums are the gradients of weight (the first of SUMS), shift and bias.
+    """
     column = tl.arange(0, COLUMNS)
     has_column = column < columns
     gain = tl.load(weight + column, mask=has_column, other=0.0).to(tl.float32)

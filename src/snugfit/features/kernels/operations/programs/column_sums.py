@@ -16,7 +16,7 @@ COLUMNS, ROWS = 16, 64
 
 @triton.jit(do_not_specialize=("count",))  # type: ignore[untyped-decorator]
 def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds up `count` rows of some columns of one of the K."""
+    """Add up `count` rows of some columns of one of the K tensors."""
     which = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -29,7 +29,7 @@ def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.
 
 
 def column_sums(partials: torch.Tensor, *, sums: torch.Tensor) -> None:
-    """Writes the sums over the second dimension."""
+    """Write the sums over the second dimension."""
     kinds, count, columns = partials.shape
     add_columns[(triton.cdiv(columns, COLUMNS), kinds)](
         partials, sums, count, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4

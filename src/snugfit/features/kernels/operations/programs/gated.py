@@ -14,13 +14,13 @@ WARPS = 8
 
 @triton.jit
 def sigmoid(value):  # type: ignore[no-untyped-def]
-    """1 / (1 + exp(-value)), which neither end overflows."""
+    """Return 1 / (1 + exp(-value)), without overflow at either end."""
     return 1.0 / (1.0 + tl.exp(-value))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SiLU, or with `TANH` GELU by its approximation with a tanh; and the slope of it at the gate."""
+    """Return SiLU, or with `TANH` GELU's approximation by tanh, and its derivative at the gate."""
     if TANH:
         # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
         inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
@@ -72,7 +72,7 @@ def gate_row_backward(  # type: ignore[no-untyped-def]
 
 
 def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
-    """Runs the forward kernel over a product (T, 2 * I)."""
+    """Run the forward kernel over a product (T, 2 * I)."""
     rows, columns = out.shape
     gate_row[(rows, triton.cdiv(columns, BLOCK))](
         product, out, columns, TANH=tanh, BLOCK=block_of(columns), num_warps=WARPS
@@ -80,7 +80,7 @@ def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
 
 
 def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
-    """Runs the backward kernel, in place."""
+    """Run the backward kernel, in place."""
     rows, columns = of_out.shape
     gate_row_backward[(rows, triton.cdiv(columns, BLOCK))](
         product, of_out, columns, TANH=tanh, AGAIN=again, BLOCK=block_of(columns), num_warps=WARPS
@@ -88,5 +88,5 @@ def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again
 
 
 def block_of(columns: int) -> int:
-    """Elements to a program: a whole row, where it is short."""
+    """Return the elements of a program: a whole row if it is short."""
     return min(BLOCK, int(triton.next_power_of_2(columns)))
