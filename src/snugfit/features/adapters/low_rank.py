@@ -72,7 +72,7 @@ both."""
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Technique):
-    """The settings of peft's low-rank adapters, and the wish for them."""
+    """Settings of peft's low-rank adapters, and the call that adds them."""
 
     preloaded: ClassVar = "snugfit.features.adapters.ahead"
 

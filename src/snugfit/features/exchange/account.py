@@ -18,7 +18,7 @@ LONGEST_VALUE = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One key of the file, and what became of it."""
+    """One key of the file, and its use here."""
 
     key: str
     """The key as the file has it."""

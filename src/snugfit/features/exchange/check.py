@@ -256,7 +256,8 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
 
 
 def _processes(document: Document) -> dict[str, int]:
-    """Return the number of processes that follows from DeepSpeed's three numbers, if the file has them."""
+    """Return the number of processes by the key `processes`, from DeepSpeed's three numbers; empty without
+    them."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     values = (document.values.get(name) for name in names)
     numbers = [one for one in values if isinstance(one, int) and one > 0]

@@ -268,8 +268,10 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
-    """Return `TrainingArguments` without checkpointing's newer name: these tools set the older one
-    themselves."""
+    """Return `TrainingArguments` with checkpointing under its older name, as these tools set it themselves.
+
+    Raises `RecipeError` for techniques that were not compared in these tools.
+    """
     new, old = NAMES
     arguments = training_arguments(job, recipe, to)
     if to != "trl":

@@ -97,7 +97,7 @@ def _on_several(job: Job, recipe: Recipe, gpus: int, arguments: Mapping[str, Any
         more["deepspeed"] = arguments["deepspeed"] | section
     if job.task in ONE_LABEL or not divides_by_labels(job):
         more["average_tokens_across_devices"] = False
-    if "fsdp_config" in arguments:  # by itself accelerate goes by `_no_split_modules`, BERT's embeddings too
+    if "fsdp_config" in arguments:  # accelerate's default is `_no_split_modules`, with BERT's embeddings too
         more["fsdp_config"] = arguments["fsdp_config"] | {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [*layer_names(job)],

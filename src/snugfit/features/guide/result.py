@@ -77,7 +77,7 @@ class GuideRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenInstead:
-    """A slot that today's recipe fills otherwise than the experiment."""
+    """A slot that differs between today's recipe and the experiment's."""
 
     slot: str
     """The slot's own name."""
@@ -130,7 +130,7 @@ class LargeModelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideResult:
-    """The suite's rows and what follows from them."""
+    """The suite's rows, and tables and plots derived from them."""
 
     source: str = field(default_factory=source)
     """The address of the page with the published figures."""

@@ -48,7 +48,7 @@ class FusedHandler(KernelsHandler):
             use_fused(model, value.recomputed_mlps)
 
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
-        """Run plain torch in a rehearsal of a CPU."""
+        """Run plain torch in a simulation of a CPU."""
         from snugfit.features.kernels.operations.operators import rehearsed_on_the_cpu
 
         return None if value is None or on_gpu else rehearsed_on_the_cpu

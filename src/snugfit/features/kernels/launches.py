@@ -85,7 +85,7 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
         for kind in (JITFunction, InterpretedFunction):
             undo.enter_context(patch.object(kind, "run", run))
         undo.enter_context(patch.object(Autotuner, "run", run_first))
-        undo.enter_context(quiet("transformers.configuration_utils"))  # of what Liger still reads
+        undo.enter_context(quiet("transformers.configuration_utils"))  # no logs for reads by Liger
         if isinstance(policy, CudaPolicy):
             undo.enter_context(_as_on(policy))
         yield

@@ -69,7 +69,7 @@ class Liger(Technique):
     """Gated SiLU in one kernel, whose gradients overwrite its saved tensors."""
 
     geglu: bool | None = None
-    """The gated GELU likewise."""
+    """Gated GELU in one kernel, whose gradients overwrite its saved tensors."""
 
     layer_norm: bool | None = None
     """LayerNorm in one kernel, of models that see pictures."""

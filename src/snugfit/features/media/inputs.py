@@ -49,7 +49,7 @@ BINS_FIRST = frozenset({"glmasr", "qwen3_asr", "voxtral_realtime"})
 """Architectures that begin with convolutions along time, and whose configs name no source positions."""
 
 STACKED_FRAMES = 6
-"""FunASR's extractor stacks seven frames, every sixth of them anew (`stride_lfr`)."""
+"""FunASR's extractor stacks seven frames, one stack for every sixth frame (`stride_lfr`)."""
 
 PIANO_FRAMES = 22_050 * SECONDS // 1_024
 """Pop2Piano's spectrogram: 22,050 Hz and a hop of 1,024 samples."""

@@ -83,7 +83,7 @@ class MediaSamples(IndexedSamples):
         return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self.target(index)}
 
     def collate_with(self, targets: Collate) -> MediaCollate:
-        """Return what puts inputs together as their preprocessor does."""
+        """Return a function that batches inputs by their preprocessor."""
         return MediaCollate(preprocessor=self.preprocessor, targets=targets)
 
     def checksum(self, index: int) -> bytes:

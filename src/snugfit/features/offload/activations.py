@@ -138,7 +138,7 @@ class KeptTensor:
         self.before = before
         """Regions to fetch when this tensor is used."""
         self.saved: SavedTensor | None = None
-        """In its place, once it is known to travel."""
+        """Record of the offloaded tensor that replaces it, once it is to be offloaded."""
 
 
 class Window:
@@ -412,7 +412,7 @@ class ActivationOffload:
 
 
 def _nothing() -> None:
-    """Return None, in place of a weak reference whose tensor was freed."""
+    """Return None, as the weak reference of a storage without an entry."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:

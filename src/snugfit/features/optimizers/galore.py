@@ -61,7 +61,7 @@ class Galore(Projected):
     """Singular vectors of a projection; matrices with no more rows or columns stay AdamW's."""
 
     update_proj_gap: int = between(1, 1_000_000, default=200)
-    """Steps after which the singular vectors are found anew."""
+    """Steps between two searches for the singular vectors."""
 
     scale: float = between(1e-6, 1e6, default=0.25)
     """Factor of the update after it is projected back."""

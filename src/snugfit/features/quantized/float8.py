@@ -73,7 +73,7 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
     chosen = {id(module) for module in convertible(model)}
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
     before = {name: module for name, module in model.named_modules() if id(module) in chosen}
-    # torchao makes each layer on `meta` first, which a rehearsal would take for a tensor of its device
+    # torchao creates each layer on `meta` first, which a simulation would count as a tensor of its device
     with _disable_current_modes():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
     for name, module in before.items():

@@ -39,7 +39,8 @@ class FourBitConstruction(Construction):
     def config(self, model: Any) -> Any:
         """Return transformers' `BitsAndBytesConfig` for a model like this one.
 
-        It skips transformers' own exceptions, and classifiers, which peft trains whole.
+        Its `llm_int8_skip_modules` are transformers' own exceptions, and classifiers, which peft trains
+        whole.
         """
         import torch
         from transformers import BitsAndBytesConfig

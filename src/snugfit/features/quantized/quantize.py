@@ -1,4 +1,4 @@
-"""The wish for frozen weights in 4 bits: they are quantized by bitsandbytes while the model is built."""
+"""The setting for frozen weights in 4 bits: bitsandbytes quantizes them while the model is built."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ def test_llama_factory_checkpoints_by_re_entry_unless_told(tmp_path: Path) -> No
 
 
 def test_no_switch_of_llama_factory_is_overlooked(tmp_path: Path) -> None:
-    """Each `use_...` of its source, and what makes the embeddings larger, is known, and mostly refused."""
+    """Each `use_...` of its source, and each switch that enlarges the embeddings, is in the table, mostly
+    refused."""
     needs_techniques("lora")
     tools = json.loads((Path(__file__).parent / "data" / "finetuning_tools.json").read_text())
     switches = [key for key in tools["llamafactory"]["keys"] if key.startswith("use_")]

@@ -1,4 +1,4 @@
-"""Results of the guide that no rehearsal and no GPU gave: made up, so that reports can be tested."""
+"""Invented results of the guide, without a simulation or a GPU, for tests of reports."""
 
 from __future__ import annotations
 

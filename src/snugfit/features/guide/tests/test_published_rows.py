@@ -15,7 +15,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
 PUBLISHED = 0.01
-"""All but one of the V100's rows lie within so much of the printed figure."""
+"""Allowed relative error of the V100's rows, all but one."""
 
 SHOWN = ("vanilla", "fp16", "accumulation + checkpointing + fp16 + 8-bit Adam")
 """Rows that represent all ten, including the outlier."""

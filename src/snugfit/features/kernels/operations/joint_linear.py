@@ -49,8 +49,10 @@ def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return all of them as one, along the first dimension, in this dtype: a view where they lie side by side
-    and have it."""
+    """Return all of them as one tensor of this dtype, along the first dimension.
+
+    It is a view where they are adjacent and have the dtype.
+    """
     view = joint_view(tensors)
     return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
 

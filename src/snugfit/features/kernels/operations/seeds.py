@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 HIGHEST = 1 << 62
-"""Seeds are below it (chosen: half of what int64 holds)."""
+"""Upper bound of seeds (chosen: half of int64's range)."""
 
 CARRIED = "dropout_seed"
 """The attribute of a node of autograd's graph that holds the seed of its pass."""

@@ -43,7 +43,7 @@ FILES = {
 USES_KERNELS = [True]
 
 Case = tuple[str, Callable[[], list[torch.Tensor]]]
-"""A name, and what gives tensors that are the same by the kernel and by the reference."""
+"""A name, and a function whose tensors are the same by the kernel and by the reference."""
 
 
 def launch_on_the_cpu() -> None:

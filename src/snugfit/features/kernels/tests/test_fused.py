@@ -53,7 +53,7 @@ def launches(trace: Trace) -> Counter[tuple[str, str]]:
     ("family", "recipe", "says"),
     [
         ("t5", "fused", r"no kernels for t5\. It covers bert, .*vit.*'torch_kernels'"),
-        ("bert", "fused + compiled", r"compiled.* compiles what it would replace"),
+        ("bert", "fused + compiled", r"compiled.* compiles the code that it would replace"),
         ("bert", "fused + eager", r"wants torch's attention, and eager is another"),
         ("bert", "fused + fsdp", "several processes do not share"),
     ],
@@ -86,7 +86,7 @@ def test_a_copy_of_a_model_computes_with_its_own_weights(family: str, way: str) 
     hold_copy(model, way)
 
 
-# ---- a rehearsal -----------------------------------------------------------------------------------------
+# ---- simulation --------------------------------------------------------------------------------------------
 
 
 def test_every_kernel_that_should_run_is_launched() -> None:

@@ -153,7 +153,8 @@ def test_the_packaged_table_is_liger_s_own() -> None:
     assert {name: frozenset(parts) for name, parts in packaged.items()} == liger_table.parts_by_model_type()
 
 
-# ---- a rehearsal -------------------------------------------------------------------------------------------
+# ---- simulation
+# ---------------------------------------------------------------------------------------------
 
 
 @installed
@@ -193,7 +194,7 @@ def test_bytes_are_those_of_what_a_kernel_loads_and_stores() -> None:
 
 @installed
 def test_nothing_of_the_process_is_another_afterwards() -> None:
-    """Liger changes names in transformers' files; a model that is rehearsed later has its own code."""
+    """Liger changes names in transformers' files, but a model that is simulated later has its own code."""
     from transformers.models.llama import modeling_llama
 
     before, names = trace_of("bf16"), dict(vars(modeling_llama))

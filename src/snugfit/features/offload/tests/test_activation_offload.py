@@ -125,7 +125,7 @@ def test_gradients_are_the_same_bit_for_bit(
     assert all(torch.equal(plain[name], travelled[name]) for name in plain)
 
 
-# ---- what travels ----------------------------------------------------------------------------------------
+# ---- offloaded tensors -------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -198,7 +198,7 @@ def checkpoint(x):
 def test_inputs_of_a_checkpoint_travel_where_functions_are_counted_too(
     rehearsed: bool, sent: list[list[int]]
 ) -> None:
-    """A rehearsal calls autograd functions from a frame of its own."""
+    """A simulation calls autograd functions from a frame of its own."""
     code: dict[str, Any] = {"__name__": activation_offload.CHECKPOINTS, "torch": torch}
     exec(OLDER_CHECKPOINT, code)
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_is_refused() -> None:
         Recipe.parse("host(checkpoints)").check(job("bert"))
 
 
-# ---- rehearsed -------------------------------------------------------------------------------------------
+# ---- simulation --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.whole

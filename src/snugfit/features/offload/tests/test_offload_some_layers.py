@@ -112,7 +112,7 @@ def test_a_span_of_layers_belongs_to_its_last_one(sent: list[list[int]]) -> None
     assert not sent
 
 
-# ---- what travels, and when --------------------------------------------------------------------------------
+# ---- offloaded tensors, and times of their copies ----------------------------------------------------------
 
 
 def on_the_device() -> int:
@@ -221,7 +221,8 @@ def test_the_wish_goes_through_json() -> None:
         Recipe.parse("host(all, layers=0)")
 
 
-# ---- rehearsed ---------------------------------------------------------------------------------------------
+# ---- simulation
+# ---------------------------------------------------------------------------------------------
 
 
 def deep(family: str) -> Job:

@@ -1,4 +1,5 @@
-"""APOLLO: columns are scaled as AdamW scales them, in a space of a few rows; rehearsed as it runs."""
+"""APOLLO: columns are scaled as AdamW scales them, in a space of a few rows, and a simulation matches a
+run."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def states(trace: Any) -> int:
 
 @pytest.mark.whole
 def test_adamw_8bit_leaves_nothing_behind() -> None:
-    """Overrides of one run do not reach the next, and a rehearsal's none of the process's own."""
+    """Overrides of one run do not reach the next, and those of a simulation do not reach the process."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from bitsandbytes.optim import GlobalOptimManager
 

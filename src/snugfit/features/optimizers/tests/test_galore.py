@@ -1,4 +1,5 @@
-"""GaLore: AdamW on projected gradients, as the authors' package computes it; rehearsed as it runs."""
+"""GaLore: AdamW on projected gradients, as the authors' package computes it, and a simulation matches a
+run."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_what_cannot_be_is_refused() -> None:
         AdamWOnHost(sparse.parameters()).step()
 
 
-# ---- rehearsed -------------------------------------------------------------------------------------------
+# ---- simulation -------------------------------------------------------------------------------------------
 
 
 def trace_of(recipe: str, **changes: Any) -> Trace:

@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer: who updates what, and that each does what torch's own does alone."""
+"""Muon and AdamW as one optimizer: their shares of the parameters, each with the updates of torch's own."""
 
 from __future__ import annotations
 

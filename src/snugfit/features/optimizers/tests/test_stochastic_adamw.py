@@ -170,7 +170,8 @@ def test_no_numbers_are_updated_without_a_gradient() -> None:
         optimizer.step(lambda: None)
 
 
-# ---- rehearsed, planned, refused -------------------------------------------------------------------------
+# ---- simulated, planned, refused
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.whole

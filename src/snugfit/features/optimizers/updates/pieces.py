@@ -159,7 +159,7 @@ def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy elements that lie one behind the other into these tensors."""
+    """Copy adjacent elements into these tensors, one tensor after the other."""
     torch._foreach_copy_(list(parts), _views(flat, parts))
 
 

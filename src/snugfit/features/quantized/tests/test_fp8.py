@@ -63,7 +63,8 @@ def products(trace: Trace) -> Counter[str]:
     return Counter(kernel.phase for kernel in trace.kernels if kernel.operator == "aten::_scaled_mm")
 
 
-# ---- what goes with it -------------------------------------------------------------------------------------
+# ---- combinations
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,8 @@ def test_what_does_not_train_stays_as_it_is() -> None:
     assert len(list(convertible(model))) == (LAYERS - 1) * LINEAR
 
 
-# ---- a rehearsal -------------------------------------------------------------------------------------------
+# ---- simulation
+# ---------------------------------------------------------------------------------------------
 
 LAW = [
     (*model, recipe)

@@ -26,7 +26,7 @@ FORWARD_TILE = 1024
 """Elements that a program of the forward kernel has at hand (chosen)."""
 
 VARYING = ("rows", "residual_rows", "site", "drops")
-"""Arguments for whose values no kernel is compiled anew."""
+"""Arguments whose values trigger no new compilation of a kernel."""
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""Adds up what programs of another kernel added up: (K, P, columns) to (K, columns)."""
+"""Add up partial sums of another kernel's programs: (K, P, columns) to (K, columns)."""
 
 from __future__ import annotations
 

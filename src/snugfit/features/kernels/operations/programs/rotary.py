@@ -1,7 +1,7 @@
 """Rotary embedding of queries and keys in Triton, within the product that has both and the values.
 
-Heads of queries, then of keys, then of values lie behind one another in the row of a token. A program takes a
-token, and some heads of it at a time as two tiles, the halves that are rotated into each other. With `NORMS`
+A token's row contains the heads of queries, then of keys, then of values. A program processes a token, and
+some of its heads at a time. They are two tiles, the halves that are rotated into each other. With `NORMS`
 each head is normed before, as Qwen3 and Gemma 3 do.
 """
 
