@@ -12,8 +12,8 @@ and memory.
 Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The default modules of an architecture
 come from peft's table (BERT: query and value). An architecture that the table lacks gets all its linear
 layers. This module reads the table and passes the names to peft. peft itself looks an architecture up by its
-own name only, and the table has Gemma 3 under the name of its text part. For models whose weights
-transformers stores in another shape (Mixtral's experts), peft renames modules and skips the lookup.
+own name only. The table has Gemma 3 under the name of its text part. For models whose weights transformers
+stores in another shape (Mixtral's experts), peft renames modules and skips the lookup.
 
 Dropout saves two tensors for each adapted matrix: the input after dropout, and the mask. The backward pass of
 A needs both. Adapters of a model in half precision are fp32, as peft creates them (`autocast_adapter_dtype`).

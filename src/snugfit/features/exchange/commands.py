@@ -124,9 +124,9 @@ export.__signature__ = inspect.Signature([_RECIPE, *_JOB, *_OWN])  # type: ignor
 def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
     """Raise `UsageError`, before long work begins, for a request that cannot be exported.
 
-    These are options beside `--export` that yield several answers, a target that cannot train this job, and a
-    folder that cannot be written. A folder with files of these names is refused too, unless they were
-    exported for the same target.
+    Causes are options beside `--export` that yield several answers, an unsuitable target, and a folder that
+    cannot be written. A folder with files of these names is refused too, unless they were exported for the
+    same target.
     """
     if not flags.get("export"):
         return

@@ -2,7 +2,7 @@
 
 A table translates a library's keys into the one vocabulary of techniques and jobs. That is transformers'
 arguments by dotted name (`techniques/counterpart.py`), and `job.*` for fields of the job. The rest of a table
-lists keys that may be ignored, and keys without a counterpart that may not, each with a reason.
+lists keys that may be ignored, and refused keys without a counterpart, each with a reason.
 """
 
 from __future__ import annotations

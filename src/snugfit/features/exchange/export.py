@@ -85,8 +85,8 @@ def check_target(job: Job, to: str) -> None:
 def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
     """Return the files for a target, for so many GPUs.
 
-    Raises `RecipeError` for a technique that the target cannot express, and `UsageError` for a number of GPUs
-    that does not match the recipe or the batch.
+    Raises `RecipeError` for a technique that the target cannot express. Raises `UsageError` for a number of
+    GPUs that does not match the recipe or the batch.
     """
     check_target(job, to)
     samples_at_once(job, recipe, gpus)

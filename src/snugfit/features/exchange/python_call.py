@@ -3,9 +3,9 @@
 The reader finds the call of `TrainingArguments` or TRL's `SFTConfig` (or, without one, of `Accelerator`). It
 also finds calls of `from_pretrained` or `from_config` on one of transformers' auto classes, of peft's
 `LoraConfig`, and unsloth's two calls. It finds code that compiles the model or, in a loop, its layers, and
-torchao's call that converts them. An argument is resolved when it is a literal, a dtype of torch, or a name
-that the script sets to such a value exactly once. `**name` of a dict works likewise, as in the guide. Values
-computed while the script runs stay unknown, and are reported as such.
+torchao's call that converts them. An argument is resolved when it is a literal or a dtype of torch. So is a
+name that the script sets to such a value exactly once. `**name` of a dict works likewise, as in the guide.
+Values computed while the script runs stay unknown, and are reported as such.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
     They override a job file, and `settings` receives them. Without a configuration file, arguments for the
     run alone give None. Raises `UsageError` for values that cannot be predicted, unless a flag or the job
-    file overrides them, and for an argument that contradicts one of ours.
+    file overrides them. An argument that contradicts one of ours raises it too.
     """
     from snugfit.cli.jobfile import settings_from, training_keys
 

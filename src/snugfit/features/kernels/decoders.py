@@ -1,8 +1,8 @@
 """Decoders with kernels of our own: Llama, Qwen2, Qwen3, Mistral, and Gemma's three.
 
-Three kernels replace the operators between the products of a layer. They are the addition of a branch to the
-stream with the norm that follows, the rotation of queries and keys, and the gated activation. The products of
-queries, keys and values are one, and so are those of gate and up: their weights are adjacent in memory.
+Three kernels replace the operators between the products of a layer. One adds a branch to the stream and norms
+the sum. The others are the rotation of queries and keys, and the gated activation. The products of queries,
+keys and values are one, and so are those of gate and up. Their weights are adjacent in memory.
 
 A module runs its own code if an adapter or a quantization replaced one of its layers. So does every module
 outside training.

@@ -11,8 +11,8 @@ replaces that constant in Liger's functions.
 
 If a kernel has several settings, the first is launched. On a GPU Triton's autotuner times them all before the
 first launch with each of its keys, in every process. It flushes the cache with a buffer of one size on any
-GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`), and clones the tensors that a
-kernel changes.
+GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`). It clones the tensors that a kernel
+changes.
 """
 
 from __future__ import annotations

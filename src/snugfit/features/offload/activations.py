@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 LEAST_BYTES = 1 << 20
 """Least size of an offloaded storage (chosen).
 
-Up to this size CUDA's allocator uses blocks of 2 MiB for all, and the host takes longer to launch a copy than
-most kernels.
+Up to this size CUDA's allocator uses blocks of 2 MiB for all. Also, the host takes longer to launch a copy
+than most kernels.
 """
 
 CHECKPOINTS = "torch.utils.checkpoint"

@@ -2,7 +2,7 @@
 
 State: two moments in 16 bits, 4 bytes an element, and no copy of the weights in 32 bits. With weights and
 gradients that is 8 bytes, where AdamW in 32 bits has 16. The update is computed in 32 bits, some millions of
-numbers at a time, and takes a few times as long as `adamw_fused`. `updates/stochastic.py` describes the
+numbers at a time. It takes a few times as long as `adamw_fused`. `updates/stochastic.py` describes the
 rounding.
 """
 

@@ -1,9 +1,10 @@
 """APOLLO: gradients of hidden layers' matrices, scaled by factors that AdamW yields on a small projection.
 
-State of an m x n matrix, m the smaller: two moments and a projection, rank x (2n + m) numbers against AdamW's
-2mn. With rank 64 and a matrix of 4,096 x 4,096 that is a fortieth. Embedding tables, the head, biases,
-normalisations and matrices no larger than the rank keep AdamW's two moments. An update multiplies each matrix
-once with the projection and needs one temporary of its size. `updates/apollo.py` describes the algorithm.
+State of an m x n matrix, m the smaller: two moments and a projection. That is rank x (2n + m) numbers,
+against AdamW's 2mn. With rank 64 and a matrix of 4,096 x 4,096 it is a fortieth. Embedding tables, the head,
+biases, normalisations and matrices no larger than the rank keep AdamW's two moments. An update multiplies
+each matrix once with the projection and needs one temporary of its size. `updates/apollo.py` describes the
+algorithm.
 """
 
 from __future__ import annotations

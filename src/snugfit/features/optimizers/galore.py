@@ -1,6 +1,6 @@
 """GaLore: AdamW on projections of the gradients of hidden layers' matrices, onto their singular vectors.
 
-State of an m x n matrix, m the smaller: two moments of rank x n numbers and the projection's m x rank. That
+State of an m x n matrix (m the smaller): two moments of rank x n numbers and a projection of m x rank. That
 is rank x (2n + m) numbers, against AdamW's 2mn. With rank 128 and a matrix of 4,096 x 4,096 that is a
 twentieth. Embedding tables, the head, biases, normalisations and matrices no larger than the rank keep
 AdamW's two moments. An update multiplies each matrix's gradient with the projection and back, and creates no
@@ -71,8 +71,8 @@ class Galore(Projected):
     matrix, or both."""
 
     targets: tuple[str, ...] | None = None
-    """Words in the names of the linear layers that are projected, or `all-linear`, the head with them; by
-    default the matrices of hidden layers."""
+    """Words in the names of projected linear layers, or `all-linear` (with the head); by default the matrices
+    of hidden layers."""
 
     def install(self, setup: Setup) -> Setup:
         """Choose GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""

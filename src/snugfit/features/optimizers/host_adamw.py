@@ -1,8 +1,8 @@
 """AdamW on the host: both moments in its memory, and the update by its CPU.
 
 The GPU stores weights and gradients and no states at all: 8 bytes a parameter less in fp32. Every step waits
-for the host. Weights and gradients are copied there, the CPU reads and writes seven numbers for each weight,
-and the new weights are copied back. In a step of many micro-batches that is a small part of the time.
+for the host. Weights and gradients are copied there. The CPU reads and writes seven numbers for each weight.
+Then the new weights are copied back. In a step of many micro-batches that is a small part of the time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ not fit beside its activations. The update brings each moved page back over the 
 
 The number of moved pages depends on all other memory in use on the GPU, and is not predicted. A step of
 Llama-3.2-1B (2 x 512 tokens, 9.2 GiB of states) was measured on an H200. It took 66 to 73 ms with room for
-all, and 73 to 87 ms where other tensors left 2 GiB for the states (`results/h200-2026-11-23/optimizers`).
+all. With 2 GiB left for the states it took 73 to 87 ms (`results/h200-2026-11-23/optimizers`).
 """
 
 from __future__ import annotations

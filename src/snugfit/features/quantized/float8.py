@@ -1,9 +1,9 @@
 """The setting for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
 
 The linear layers of the model's repeated layers are converted. Exceptions are layers whose weights do not
-train, and those with a size that is not a multiple of 16, which the hardware requires. The head and the
-modules around the layers stay unchanged, as in torchtitan. A converted layer has the same parameter under the
-same name, so optimizers and checkpoints need no change.
+train, and sizes that are no multiple of 16, which the hardware requires. The head and the modules around the
+layers stay unchanged, as in torchtitan. A converted layer has the same parameter under the same name, so
+optimizers and checkpoints need no change.
 
 The inner dimension of a weight's gradient is the number of tokens. `pad_inner_dim` pads it to a multiple of
 16, as accelerate does by default. Without it, a batch of another length would end a run.

@@ -38,8 +38,8 @@ def four_bit_products(policy: Policy) -> Iterator[None]:
     """Run products with 4-bit weights on shapes as on the policy's device, within this context.
 
     Without an imported bitsandbytes the context has no effect. The products are registered as a kernel of
-    torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must not be replaced: the dispatcher caches
-    that object at the first call and holds no reference to it (`getTorchApiFunction`, torch 2.13).
+    torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must not be replaced. The dispatcher caches
+    that object at the first call, without a reference to it (`getTorchApiFunction`, torch 2.13).
     """
     import torch
 

@@ -9,8 +9,8 @@ large, and slower: separate kernels rescale two of its three products.
 
 The base is `bf16`: autocast, around weights in their loaded dtype. accelerate (and the Trainer over it) does
 the same where `mixed_precision` is `fp8`. Everything but the linear layers of the repeated layers
-(embeddings, norms, attention, the head, the loss) is computed as without it. Weights stay in 16 or 32 bits,
-and so do gradients, optimizer states and activations saved for the backward pass: it saves no memory.
+(embeddings, norms, attention, the head, the loss) is computed as without it. It saves no memory: weights,
+gradients, optimizer states and saved activations stay in 16 or 32 bits.
 
 Separate kernels find the largest element, scale and round, and read and write each matrix about ten times.
 Compilation (`compiled`) fuses them into two. Uncompiled they take longer than the faster products save,

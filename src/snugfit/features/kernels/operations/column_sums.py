@@ -1,8 +1,8 @@
 """Second stage of sums over many rows: the sum of the partial sums of all programs of a kernel.
 
-The first stage of a gradient of a norm's weight, or of a bias, is a by-product of the kernel that computes
-its terms. Each of its programs adds up its own rows, in fp32. Sums in two stages are the same in every run;
-sums by atomic additions are not.
+The gradients of a norm's weight and of a bias are such sums. Their first stage is a by-product of the kernel
+that computes the terms. Each of its programs adds up its own rows, in fp32. Sums in two stages are the same
+in every run; sums by atomic additions are not.
 """
 
 from __future__ import annotations

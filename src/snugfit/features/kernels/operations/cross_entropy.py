@@ -1,12 +1,12 @@
 """Cross-entropy of logits in one kernel, which overwrites the logits with their gradient.
 
-In plain torch logits of 16 bits are cast to 32, their softmax is saved, and its gradient and that of the cast
+In plain torch logits of 16 bits are cast to 32, and their softmax is saved. Its gradient and that of the cast
 follow. That is six tensors of their size, all in 32 bits but two. Here a program reads a token's logits
-twice, once for the sum of their exponentials and once for the gradient, and writes one number of loss.
+twice, for the sum of their exponentials and for the gradient. It writes one number of loss.
 
 In the backward pass, the stored gradients of a loss in chunks are multiplied by the loss's own gradient. That
-is one unless the batch is split; then the kernel reads nothing else. torch's product of 16 bits with a number
-in 32 rounds that number to 16 bits on a GPU, and reads elements one by one.
+is one unless the batch is split; then the kernel reads nothing else. On a GPU, torch's product of 16 bits
+with a number in 32 rounds that number to 16 bits. It also reads elements one by one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dropout masks by Philox in counter mode, in plain torch, bit for bit those of the programs.
 
-An element is dropped or not by a seed, the number of the call site in the model, its row and its column. So a
-backward pass draws the mask of its forward pass again, and stores nothing. A draw of Philox has 128 bits,
+The fate of an element depends on a seed, the number of the call site in the model, its row and its column. So
+a backward pass draws the mask of its forward pass again, and stores nothing. A draw of Philox has 128 bits,
 which decide for eight neighbours in a row, 16 bits each. A probability is rounded to 1/65,536 (0.1 to
 0.100006), and the remaining elements are scaled by the rounded one.
 """

@@ -2,14 +2,14 @@
 
 A decoder adds a branch's output to the stream of its tokens, and norms the sum for the next branch. The sum
 is the next stream, so it is in memory anyway; beside it one number a row is saved. In the backward pass one
-kernel computes the gradient that the stream and the branch have in common, and adds the stream's own. The
-product that follows needs its input once more, for its weight's gradient. It saves no copy, but recomputes
-the input from the sum (`rows_again`), for a read and a write of its bytes.
+kernel computes the common gradient of the stream and the branch, and adds the stream's own. The product that
+follows needs its input once more, for its weight's gradient. It saves no copy, but recomputes the input from
+the sum (`rows_again`), for a read and a write of its bytes.
 
-Numbers are those of transformers' modules. The norm is computed in 32 bits. Then it is rounded to the
-stream's dtype and multiplied by its scale (Llama), or multiplied by one plus the scale and then rounded
-(Gemma, `from_one`). Under autocast the stream stays in 32 bits, as there. The normed tensor has the dtype of
-the products that take it, to which autocast would cast it.
+Numbers are those of transformers' modules. The norm is computed in 32 bits. Llama then rounds it to the
+stream's dtype and multiplies by its scale. Gemma multiplies it by one plus the scale and then rounds
+(`from_one`). Under autocast the stream stays in 32 bits, as there. The normed tensor has the dtype of the
+products that take it, to which autocast would cast it.
 """
 
 from __future__ import annotations

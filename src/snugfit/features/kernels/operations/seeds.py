@@ -3,7 +3,7 @@
 A draw on the device lets each replay of a captured step draw a new seed. With torch's generator, code that
 saves and restores that generator covers dropout too. The seed travels with the residual stream. An operation
 stores its seed at its node of autograd's graph (`CARRIED`), and the next one finds it there. So a recomputed
-layer finds the seed of its own forward pass, even after later passes began: checkpoints give it its inputs
+layer finds the seed of its own forward pass, even after later passes began. Checkpoints give it its inputs
 with their nodes.
 
 If no seed was carried (the first layer of some models), the layer takes the pass's seed. A layer that is

@@ -2,8 +2,7 @@
 
 Run as a process. With `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, it runs on the CPU
 in Triton's interpreter. With the argument `cuda` it runs on a GPU. With `cuda time` it also prints the time
-of each and of plain torch, at the shapes of Llama-3.2-1B, 2 x 2048 tokens in bfloat16. Each is a line of
-JSON.
+of each and of plain torch, as lines of JSON. Shapes are those of Llama-3.2-1B, 2 x 2048 tokens in bfloat16.
 """
 
 from __future__ import annotations

@@ -353,8 +353,7 @@ def test_without_a_gpu_its_kernels_are_predicted() -> None:
 
 @pytest.mark.parametrize(("family", "by_kernel"), [("llama", True), ("gemma2", False)])
 def test_a_loss_in_chunks_has_a_kernel(family: str, by_kernel: bool) -> None:
-    """One launch a chunk, where the model does no more to its logits than cast them; and no second tensor of
-    their size."""
+    """Each chunk takes one launch if the model only casts its logits, and no second tensor of their size."""
     job = small_job(family, 2, batch_size=4)
     trace = rehearse(job, Recipe.parse("bf16_pure + fused + chunked_loss(tokens=16)").setup(), CudaPolicy())
     launched = Counter(kernel.operator for kernel in trace.kernels)

@@ -17,8 +17,8 @@ A page stays on the GPU while there is room, and moves to the host when torch's 
 torch it is a tensor of the host. Parameters of fewer than 100,000 elements have ordinary states.
 
 bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is ordinary
-torch. So it runs on meta tensors unchanged and allocates the same tensors in the same order
-(`tests/test_bitsandbytes.py` compares it with a real step). `shapes` only leaves the manager of the user's
+torch. So it runs on meta tensors unchanged and allocates the same tensors in the same order.
+`tests/test_bitsandbytes.py` compares it with a real step. `shapes` only leaves the manager of the user's
 process unchanged, and synchronizes the device after each parameter. bitsandbytes itself does so on CUDA and
 XPU only.
 """

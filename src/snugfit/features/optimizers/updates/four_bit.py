@@ -1,8 +1,8 @@
 """AdamW whose moments are 4-bit numbers, in blocks of 128 that share one scale.
 
 The first moment's sixteen values are Dettmers' dynamic ones (arXiv 2110.02861, section 1.3), which are denser
-near zero. The second moment's values are evenly spaced, and exclude zero because it is a divisor (Li et al.,
-arXiv 2309.01507, sections 3 and 4). A moment is divided by the largest of its block and rounded to the
+near zero. The second moment's values are evenly spaced. They exclude zero, because it is a divisor (Li et
+al., arXiv 2309.01507, sections 3 and 4). A moment is divided by the largest of its block and rounded to the
 nearest value. Two share a byte. So a moment of a weight takes half a byte an element and 4 bytes a block.
 Weights of fewer than `LEAST` elements, and those that blocks do not divide, keep 32 bits.
 """

@@ -13,8 +13,8 @@ state, so that a checkpoint contains them.
 
 The authors' package galore-torch is not used. It had one release (1.0, March 2024) and no change since
 September 2024. It stores Python objects in its state, which no checkpoint that is safe to load contains. With
-weights in fp32 it uses the first `rank` singular vectors but keeps all of them alive: slices of a matrix hold
-the whole. Here each slice is copied, and the decomposition's results are freed after the step.
+weights in fp32 it uses the first `rank` singular vectors but keeps all of them alive, because slices share
+the matrix's storage. Here each slice is copied, and the decomposition's results are freed after the step.
 
 On a GPU torch passes the decomposition to cuSOLVER (`gesvdj`, and `gesvd` where that does not converge;
 `svd_cusolver` in `native/cuda/linalg/BatchLinearAlgebraLib.cpp`). cuSOLVER works on a copy of the matrix and
@@ -77,8 +77,8 @@ def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str,
 def leave_others_to_adamw(model: torch.nn.Module, targets: Sequence[str] = ()) -> None:
     """Mark the weights that AdamW updates without a projection: all but the matrices of hidden layers.
 
-    With `targets`, AdamW gets all but the weights of linear layers whose names contain one of these words (or
-    of every linear layer, for `ALL_LINEAR`). That is transformers' `optim_target_modules`, which includes the
+    With `targets`, AdamW gets all but the weights of linear layers whose names contain one of these words.
+    `ALL_LINEAR` selects every linear layer. That is transformers' `optim_target_modules`, which includes the
     head.
     """
     if not targets:

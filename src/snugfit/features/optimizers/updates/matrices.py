@@ -113,8 +113,8 @@ def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[s
 class MuonWithAdamW(MatricesAndAdamW):
     """torch's Muon and AdamW as one optimizer.
 
-    Muon's updates are scaled to AdamW's average size (`match_rms_adamw`), so that a learning rate that suits
-    AdamW suits both (Liu et al., arXiv 2502.16982).
+    Muon's updates are scaled to AdamW's average size (`match_rms_adamw`; Liu et al., arXiv 2502.16982). So a
+    learning rate that suits AdamW suits both.
     """
 
     further: ClassVar = {"momentum": 0.95}

@@ -2,9 +2,9 @@
 
 A bfloat16 has 8 significant bits. An update below about 1/512 of a weight is lost, because the sum is rounded
 to the old weight. Stochastic rounding picks the upper or lower neighbour with a probability proportional to
-its closeness. So the sum is right on average, and no copy of the weights in 32 bits is needed (Zamirai et
-al., arXiv 2010.06192). Both moments have 16 bits too and are rounded alike. Otherwise the second one, which
-changes by a thousandth of itself, would never change.
+its closeness. So the sum is right on average (Zamirai et al., arXiv 2010.06192). No copy of the weights in 32
+bits is needed. Both moments have 16 bits too and are rounded alike. Otherwise the second one, which changes
+by a thousandth of itself, would never change.
 
 Random numbers come from the device's own generator, as for dropout: a checkpoint stores its state. Weights in
 other dtypes are rounded to the nearest.

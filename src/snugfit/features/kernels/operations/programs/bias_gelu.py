@@ -32,7 +32,7 @@ def share_below(value):  # type: ignore[no-untyped-def]
     density.
 
     The formula is Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. Its error is at most
-    1.5e-7 of erf, so half of that of the share: about a unit in the last place of fp32 near one.
+    1.5e-7 of erf, so half of that of the share. That is about a unit in the last place of fp32 near one.
     """
     height = tl.exp(-0.5 * value * value)
     t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(value))

@@ -290,7 +290,7 @@ def _apart(cosines: torch.Tensor) -> int:
 
 
 def _tile(heads: int, width: int) -> dict[str, int]:
-    """Return the number of heads that a program processes at a time, and a power of two of at least half a
+    """Return the number of heads in a program's tile, and its width: a power of two of at least half a
     head."""
     half = triton.next_power_of_2(width // 2)
     return {"HEADS": min(triton.next_power_of_2(heads), max(TILE // half, 1)), "WIDTH": half}
