@@ -1,4 +1,4 @@
-"""A model with adapters takes the place of the one that was built."""
+"""Replacement of a built model by the same model with adapters."""
 
 from __future__ import annotations
 

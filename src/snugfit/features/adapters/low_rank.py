@@ -121,7 +121,7 @@ class LowRank(Technique):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to masters of the model's own weights."""
+        """Yield an objection to master copies of the model's own weights."""
         if recipe[Slot.PRECISION].alone.masters:
             yield (
                 "adapters are fp32 next to weights that do not train, which leaves "
@@ -198,7 +198,7 @@ def adapt(
 def _peft_arguments(
     name: str, *, inputs: str, targets: str | Sequence[str], r: int, dropout: float, dora: bool, rslora: bool
 ) -> dict[str, Any]:
-    """`LoraConfig`'s arguments for a model of the class `name` whose main input is called `inputs`."""
+    """Return `LoraConfig`'s arguments for a model of the class `name` with the main input `inputs`."""
     task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
     if inputs != "input_ids":
         task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice

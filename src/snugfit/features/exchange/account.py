@@ -21,10 +21,10 @@ class Line:
     """One key of the file, and its use here."""
 
     key: str
-    """The key as the file has it."""
+    """Key in the file."""
 
     value: str
-    """The value as the file has it, or `(default)`."""
+    """Value in the file, or `(default)`."""
 
     says: str
     """Its meaning here, or the reason why it has none."""

@@ -71,7 +71,7 @@ class Finding:
     """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
 
     keys: tuple[str, ...]
-    """The keys that it is about."""
+    """Keys of the finding."""
 
     says: str
     """The reason, and the text to write instead."""
@@ -85,10 +85,10 @@ class Checked:
     """A configuration file with its findings."""
 
     document: Document
-    """The file as it was read."""
+    """File that was checked."""
 
     findings: tuple[Finding, ...]
-    """In the order of the kinds above, and of the file."""
+    """Findings in the order of the kinds above, and of the file."""
 
     @property
     def unread(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ ArgumentsFile = Annotated[
     ),
 ]
 TRAINER_ARGUMENT = "--trainer-argument"
-"""The hidden option in which transformers' own arguments are gathered, as `key=value`."""
+"""Hidden option that gathers transformers' own arguments, as `key=value`."""
 TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
 Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
@@ -75,7 +75,7 @@ def _one_answer(*, export: Into = None) -> None:
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the options that a command about a job gains; `export` has its recipe already."""
+    """Return the further options of a command about a job; `export` already takes a recipe."""
     added: list[Callable[..., None]] = [] if command == "export" else [_every_job]
     added += [_one_answer] if command in ("plan", "predict") else []
     return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer")
-"""In the order in which they are recognised: the more particular words first."""
+"""Dialects in the order of recognition: the more specific keys first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,13 @@ class Dialect:
     """Source of the table."""
 
     loop: str
-    """The loop that such a file is run by."""
+    """Loop that runs such a file."""
 
     known_by: list[str]
     """Top-level keys that only such files have, or that all of them have."""
 
     becomes: Mapping[str, Any]
-    """Key to key, or value by value to arguments; `*` is the key that any other value goes to."""
+    """Key to key, or value by value to arguments; `*` is the key for any other value."""
 
     ignored: Mapping[str, list[str]]
     """Ignored keys by reason."""
@@ -48,7 +48,7 @@ class Dialect:
     """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Keys that do nothing unless another has a certain value, or one of several; both may be patterns."""
+    """Keys without effect unless another has a certain value, or one of several; both may be patterns."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values in force without a key in the file, beyond `TrainingArguments`' own defaults."""
@@ -65,7 +65,7 @@ class Dialect:
     """Meanings of several keys together: if all of `when` hold, `becomes` is added."""
 
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Defaults that hold as soon as one key of a group is there."""
+    """Defaults in force when any key of a group is present."""
 
     differs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Differences here, by key and value."""
@@ -77,7 +77,7 @@ class Dialect:
     """Dialect whose keys are accepted too; empty for none."""
 
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with the values that the library itself gives them when a file does not."""
+    """Keys with the library's own values for files without them."""
 
     unknown_keys: str = ""
     """Reason why a key outside the table may be ignored; empty where it may not."""

@@ -1,4 +1,4 @@
-"""A configuration file as data: its keys and values, which library's they are, and where it came from."""
+"""A configuration file as data: its keys and values, its library, and its path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Document:
     """The library whose keys these are."""
 
     values: dict[str, Any]
-    """Keys and values as the file has them."""
+    """Keys and values of the file."""
 
 
 def open_document(path: Path) -> Document:

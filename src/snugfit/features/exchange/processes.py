@@ -20,7 +20,7 @@ PER_HOST, HOSTS, COPIES, SHARDS = (
 )
 ZERO, ELSEWHERE, OVERLAP = "parallel.zero", "parallel.elsewhere", "parallel.overlap"
 RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
-"""Words that are read here and nowhere else."""
+"""Raw words, which only this module reads."""
 
 BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
 
@@ -53,7 +53,7 @@ class Processes:
     """Number of processes, one for each GPU."""
 
     words: dict[str, Any] = field(default_factory=dict)
-    """Arguments that techniques are read from."""
+    """Arguments of techniques."""
 
     asked_by: str = ""
     """Raw word that set them; empty if it is the number of processes."""
@@ -62,7 +62,7 @@ class Processes:
     """Raw words that have no counterpart, each with the reason."""
 
     differs: list[tuple[str, str]] = field(default_factory=list)
-    """Raw words that are not quite the same here, each with the difference."""
+    """Raw words with a difference here, each with that difference."""
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:

@@ -20,7 +20,7 @@ from snugfit.job.architectures import HEADS
 
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 OTHER_DEFAULTS = ("DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig")
-"""trl's subclasses for training by preferences, which runs other passes."""
+"""TRL's subclasses for preference training, which runs other passes."""
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 """Classes of unsloth, with `from_pretrained` and `get_peft_model`."""
@@ -42,7 +42,7 @@ class Unknown:
     """A value that is computed while the script runs."""
 
     text: str
-    """As the script writes it."""
+    """Text in the script."""
 
     def __repr__(self) -> str:
         return self.text

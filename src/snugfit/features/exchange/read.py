@@ -96,7 +96,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """One file on its way into a `Reading`."""
+    """Builder of a `Reading` from one file."""
 
     document: Document
     flags: Mapping[str, Any]

@@ -27,7 +27,7 @@ ONE_LABEL = ("sequence-classification", "image-classification")
 """Tasks whose samples have one label each, so that all GPUs have as many."""
 
 MESH = "parallelism_config"
-"""The argument that is an object of accelerate's, and so of no JSON file."""
+"""Argument that is an object of accelerate's, so that no JSON file contains it."""
 
 
 def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _LEAST = {
     "gradient_accumulation_steps": 1,
     "dataloader_num_workers": 0,
 }
-"""The least that a run could begin with."""
+"""Smallest values that a run can start with."""
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from snugfit.units import MIB, show_mib
 UNKNOWN = ""
 
 NO_DIFFERENCE = 0.02
-"""A smaller share than this is no difference: steps vary by about as much."""
+"""Largest share that counts as no difference: steps vary by about as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class MethodLine:
     """The guide's name of the method."""
 
     experiment: str
-    """The experiment that shows it; empty where none does."""
+    """Experiment for the method; empty for none."""
 
     memory: float | None
     """Share of vanilla's bytes that it adds (negative: saves), predicted."""
@@ -54,7 +54,7 @@ class StageLine:
     """`idle`, `context`, `weights`, `training`."""
 
     predicted_bytes: int | None
-    """On the GPU that the result is for."""
+    """Predicted bytes on the result's GPU."""
 
     published: tuple[tuple[str, int], ...]
     """Machine and bytes, as printed."""

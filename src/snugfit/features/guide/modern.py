@@ -48,7 +48,7 @@ class PlannedJob:
     """Result of a plan for one job."""
 
     front: tuple[FrontRecipe, ...]
-    """Recipes than which no other is both as fast and as small."""
+    """Recipes of the Pareto front: no other is both as fast and as small."""
     doubts: tuple[str, ...] = ()
     """Uncertainties of the plan, as sentences."""
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight, by its dtype."""
 PURE = "bf16_pure"
-"""The precision of optimizers that take none but its weights."""
+"""Precision for optimizers that support its weights only."""
 INFERENCE = "inference"
-"""In the optimizer's place for an evaluation, which has none."""
+"""Name in place of an optimizer for an evaluation, which has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,19 @@ class PerParameter:
     optimizer: str
     """The technique's name, or `inference`."""
     precision: str = ""
-    """The precision that it was predicted in."""
+    """Precision of the prediction."""
     weights: float = 0.0
-    """Without the copies that autocast makes."""
+    """Bytes of weights, without autocast's copies."""
     copies: float = 0.0
-    """Autocast's 16-bit copies that are there at the peak."""
+    """Bytes of autocast's 16-bit copies at the peak."""
     gradients: float = 0.0
     states: float = 0.0
     rest: float = 0.0
     """Everything else at the peak: temporaries of the update above all."""
     peak: str = ""
-    """The phase that the peak is in."""
+    """Phase of the peak."""
     rule_states: float | None = None
-    """The guide's bytes for these states; None where it has no rule."""
+    """The guide's bytes for these states; None without a rule."""
     rule_total: float | None = None
     """The guide's bytes in total."""
     refused: str = ""

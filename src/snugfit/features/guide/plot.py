@@ -21,10 +21,10 @@ class Series(NamedTuple):
     """One colour of bars."""
 
     label: str
-    """As the legend has it."""
+    """Text in the legend."""
 
     values: tuple[float | None, ...]
-    """One for each experiment; None where there is none."""
+    """One value for each experiment; None without a value."""
 
     ranges: tuple[tuple[float, float] | None, ...]
     """Least and largest value of each bar; None where unknown."""

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """One prediction that the guide's results need."""
+    """Request for one prediction of the guide's results."""
 
     about: str
-    """The experiment or the technique that it is for."""
+    """Experiment or technique of the request."""
     job: Job
     recipe: str
-    """As text: a recipe that cannot be parsed is answered with the reason."""
+    """Recipe as text: if it cannot be parsed, the answer is the reason."""
     gpu: Gpu
     loop: str = "plain"
     software: str = "installed"
-    """The software profile that it is predicted under."""
+    """Software profile of the prediction."""
 
     @property
     def key(self) -> RequestKey:
-        """The part that no other request of the suite has."""
+        """Key that is unique within the suite."""
         return RequestKey(self.about, self.gpu.key, self.software)
 
 

@@ -40,14 +40,14 @@ class GuideRow:
     recipe: str
     loop: str
     predicted: Footprint | None = None
-    """For the GPU that was named."""
+    """Predicted bytes on the given GPU."""
     fits: bool | None = None
     """True if the step is predicted to fit there."""
     predicted_speed: StepSpeed | None = None
-    """For the GPU that was named; None where its rates are not known."""
+    """Predicted speed on the given GPU; None where its rates are unknown."""
     measured: Footprint | None = None
     timing: Timing | None = None
-    """As measured on this machine."""
+    """Seconds measured on this machine."""
     outcome: str | None = None
     """End of the measured run."""
     then: tuple[PublishedPrediction, ...] = ()
@@ -92,11 +92,11 @@ class ModernRow:
     """An experiment's job, and the fastest recipe of today within the memory that the experiment takes."""
 
     name: str
-    """As the guide calls the experiment."""
+    """The guide's name of the experiment."""
     memory_bytes: int | None
     """Bytes allowed for the recipe: as many as the experiment takes, or all of a GPU that cannot run it."""
     recipe: str = ""
-    """In the notation of recipes; empty where there is none faster."""
+    """Recipe in our notation; empty where none is faster."""
     needed_bytes: int | None = None
     """Bytes that the recipe takes of the GPU."""
     speed: StepSpeed | None = None
@@ -114,7 +114,7 @@ class LargeModelRow:
     name: str
     """Model and way of training."""
     gpu: str
-    """The GPU that it is predicted for."""
+    """GPU of the prediction."""
     recipe: str
     why: str
     """Reason why offloading is unnecessary."""
@@ -135,7 +135,7 @@ class GuideResult:
     source: str = field(default_factory=source)
     """The address of the page with the published figures."""
     gpu: str
-    """The GPU that the predictions are for."""
+    """GPU of the predictions."""
     memory_bytes: int | None
     """Usable bytes of that GPU."""
     rows: tuple[GuideRow, ...]
@@ -147,7 +147,7 @@ class GuideResult:
     modern: tuple[ModernRow, ...] = ()
     """With `--modern`: the best recipe of today, experiment by experiment."""
     large_models: tuple[LargeModelRow, ...] = ()
-    """With `--modern`: models for which the guide turns to DeepSpeed."""
+    """With `--modern`: models for which the guide recommends DeepSpeed."""
     device: str | None = None
     """The device that was measured; None when nothing was."""
     versions: Mapping[str, str]
@@ -157,7 +157,7 @@ class GuideResult:
 
     @property
     def vanilla(self) -> GuideRow:
-        """The row that the others are compared with."""
+        """Row that is the baseline of all comparisons."""
         return next(row for row in self.rows if row.name == VANILLA)
 
     def to_json(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 Answers = dict[RequestKey, "Prediction | str"]
-"""Each request's prediction, or why there is none."""
+"""Each request's prediction, or the reason why there is none."""
 
 
 def run(

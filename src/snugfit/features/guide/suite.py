@@ -21,17 +21,17 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 
 VANILLA = "vanilla"
-"""The experiment that the others are compared with."""
+"""Experiment that is the baseline of all comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine that published figures come from."""
+    """Machine of published figures."""
 
     name: str
-    """As `guide.json` calls it."""
+    """Name in `guide.json`."""
     gpu: str | None
-    """None where the authors name none."""
+    """GPU of the machine; None where the authors name none."""
     note: str
     """Further facts about the machine."""
     software: str | None = None
@@ -55,9 +55,9 @@ class GuideExperiment:
     """One row of the suite: a name, a recipe, and its published figures."""
 
     name: str
-    """As the guide calls it."""
+    """The guide's name for it."""
     recipe: str
-    """In the notation of today's recipes."""
+    """Recipe in today's notation."""
     loop: str = "plain"
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the job that differ from the guide's own."""
@@ -75,7 +75,7 @@ class Method:
 
     method: str
     experiments: tuple[str, ...]
-    """Names of the experiments that show it; none where it is not predicted."""
+    """Names of the method's experiments; none where it is not predicted."""
     speed: str
     """Effect on the speed."""
     memory: str
@@ -89,7 +89,7 @@ class WithoutFigure:
     chapter: str
     """Its chapter there: `torch.compile` or `DeepSpeed`."""
     name: str
-    """As the guide calls it."""
+    """The guide's name for it."""
     guide: str
     """The guide's claim about it."""
     status: str
@@ -97,21 +97,21 @@ class WithoutFigure:
     today: str
     """Its state today, and the reason for a missing prediction."""
     instead: str = ""
-    """Recipes that do its work today; empty where nothing of it concerns training."""
+    """Recipes that replace it today; empty where it does not concern training."""
     experiment: str = ""
-    """Name of the experiment that predicts it; empty where none does."""
+    """Name of the experiment that predicts it; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargeModel:
-    """A model for which the guide turns to DeepSpeed, and a recipe with it or of today without."""
+    """A model for which the guide recommends DeepSpeed, and a recipe with it, or without it today."""
 
     name: str
     """Model and way of training."""
     job: Mapping[str, Any]
     """Its fields, as `job_of` takes them."""
     gpu: str
-    """A GPU that it is meant to fit."""
+    """GPU that it should fit."""
     recipe: str
     """In the notation of recipes."""
     why: str

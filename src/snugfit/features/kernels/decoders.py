@@ -32,9 +32,9 @@ class DecoderFamily(NamedTuple):
     """Differences between the modules of one file of transformers and Llama's."""
 
     prefix: str
-    """With which the names of its classes begin."""
+    """Prefix of the names of its classes."""
     extras: tuple[str, ...] = ()
-    """Attributes of the attention, or of its config, that it hands to the function which attends."""
+    """Attributes of the attention, or of its config, that it passes to the attention function."""
     from_one: bool = False
     """True if norms multiply by one plus the learned scale."""
     norms_branches: bool = False
@@ -104,7 +104,7 @@ def _either(
 
 
 def _are_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
-    """Return whether all linear layers are torch's own, with a bias or without."""
+    """Return True if all linear layers are torch's own, with a bias or without."""
     return all(is_plain(layer) and biased in (None, layer.bias is not None) for layer in layers)
 
 

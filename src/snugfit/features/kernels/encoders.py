@@ -32,7 +32,7 @@ tensor is the residual.
 """
 
 BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
-"""Activations that are GELU, by the names of their classes: whether they are its form by tanh."""
+"""Class names of GELU activations: True for the approximation by tanh."""
 
 
 @dataclass
@@ -57,11 +57,11 @@ class Patch:
     """Another forward pass for the modules of a class."""
 
     forward: Callable[..., Any] | None
-    """None for an encoder whose batches get no mask (`attention.py`)."""
+    """Replacement of the forward pass; None for an encoder that only loses its mask (`attention.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
     """Check that this module of the class meets the assumptions of the forward pass."""
     joins: tuple[str, ...] = ()
-    """Its linear layers of which one product is made."""
+    """Its linear layers that are joined into one product."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:

@@ -107,7 +107,7 @@ class Fused(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why it does nothing for this job's model; empty where it does."""
+        """Return the reason why it has no effect on this job's model; empty if it has one."""
         module = job.model.module
         if module is None:
             model_type = str(job.model.config.get("model_type"))

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class KernelsHandler(Handler):
-    """Modules that compute with other kernels than torch's."""
+    """Base of the handlers that replace torch's kernels in modules."""
 
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Replace kernels of a live model as of a built one."""
+        """Replace kernels of a running model, as of a built one."""
         if value is not None:
             self.wrap(value, live.model)
             yield f"kernels are those of {live.technique(self.slot)}"
@@ -81,7 +81,7 @@ class LigerHandler(KernelsHandler):
             use_liger(model, **value.parts)
 
     def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the call of the function that the Trainer calls, whose arguments have it otherwise."""
+        """Return a call of Liger's own function; the Trainer calls it by itself, from its arguments."""
         if value is None or context.trainer:
             return {}
         options = "".join(f", {name}={given}" for name, given in value.parts.items())

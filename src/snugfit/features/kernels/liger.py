@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cross_entropy")
 
 WITH_LOSS = "causal-lm"
-"""The task whose models Liger gives a loss of its own."""
+"""Task with a loss of Liger's own."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Keys of a config that give a number of experts."""
+"""Keys of a config with the number of experts."""
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the weights of all experts together, in transformers' models."""
@@ -63,7 +63,7 @@ class Liger(Technique):
     """Rotary embeddings of queries and keys in one kernel."""
 
     rms_norm: bool | None = None
-    """RMSNorm in one kernel, which keeps its input and one number a row."""
+    """RMSNorm in one kernel, which saves its input and one number a row."""
 
     swiglu: bool | None = None
     """Gated SiLU in one kernel, whose gradients overwrite its saved tensors."""
@@ -72,7 +72,7 @@ class Liger(Technique):
     """Gated GELU in one kernel, whose gradients overwrite its saved tensors."""
 
     layer_norm: bool | None = None
-    """LayerNorm in one kernel, of models that see pictures."""
+    """LayerNorm in one kernel, in vision models."""
 
     fused_linear_cross_entropy: bool | None = None
     """The loss and the head's gradients for some tokens at a time."""

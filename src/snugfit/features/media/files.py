@@ -35,7 +35,7 @@ class MediaEntry:
     """A row's value in the media column, and the location of the row."""
 
     value: Any
-    """A path, bytes, a mapping of both, or something decoded."""
+    """A path, bytes, a mapping of both, or decoded content."""
 
     rate: Any = None
     """Samples per second of an array of sound, as given by the row."""
@@ -44,7 +44,7 @@ class MediaEntry:
     """Location of the row, for messages."""
 
     folder: Path
-    """The folder in which a relative path begins."""
+    """Base folder of a relative path."""
 
     @property
     def path(self) -> str | None:

@@ -88,7 +88,7 @@ class PictureInput(SampleInputs):
 
 @dataclass(frozen=True)
 class SoundInput(SampleInputs):
-    """One sample of a sound, as a model takes it."""
+    """Input of a sound model for one sample."""
 
     name: str
     """Name of the argument of `forward`."""
@@ -263,7 +263,7 @@ _TOKENS: Mapping[str, Callable[[Any, Any], int]] = {
     "voxtral": lambda config, ear: int(ear.max_source_positions * ear.hidden_size / ear.intermediate_size),
     "voxtral_realtime": lambda config, ear: FRAMES // config.audio_length_per_tok,
 }
-"""Tokens that 30 seconds take the place of, as `get_audio_features` of each architecture makes them."""
+"""Number of tokens for 30 seconds, as computed by `get_audio_features` of each architecture."""
 
 
 def _window_tokens(config: Any) -> int:
@@ -276,10 +276,10 @@ _MASKS = {
     "granite_speech": "", "granite_speech_plus": "", "voxtral": "", "voxtral_realtime": "",
     "qwen2_audio": "feature_attention_mask", "vibevoice": "padding_mask", "vibevoice_asr": "",
 }  # fmt: skip
-"""The argument for the mask of the frames, where it is another one or none."""
+"""Argument for the mask of the frames, if it is not the usual one; empty for none."""
 
 ADDED = "voxtral_realtime"
-"""The architecture that adds a sound to its tokens, one for one, in place of putting it between them."""
+"""Architecture that adds a sound to its tokens, one for one, instead of inserting it."""
 
 
 class Pictures(ModelInputs):

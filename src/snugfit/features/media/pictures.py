@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's word for so many channels of 8 bits."""
+"""Pillow's mode by the number of channels of 8 bits."""
 
 DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's words for pixels of more than 8 bits, which it would cut off at 255."""
+"""Pillow's modes of more than 8 bits a pixel, which it would clip at 255."""
 
 ORIENTATION, UPRIGHT = 0x0112, 1
 """EXIF's tag for the orientation of the camera, and its value for a picture without rotation."""
@@ -32,10 +32,10 @@ ORIENTATION, UPRIGHT = 0x0112, 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class PicturePreprocessor:
-    """Makes the inputs of samples, a picture at a time."""
+    """Builds the inputs of samples, a picture at a time."""
 
     processor: Any
-    """The image processor of transformers that the model comes with."""
+    """The model's image processor of transformers."""
 
     shape: tuple[int, ...]
     """The shape (C, H, W) that the job was planned for."""

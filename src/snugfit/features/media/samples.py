@@ -66,7 +66,7 @@ class MediaSamples(IndexedSamples):
     """Samples of pictures or sounds, with a class, a number, or the tokens of the spoken text."""
 
     media: Rows
-    """The rows, with no more columns than are needed to make a sample."""
+    """Rows with only the columns of a sample."""
 
     column: str
     """The column of pictures or sound."""
@@ -115,7 +115,7 @@ class MediaCollate:
     """Preprocessor that built the samples' inputs, and batches them."""
 
     targets: Collate
-    """Puts the samples' labels together."""
+    """Function that batches the samples' labels."""
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         import torch

@@ -37,10 +37,10 @@ class Sound(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SoundPreprocessor:
-    """Makes the inputs of samples, a sound at a time."""
+    """Builds the inputs of samples, a sound at a time."""
 
     extractor: Any
-    """The feature extractor of transformers that the model comes with."""
+    """The model's feature extractor of transformers."""
 
     shape: tuple[int, ...] | None
     """The shape (M, F) that the job was planned for; None where lengths differ from sound to sound."""

@@ -52,7 +52,7 @@ CHECKPOINTS = "torch.utils.checkpoint"
 
 
 class Arrival:
-    """A copy to the device that is under way; it is awaited once."""
+    """A pending copy to the device, which is awaited once."""
 
     __slots__ = ("event", "link", "over")
 
@@ -67,7 +67,7 @@ class Arrival:
 
 
 class Travelling:
-    """A storage whose bytes are on the host, or on their way; while it is on the device, `base` is on it."""
+    """An offloaded storage, on the host or being copied; `base` is its tensor while it is on the device."""
 
     __slots__ = ("__weakref__", "arrival", "base", "dtype", "extent", "link", "version")
 
@@ -76,7 +76,7 @@ class Travelling:
         self.base: torch.Tensor | None = base
         self.dtype, self.version = base.dtype, base._version
         self.extent: Extent | None = None
-        """On the host; None as long as no copy has begun."""
+        """Memory on the host; None before the first copy."""
         self.arrival: Arrival | None = None
         """The copy to the device that created `base`; None without one."""
 
@@ -96,7 +96,7 @@ class Travelling:
 
 
 class Region:
-    """Storages that travel together; it does not keep them."""
+    """Storages that are copied together, held by weak references."""
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
@@ -203,7 +203,7 @@ class Window:
 
 
 class ActivationOffload:
-    """The hooks on one model's saved tensors; only the `first` layers of a stack travel, or all of them."""
+    """Hooks on one model's saved tensors, which offload the `first` layers of a stack, or all."""
 
     def __init__(self, what: str, first: int | None = None) -> None:
         from torch.autograd.graph import saved_tensors_hooks

@@ -94,7 +94,7 @@ class Galore(Projected):
         return setup.with_fields(optimizer=wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to projections of matrices that are thin."""
+        """Yield an objection to projections of thin matrices."""
         thin = recipe[Slot.ADAPTERS].trained_rank
         if thin is not None and thin <= self.rank:
             yield (

@@ -104,6 +104,6 @@ class PagedStates(OfBitsandbytes):
         return bitsandbytes_wish(name, trainer_name, arguments, self.embeddings)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to a width of embeddings where all have 32 bits."""
+        """Yield an objection to a width of embeddings if all states have 32 bits."""
         if self.bits == 32 and self.embeddings == 8:
             yield "embeddings=8 needs bits=8."

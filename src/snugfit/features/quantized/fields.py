@@ -23,7 +23,7 @@ class Float8Wish:
     """Products of linear layers in 8-bit floats."""
 
     recipe: str = "tensorwise"
-    """torchao's name for the numbers that share one scale: all of a matrix, or each of its rows."""
+    """torchao's name for the range of one scale: a whole matrix, or each of its rows."""
 
 
 QUANTIZE = Wish[QuantizeWish | None]("quantize", QuantizeWish | None, None)

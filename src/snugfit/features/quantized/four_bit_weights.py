@@ -31,7 +31,7 @@ HEADS = ("classifier", "score")
 
 @dataclass(frozen=True, kw_only=True)
 class FourBitConstruction(Construction):
-    """Linear layers are quantized: NF4 in blocks of 64."""
+    """Construction of a model with quantized linear layers: NF4 in blocks of 64."""
 
     double: bool
     """True quantizes the blocks' scales too."""

@@ -63,7 +63,8 @@ class Qlora(LowRank):
         return setup.with_fields(quantize=QuantizeWish(double=self.double), adapt=self.adapters())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to modules that transformers does not build, and to code that reads weights or products."""
+        """Yield objections to modules that transformers does not build, and to code that reads weights or
+        products."""
         if job.model.module is not None:
             yield (
                 "weights are quantized while transformers loads a model, and this module is "

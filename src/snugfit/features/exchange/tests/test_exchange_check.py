@@ -148,7 +148,7 @@ def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
 
 
 def test_a_corrected_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
-    """And the one before was not."""
+    """The class refuses the file before its correction."""
     from transformers import TrainingArguments
 
     def taken(arguments: dict[str, Any]) -> TrainingArguments:
@@ -348,7 +348,7 @@ ODD = [
 
 
 def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
-    """Keys of one library's table with values that mostly do not belong to them."""
+    """Return keys of one library's table, mostly with values of the wrong kind."""
     document: dict[str, Any] = {}
     for key in rng.sample(dialect(name).words(), 8):
         *outer, last = key.split(".")
@@ -363,8 +363,8 @@ def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
 def test_odd_values_are_read_checked_and_fixed_without_an_accident(
     tmp_path: Path, name: str, suffix: str
 ) -> None:
-    """Seeded: a reading or a message, never a traceback; and nothing that can be fixed is left in a corrected
-    file."""
+    """The result is a reading or a message, never a traceback; a corrected file has no fixable finding
+    left."""
     rng = random.Random(f"{name}.{suffix}")
     file = tmp_path / f"odd.{suffix}"
     for _ in range(15):

@@ -131,7 +131,8 @@ def dtype_of(folder: Path, name: str, text: str) -> str | None:
 
 
 def test_trl_loads_a_model_that_it_is_named_in_float32(tmp_path: Path) -> None:
-    """`create_model_from_path` of TRL: without a dtype in `model_init_kwargs`, and by the command line."""
+    """The source is TRL's `create_model_from_path`. Cases have no dtype in `model_init_kwargs`, or a command
+    line."""
     chosen = SFT.replace("packing=True", "model_init_kwargs={{'dtype': {}}}")
     assert dtype_of(tmp_path, "named.py", SFT) == "float32"
     assert dtype_of(tmp_path, "said.py", chosen.format("torch.bfloat16")) == "bfloat16"

@@ -42,7 +42,7 @@ WITHOUT_DROPOUT = {
 
 
 class Silent:
-    """An observer that looks away."""
+    """An observer without effect."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None
@@ -298,7 +298,7 @@ def test_what_the_installed_version_calls_checkpointing_is_read_from_its_source(
 def test_an_older_transformers_is_told_in_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As 5.17 has it: the old name, and no way to leave layers out."""
+    """Version 5.17 has the old name, and no option to leave layers out."""
     from snugfit.features.exchange import installed
 
     monkeypatch.setattr(installed, "checkpointing_name", lambda: "gradient_checkpointing")

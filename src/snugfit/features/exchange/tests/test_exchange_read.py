@@ -327,7 +327,7 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_every_argument_of_the_installed_class_is_known() -> None:
-    """A new version's new argument turns this red: it must be taken, passed by with a reason, or refused."""
+    """A new argument of a new version fails here until it is taken, ignored with a reason, or refused."""
     table = dialect("trainer")
     decided = {
         key for technique in roster.techniques() for one in technique.counterparts for key in one.arguments

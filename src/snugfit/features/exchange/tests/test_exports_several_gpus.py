@@ -36,7 +36,7 @@ from tiers import few_of, slow_but
 PROCESSES = Path(exported_processes.__file__)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 TIME_LIMIT = 400
-"""Seconds after which processes that wait for one another are taken to wait for ever."""
+"""Seconds after which processes that wait for one another count as a deadlock."""
 
 
 def written(job: Job, recipe: str, to: str, gpus: int, folder: Path) -> Path:
@@ -112,7 +112,7 @@ def run_all(
 @pytest.mark.whole
 @pytest.mark.parametrize("by_torchrun", slow_but([False, True], 1))
 def test_a_torch_script_on_two_processes_has_the_losses_of_one(tmp_path: Path, by_torchrun: bool) -> None:
-    """torchrun sets the variables that forks are given (`exported_processes.one_rank`)."""
+    """Forks have the variables that torchrun sets (`exported_processes.one_rank`)."""
     cases = [
         ("bert", "ddp"),
         ("llama", "ddp(bucket_views=true) + micro_batches(2)"),
@@ -175,7 +175,7 @@ def variables_of_launch(config: Path) -> dict[str, str]:
 
 @pytest.mark.whole
 def test_the_trainer_trains_by_its_arguments(tmp_path: Path) -> None:
-    """BERT's loss is not divided by the number of labels, and is the mean all the same."""
+    """BERT's loss is not divided by the number of labels, but is still the mean."""
     cases = [
         ("llama", "ddp + micro_batches(2)"),
         ("llama", "fsdp + every_layer"),
@@ -270,7 +270,7 @@ def test_a_loss_that_the_trainer_would_count_per_gpu_is_not(tmp_path: Path) -> N
 
 
 def test_training_arguments_take_what_is_written(tmp_path: Path) -> None:
-    """FSDP2, whose layers are groups, and a mesh of accelerate's own class."""
+    """The cases are FSDP2, with layers as groups, and a mesh of accelerate's own class."""
     from transformers import TrainingArguments
 
     arguments = json.loads(

@@ -229,7 +229,7 @@ def test_what_a_tool_cannot_do_is_refused_by_name(
 def test_axolotl_gets_4_bits_where_nothing_is_left_in_32(
     family: str, left: list[str], tmp_path: Path
 ) -> None:
-    """Biases, and embeddings and normalisations that axolotl does not find by their names."""
+    """Left in float32 are biases, and embeddings and normalisations that axolotl does not find by name."""
     needs_techniques("qlora")
     job = job_in(tmp_path / "model", "bfloat16", family)
     assert left_in_float32(job)[: max(1, len(left))] == left

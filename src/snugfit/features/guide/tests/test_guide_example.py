@@ -1,4 +1,4 @@
-"""`examples/hf_guide.sh` answers for a small model, and for BERT on a V100."""
+"""`examples/hf_guide.sh` runs for a small model, and for BERT on a V100."""
 
 from __future__ import annotations
 

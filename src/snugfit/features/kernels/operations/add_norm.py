@@ -25,7 +25,7 @@ from snugfit.features.kernels.operations.philox import keep_mask, scale, thresho
 from snugfit.features.kernels.operations.seeds import CARRIED
 
 TILE = 4096
-"""Elements that a program of the backward kernel has at hand at once (chosen)."""
+"""Elements in a tile of the backward kernel (chosen)."""
 
 add_norm_forward = define(
     "add_norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor shift, Tensor? bias, Tensor? seed, "
@@ -85,7 +85,7 @@ def add_norm(
 
 
 class Slopes(NamedTuple):
-    """Gradients that come in."""
+    """Incoming gradients of a backward pass."""
 
     of_result: torch.Tensor  # (..., H)
     of_stream: torch.Tensor | None  # (..., H)
@@ -103,7 +103,7 @@ class Wanted(NamedTuple):
 
 
 class AddNorm(torch.autograd.Function):
-    """Its forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
+    """Forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
 
     @staticmethod
     def forward(

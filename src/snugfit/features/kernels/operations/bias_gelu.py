@@ -17,7 +17,7 @@ BLOCK_COLUMNS = 1024
 """Columns that a program computes, at most: with 512 its backward kernel took longer (docs/log.md)."""
 
 BLOCK_ROWS = 2
-"""Rows that it has at hand at once (chosen)."""
+"""Rows in a tile (chosen)."""
 
 bias_gelu_forward = define(
     "bias_gelu_forward(Tensor x, Tensor bias, bool by_tanh, *, Tensor(a!) y) -> ()", "bias_gelu"
@@ -38,7 +38,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, *, by_tanh: bool = False) -> 
 
 
 class BiasGelu(torch.autograd.Function):
-    """Its forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
+    """Forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torch.Tensor:

@@ -23,7 +23,7 @@ from snugfit.features.kernels.operations.products import weight_gradient
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 RECOMPUTES = "recomputes_gate_and_up"
-"""The attribute of a module whose MLP keeps no product."""
+"""Attribute that makes a module recompute its product of gate and up."""
 
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(

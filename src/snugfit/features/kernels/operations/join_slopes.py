@@ -17,7 +17,7 @@ BLOCK_COLUMNS = 1024
 """Columns that a program copies, at most (chosen)."""
 
 BLOCK_ROWS = 4
-"""Rows that it has at hand at once (chosen)."""
+"""Rows in a tile (chosen)."""
 
 copy_slopes = define(
     "copy_slopes(Tensor first, Tensor second, Tensor third, *, Tensor(a!) joint, Tensor(b!)? partials) -> ()",

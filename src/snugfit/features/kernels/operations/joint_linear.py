@@ -17,7 +17,7 @@ from snugfit.features.kernels.operations.operators import activation_dtype, auto
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether a linear layer is torch's own, with nothing around it."""
+    """Return True if a linear layer is torch's own, without a wrapper or hook."""
     is_own = type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
     return is_own and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 

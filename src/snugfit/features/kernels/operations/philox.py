@@ -14,7 +14,7 @@ LEVELS = 1 << 16
 """Number of distinct probabilities."""
 
 GROUP = 8
-"""Neighbours in a row that one draw decides for."""
+"""Neighbours in a row that share one draw."""
 
 _ROUNDS = 10
 _FACTORS = (0xD2511F53, 0xCD9E8D57)

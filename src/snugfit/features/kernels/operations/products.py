@@ -1,4 +1,4 @@
-"""Products within our operations: gradients of weights, and results that may be handed out again."""
+"""Products within our operations: gradients of weights, and a check for results that are reused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snugfit.features.kernels.operations.operators import has_kernel
 NARROW = (torch.bfloat16, torch.float16)
 
 _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-"""Classes of the modes by which `torch.utils.checkpoint` keeps results of operators and hands them out."""
+"""Modes in which `torch.utils.checkpoint` stores results of operators and returns them again."""
 
 
 def results_are_kept() -> bool:

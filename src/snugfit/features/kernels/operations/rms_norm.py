@@ -51,7 +51,7 @@ _RMS_NORM_BACKWARD = define(
 
 
 class Source(NamedTuple):
-    """All that it takes to norm a stream again."""
+    """Tensors and settings to norm a stream again."""
 
     stream: torch.Tensor  # (..., H)
     scale: torch.Tensor  # (H,)
@@ -107,7 +107,7 @@ def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: tor
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """`add_rms_norm`, whose backward pass gives one gradient for both that were added."""
+    """`add_rms_norm`, whose backward pass returns one gradient for both summands."""
 
     @staticmethod
     def forward(

@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """The norm of each head before it is rotated."""
+    """Norm of each head before its rotation."""
 
     queries: torch.Tensor  # (D,)
     keys: torch.Tensor  # (D,)

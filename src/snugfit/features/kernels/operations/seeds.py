@@ -22,7 +22,7 @@ CARRIED = "dropout_seed"
 
 
 class Seeds:
-    """Gives out seeds to the call sites of one model."""
+    """Source of seeds for the call sites of one model."""
 
     def __init__(self) -> None:
         self._of_pass: torch.Tensor | None = None

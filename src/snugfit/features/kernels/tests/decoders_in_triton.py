@@ -28,7 +28,7 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """Largest error by dtype, of a number and a sixteenth of the largest: in 16 bits two roundings."""
 
 CUT_OFF = 4
-"""So many times as large is that of bfloat16 in the interpreter, which cuts numbers off and rounds none."""
+"""Factor of bfloat16's bound in the interpreter, which truncates instead of rounding."""
 
 FILES = {
     rms_norm: "rms_norm",

@@ -48,7 +48,7 @@ MORE_SHAPES = (
     (40, 700, 96),
     (1, 2049, 257),
 )
-"""On a GPU alone, since the interpreter is slow; some have more rows than all programs have at hand."""
+"""Shapes for a GPU alone, since the interpreter is slow; some have more rows than all programs' tiles."""
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def test_padded_batches_have_no_mask_and_no_wait() -> None:
 
 @pytest.mark.parametrize("recorded", ["", " + captured"])
 def test_attention_over_padded_rows_computes_what_their_stretches_hold(recorded: str) -> None:
-    """Tokens and padding of a row each for itself, in whole squares of 128, nothing of empty stretches."""
+    """Tokens and padding of a row are separate, in whole squares of 128; empty stretches cost nothing."""
     batch, width = 3, 64
     facts = {"max_position_embeddings": 512}
     job = small_job("bert", 2, facts, batch_size=batch, sequence_length=512, padding=0.25)
@@ -189,7 +189,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kernels_do_what_their_references_do(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The kernels run in Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     told = script_in_triton(Path(__file__).with_name("fused_in_triton.py"), device, tmp_path / "told")

@@ -190,7 +190,7 @@ def test_where_no_mlp_is_gated_nothing_can_be_computed_again() -> None:
     ("keep", "family"), crossed(["attention", "products", "every_other_product"], ["llama", "qwen3"])
 )
 def test_products_that_are_kept_are_not_changed(family: str, keep: str) -> None:
-    """Selective checkpointing hands a product out again, which is rotated once more."""
+    """Selective checkpointing returns a product again, which is then rotated once more."""
     fused = small(family, "sdpa")
     use_fused(fused)
     again = copy.deepcopy(fused)
@@ -283,7 +283,7 @@ def test_frozen_weights_get_no_gradients() -> None:
 
 
 def test_weights_lie_together_and_may_be_taken_apart(tmp_path: Path) -> None:
-    """Moved or cast they give the same; saved, each is itself."""
+    """Moved or cast weights give the same results, and each is saved separately."""
     from transformers import AutoModelForCausalLM
 
     fused = small("qwen2")
@@ -397,7 +397,7 @@ def test_what_it_keeps_is_less_than_the_model_s_own_code_keeps() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_kernels_do_what_the_references_do(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The kernels run in Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     script_in_triton(Path(__file__).with_name("decoders_in_triton.py"), device, tmp_path / "told")

@@ -1,4 +1,4 @@
-"""Plans that look for the fewest layers whose product of gate and up is computed again."""
+"""Plans that search for the fewest layers that recompute their product of gate and up."""
 
 from __future__ import annotations
 

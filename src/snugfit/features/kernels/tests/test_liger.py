@@ -104,7 +104,7 @@ def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: st
     ],
 )
 def test_adapters_of_experts_do_not_go_with_its_code_for_them(recipe: str, fails: bool) -> None:
-    """peft wraps the module whose code Liger exchanges: a drawn run on an H100 died of it."""
+    """peft wraps the module whose code Liger replaces: a random run on an H100 failed for that reason."""
     job, parsed = small_job("mixtral", 2), Recipe.parse(recipe)
     if not fails:
         parsed.check(job, installed=False)
@@ -118,7 +118,7 @@ def test_adapters_of_experts_do_not_go_with_its_code_for_them(recipe: str, fails
     [("mixtral", "liger", True), ("mixtral", "liger(swiglu=false)", False), ("llama", "liger", False)],
 )
 def test_minutes_of_timing_kernels_for_experts_are_said(family: str, recipe: str, said: bool) -> None:
-    """Two drawn runs of a Mixtral on an H200 took so long before their first step."""
+    """Two random runs of a Mixtral on an H200 took minutes before their first step."""
     told = Recipe.parse(recipe).check(small_job(family, 2), installed=False)
     assert any("first step of each process" in line for line in told) == said
 
@@ -278,7 +278,7 @@ def with_liger() -> list[Measurement]:
 @installed
 @pytest.mark.parametrize("run", slow_but(with_liger(), 2), ids=lambda run: f"{run.recipe} {run.job.dtype}")
 def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
-    """To the byte; and the seconds, where the GPU decides them."""
+    """Bytes match exactly, and seconds within tolerance where the GPU bounds the step."""
     seen, timing = run.footprint, run.timing
     assert seen is not None
     assert timing is not None

@@ -168,7 +168,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_broken_picture_is_one_error_with_its_file(
     name: str, workers: int, tmp_path: Path, folder: Path
 ) -> None:
-    """Also out of a worker, whose own error would be its traceback."""
+    """The same holds in a worker process, whose own error would be its traceback."""
     pets(tmp_path / "pets", each=1)
     file = tmp_path / "pets" / "dog" / "broken.png"
     BROKEN[name][0](file)
@@ -346,7 +346,7 @@ def test_pictures_from_the_command_line(
 
 @pytest.mark.whole
 def test_samples_in_memory_may_hold_numbers_and_arrays(tmp_path: Path) -> None:
-    """They are trained on as tensors are, bit for bit."""
+    """Training on them equals training on tensors, bit for bit."""
     from snugfit.training.digits import digits, digits_job
 
     tensors = digits()[0][:64]

@@ -136,7 +136,7 @@ def raw() -> SoundPreprocessor:
 
 
 def test_the_start_token_is_the_models_to_write(tmp_path: Path, folder: Path) -> None:
-    """A tokenizer that writes it (Whisper's) has it taken away, for the model puts it before the labels."""
+    """It is removed if a tokenizer adds it (Whisper's), because the model adds it before the labels."""
     config = {**Model.find(folder).config, "decoder_start_token_id": 2}
     job = replace(
         speech_job(folder, target_length=4), model=Model.from_config(config, name="starts with [CLS]")

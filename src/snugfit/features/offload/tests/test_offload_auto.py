@@ -1,4 +1,4 @@
-"""`auto` sends layers to the host where that is faster than recomputing, or all that fits."""
+"""`auto` offloads layers if that is faster than recomputation, or the only recipe that fits."""
 
 from __future__ import annotations
 

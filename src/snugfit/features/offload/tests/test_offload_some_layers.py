@@ -197,7 +197,7 @@ def _leave_at_once(self: activation_offload.Window) -> None:
 
 
 def test_a_stack_may_run_several_times(sent: list[list[int]]) -> None:
-    """As in models whose layers go round."""
+    """Models that loop over their layers do so."""
     model, plain = Stack(5), Stack(5)
     plain.load_state_dict(model.state_dict())
     offload_activations(model, OffloadWish(what="all", first=2))
@@ -350,7 +350,7 @@ OF = "lora(r=4) + bf16 + adamw_fused"
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for all layers but one, whose copy is done beside the others."""
+    """The memory suffices for all layers but one, whose copy overlaps the others."""
     memory = needed(f"{OF} + host(all, layers=1)")
     recipe = planned(memory, "default")
     wish = recipe.setup().activation_offload

@@ -83,7 +83,7 @@ def test_weights_larger_than_what_is_staged_go_in_parts(monkeypatch: pytest.Monk
 
 @pytest.mark.whole
 def test_states_that_a_library_laid_out_anew_go_on() -> None:
-    """As after `load_state_dict`, or from a checkpoint that keeps no strides."""
+    """`load_state_dict` and checkpoints without strides leave such states."""
     ours, theirs = AdamWOnHost(weights()), torch.optim.AdamW(weights(), fused=True)
     step_both(ours, theirs, 0)
     for state in ours.state.values():

@@ -29,7 +29,7 @@ from tiers import crossed, slow_but
 
 RECIPE = "bf16_pure + adamw_stochastic"
 GAP = 2.0**-7
-"""Between neighbours of bfloat16 from 1 to 2."""
+"""Distance of neighbours of bfloat16 between 1 and 2."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_what_bfloat16_has_stays_what_it_is() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
 def test_no_weight_that_is_not_a_number_becomes_one(bits: int) -> None:
-    """CUDA's has all bits set, to which nothing can be added."""
+    """CUDA's NaN has all bits set, so that an addition would overflow."""
     weight = torch.nn.Parameter(torch.ones(500, dtype=torch.bfloat16))
     weight.grad = torch.full((500,), bits >> 16, dtype=torch.int16).view(torch.bfloat16)
     optimizer = StochasticAdamW([weight])

@@ -26,7 +26,7 @@ GROWTH = 1.01
 """Largest allowed ratio of an update's norm to the norm of the last one."""
 
 SMALLEST = 1e-30
-"""Added to lengths that are divided by."""
+"""Addend of divisors, so that none is zero."""
 
 
 class ApolloWithAdamW(ProjectedAndAdamW):

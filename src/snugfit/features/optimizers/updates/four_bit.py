@@ -41,7 +41,7 @@ class CodeTables(NamedTuple):
     pairs: torch.Tensor
     """The two values of each byte (256, 2)."""
     borders: torch.Tensor
-    """Halfway between neighbours (15)."""
+    """Midpoints between neighbouring values (15)."""
 
 
 class FourBitAdamW(AdamWInPieces):

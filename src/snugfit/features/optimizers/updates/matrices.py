@@ -18,7 +18,7 @@ from snugfit.features.optimizers.updates.pieces import refuse_closure
 from snugfit.step.wishes.own_adamw import OwnAdamW
 
 BY_ADAMW = "is_left_to_adamw"
-"""The attribute by which `leave_to_adamw` marks a parameter."""
+"""Attribute that `leave_to_adamw` sets on a parameter."""
 
 MATRICES = "matrices"
 """Key of a parameter group with the positions of the matrices that AdamW does not update."""
@@ -32,7 +32,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         """Update the matrices of these groups, which have no others."""
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Return whether the other update is responsible for a parameter of this group."""
+        """Return True if the other update is responsible for a parameter of this group."""
         return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

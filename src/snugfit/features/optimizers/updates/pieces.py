@@ -73,7 +73,7 @@ def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor]
 def pieces(
     parts: Iterable[Part], kind: Callable[[Part], Any], size: Callable[[Part], int], most: int
 ) -> Iterator[list[Part]]:
-    """Yield neighbours of one kind together, of a size of `most` in all, or one alone that is larger."""
+    """Yield groups of adjacent items of one kind, up to `most` in size, or one larger item alone."""
     for _, alike in groupby(parts, kind):
         piece: list[Part] = []
         total = 0
@@ -90,7 +90,7 @@ class AdamWInPieces(FusedAdamW):
     """AdamW in 32 bits over weights and moments that have fewer."""
 
     numbers_in_a_block = 1
-    """A weight is cut at a multiple of this number of elements."""
+    """Slices of a weight have a multiple of this number of elements."""
 
     @abstractmethod
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:

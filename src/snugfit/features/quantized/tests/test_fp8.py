@@ -160,7 +160,7 @@ OFTEN = [
     ("llama", "float32", "fp8(recipe=rowwise)"),
     ("llama", "bfloat16", "fp8 + micro_batches(2)"),
 ]
-"""Every recipe and every dtype once."""
+"""Cases with every recipe and every dtype once."""
 
 
 def law_job(family: str) -> Job:

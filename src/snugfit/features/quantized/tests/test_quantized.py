@@ -157,7 +157,7 @@ def test_fit_refuses_a_model_in_full_precision(stored: Path, tmp_path: Path) -> 
 
 
 def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
-    """As bitsandbytes 0.50 decides by its own table, for an H200 and an RTX 4090."""
+    """The choice is that of bitsandbytes 0.50's own table, for an H200 and an RTX 4090."""
     h200, rtx_4090 = (132, 9, 0), (128, 8, 9)
     for gpu in (h200, rtx_4090):
         assert fuses(*gpu, torch.bfloat16, 1, 4096, 4096)

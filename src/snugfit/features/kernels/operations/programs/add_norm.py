@@ -23,7 +23,7 @@ WARPS = 4
 """Warps of 32 threads of a program of the backward kernel: with 8 it took twice as long (docs/log.md)."""
 
 FORWARD_TILE = 1024
-"""Elements that a program of the forward kernel has at hand (chosen)."""
+"""Elements in a tile of the forward kernel (chosen)."""
 
 VARYING = ("rows", "residual_rows", "site", "drops")
 """Arguments whose values trigger no new compilation of a kernel."""

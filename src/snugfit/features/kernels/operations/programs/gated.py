@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-"""Elements of a row that one program goes over."""
+"""Elements of a row that one program processes."""
 
 WARPS = 8
 

@@ -16,7 +16,7 @@ import triton.language as tl
 WARPS = 4
 
 TILE = 2048
-"""Elements of heads that a program goes over at a time."""
+"""Elements of heads that a program processes at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
