@@ -53,7 +53,7 @@ class Processes:
     """Number of processes, one for each GPU."""
 
     words: dict[str, Any] = field(default_factory=dict)
-    """Arguments of techniques."""
+    """Arguments that determine the techniques."""
 
     asked_by: str = ""
     """Raw word that set them; empty if it is the number of processes."""

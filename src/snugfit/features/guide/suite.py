@@ -29,7 +29,7 @@ class Machine:
     """Machine of published figures."""
 
     name: str
-    """Name in `guide.json`."""
+    """Name of the machine in `guide.json`."""
     gpu: str | None
     """GPU of the machine; None where the authors name none."""
     note: str
