@@ -1,9 +1,9 @@
-"""What rehearsals with adapters need, loaded where this is imported: by the process that a plan's workers are
-copies of, so that it takes its seconds once.
+"""Import the modules that simulations of adapters need, before a plan's worker processes are forked.
 
-Beside peft these are transformers' names of older weights, a thousand patterns that peft asks for and that
-are compiled when it first does, which takes as long again. bitsandbytes, which peft imports, would have torch
-load its compiler, for operators that no rehearsal runs; workers import it without that.
+A forked worker inherits them, so their import time of some seconds is spent once. Beside peft these are
+transformers' renaming patterns for older weights. There are a thousand; peft compiles them at first use,
+which takes as long again. peft imports bitsandbytes, which would make torch load its compiler for operators
+that no simulation runs. Workers import bitsandbytes without the compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snugfit.hub_kernels import import_peft
 
 
 def load() -> None:
-    """Loads peft, and the names where transformers has such a module."""
+    """Load peft, and transformers' names of older weights where transformers has that module."""
     with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
         import_peft()
     with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""A model with adapters takes the place of the one that was built."""
+"""Replacement of a built model by the same model with adapters."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class AdaptHandler(Handler):
     }
 
     def import_code(self, value: Call | None) -> None:
-        """peft is imported once, before anything is timed or overridden."""
+        """Import peft once, before anything is timed or overridden."""
         if value is not None:
             import_peft()
 
     def replace_model(self, value: Call | None, model: Any) -> Any:
-        """The wished function gives the model to train instead."""
+        """Return the model that the requested function creates."""
         return value.run(model) if value is not None else model
 
     def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
-        """The live model is replaced by the adapted one."""
+        """Replace the running model by the adapted one."""
         live.model = self.replace_model(value, live.model)
         return iter(())
 
     def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
-        """As a call, or in the technique's own lines."""
+        """Return the script's lines: a call, or the technique's own lines."""
         if value is None:
             return {}
         if text := call_text(value, "model"):

@@ -1,4 +1,4 @@
-"""LoRA through peft, on weights as they are; what its settings mean and cost stands in `low_rank.py`."""
+"""LoRA through peft, on weights in their own dtype; `low_rank.py` describes the settings and their cost."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Lora(LowRank):
     counterparts: ClassVar = (Counterpart(arguments={**ARGUMENTS}),)
 
     def install(self, setup: Setup) -> Setup:
-        """The model is replaced by peft's wrapper around it."""
+        """Request peft's wrapper around the model."""
         return setup.with_fields(adapt=self.adapters())
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Ranks in use on peft's targets, and on every matrix, as QLoRA does it (arXiv 2305.14314)."""
+        """Yield ranks in use on peft's targets, and on every matrix, as QLoRA does (arXiv 2305.14314)."""
         if has_default_targets(job.model):
             yield from (cls(r=rank) for rank in (8, 16, 64))
         yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

@@ -1,22 +1,23 @@
-"""Low-rank adapters by peft: frozen weights, and beside some a product of two thin matrices that trains.
+"""Low-rank adapters by peft: the weights are frozen, and thin matrices beside some of them train.
 
 W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients and
-optimizer states exist for A and B only. The activations that the frozen weights' neighbours need are kept as
-before, so memory falls by states and gradients and not by activations.
+optimizer states exist for A and B only. The activations that the layers next to frozen weights need are saved
+as before. So memory falls by states and gradients and not by activations.
 
-The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732): a number, which
-costs nothing. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of W' apart from its
-direction. It makes the whole W' once more in each pass, to know its rows' lengths: more time and memory.
+The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732). It is a number
+and costs nothing. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of W' apart from its
+direction. It builds the whole W' once more in each pass to compute the lengths of its rows, which takes time
+and memory.
 
-Defaults are peft's own (`LoraConfig`): rank 8, alpha 8, no dropout, and for each architecture the modules of
-peft's table (BERT: query and value); all linear layers of one that the table lacks. The table is read here
-and its names are given to peft, because peft itself looks an architecture up by its own name only (Gemma 3
-stands there by that of its text part), and not at all where it renames what transformers stores in another
-shape (Mixtral's experts).
-Dropout costs, for each adapted matrix, the input that was dropped out and its mask, which the backward pass
-of A needs.
-Adapters of a model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of
-classification models train whole, as peft's task types do it.
+Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The default modules of an architecture
+come from peft's table (BERT: query and value). An architecture that the table lacks gets all its linear
+layers. This module reads the table and passes the names to peft. peft itself looks an architecture up by its
+own name only. The table has Gemma 3 under the name of its text part. For models whose weights transformers
+stores in another shape (Mixtral's experts), peft renames modules and skips the lookup.
+
+Dropout saves two tensors for each adapted matrix: the input after dropout, and the mask. The backward pass of
+A needs both. Adapters of a model in half precision are fp32, as peft creates them (`autocast_adapter_dtype`).
+The heads of classification models train whole, as peft's task types define.
 """
 
 from __future__ import annotations
@@ -61,15 +62,17 @@ _PEFT_TASKS = {
     "LMHeadModel": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
-"""peft's task type by the end of a transformers class name; the type says which head trains whole."""
+"""peft's task type by the end of a transformers class name; the type determines the head that trains
+whole."""
 
 _TOKEN_HEADS = ("classifier", "score")
-"""What peft trains whole in token classifiers; `all-linear` would adapt it too, and peft refuses both."""
+"""Modules of token classifiers that peft trains whole. `all-linear` would adapt them too, and peft refuses
+both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Technique):
-    """The settings of peft's low-rank adapters, and the wish for them."""
+    """Settings of peft's low-rank adapters, and the call that adds them."""
 
     preloaded: ClassVar = "snugfit.features.adapters.ahead"
 
@@ -77,26 +80,26 @@ class LowRank(Technique):
     """Rank of the updates: columns of B and rows of A."""
 
     targets: tuple[str, ...] | None = None
-    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's choice for the
-    architecture, and all linear layers where it has none."""
+    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's, or all linear ones
+    without any."""
 
     dropout: float = between(0.0, 1.0, default=0.0)
     """Share of the inputs of A that is dropped."""
 
     dora: bool = False
-    """Whether the length of each row trains apart from its direction (DoRA)."""
+    """True trains the length of each weight row apart from its direction (DoRA)."""
 
     rslora: bool = False
-    """Whether updates are scaled by alpha / sqrt(r) and not by alpha / r."""
+    """True scales updates by alpha / sqrt(r), False by alpha / r."""
 
     def adapters(self) -> Call:
-        """What puts peft's wrapper around a model."""
+        """Return the call that wraps a model with peft."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
         more = {name: True for name in ("dora", "rslora") if getattr(self, name)}
         return Call(path=f"{__name__}:adapt", arguments=arguments | more)
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """peft's wrapper, with the arguments that `adapt` gives it."""
+        """Return the code of peft's wrapper, with the arguments of `adapt`."""
         from snugfit.job.architectures import class_of
 
         model = class_of(job.task, job.transformers_config())
@@ -118,7 +121,7 @@ class LowRank(Technique):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to masters of the model's own weights."""
+        """Yield an objection to master copies of the model's own weights."""
         if recipe[Slot.PRECISION].alone.masters:
             yield (
                 "adapters are fp32 next to weights that do not train, which leaves "
@@ -135,7 +138,10 @@ class LowRank(Technique):
         return _as_peft_takes(self.targets or default_targets(job.model))
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """A higher rank, or more modules: larger matrices, or more of them, and the same besides."""
+        """Return True if this has a higher rank or more modules, and the same settings otherwise.
+
+        Its matrices are then larger or more numerous.
+        """
         if not isinstance(other, LowRank) or replace(other, r=self.r, targets=self.targets) != self:
             return False
         has_no_fewer = self.targets == other.targets or (
@@ -144,7 +150,8 @@ class LowRank(Technique):
         return self != other and self.r >= other.r and has_no_fewer
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Without targets, and where peft has no choice of its own, every linear layer is adapted."""
+        """Yield a warning if every linear layer is adapted, because neither the recipe nor peft names
+        targets."""
         if not self.targets and not has_default_targets(job.model):
             what = "a module of your own" if job.model.module is not None else job.model.architecture
             yield (
@@ -163,7 +170,8 @@ def adapt(
     dora: bool = False,
     rslora: bool = False,
 ) -> torch.nn.Module:
-    """`model` wrapped by peft, its own weights frozen. Raises `RecipeError` when no module is a target."""
+    """Return `model` wrapped by peft, with its own weights frozen. Raises `RecipeError` when no module is a
+    target."""
     with no_hub_kernels():
         from peft import LoraConfig, get_peft_model
 
@@ -177,7 +185,7 @@ def adapt(
         with warnings.catch_warnings():
             # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-            # peft asks transformers 5 by the name of version 4.
+            # peft queries transformers 5 under the name that version 4 used.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
@@ -190,7 +198,7 @@ def adapt(
 def _peft_arguments(
     name: str, *, inputs: str, targets: str | Sequence[str], r: int, dropout: float, dora: bool, rslora: bool
 ) -> dict[str, Any]:
-    """`LoraConfig`'s arguments for a model of the class `name` whose main input is called `inputs`."""
+    """Return `LoraConfig`'s arguments for a model of the class `name` with the main input `inputs`."""
     task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
     if inputs != "input_ids":
         task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
@@ -212,23 +220,26 @@ def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:
 
 
 def default_targets(model: Any) -> str | list[str]:
-    """The ends of the names of the modules to adapt, a regular expression, or `ALL_LINEAR`, for a module that
-    is built or a `Model`."""
+    """Return the default targets of a built module or a `Model`.
+
+    They are the ends of the names of the modules to adapt, a regular expression, or `ALL_LINEAR`.
+    """
     return _pefts_choice(model) or ALL_LINEAR
 
 
 def has_default_targets(model: Model) -> bool:
-    """Whether peft's table has the model's architecture, or that of its text part."""
+    """Return True if peft's table has the model's architecture, or that of its text part."""
     return _pefts_choice(model) is not None
 
 
 def chosen_by_peft(model: Model) -> bool:
-    """Whether peft itself finds its table's modules for this architecture when it is told none."""
+    """Return True if peft itself finds the default modules of this architecture, without any targets
+    passed."""
     return model.architecture in pefts_table() and not any("expert" in key for key in model.config)
 
 
 def _pefts_choice(model: Any) -> str | list[str] | None:
-    """What peft's table has for a module that is built, or for a `Model`."""
+    """Return the entry of peft's table for a built module or for a `Model`; None without an entry."""
     if hasattr(model, "facts") and model.module is None:
         config = model.config
         names = _names(config.get("model_type"), (config.get("text_config") or {}).get("model_type"))
@@ -246,8 +257,11 @@ def _names(architecture: str | None, part: str | None) -> Iterator[str]:
 
 @cache
 def pefts_table() -> Mapping[str, str | list[str]]:
-    """peft's default targets by architecture, read from its source, for importing it imports torch. Empty
-    where it is not to be read."""
+    """Return peft's default targets by architecture, read from its source, because importing peft imports
+    torch.
+
+    The table is empty where peft is missing or its source has another form.
+    """
     spec = find_spec("peft")
     if spec is None or spec.origin is None:
         return {}

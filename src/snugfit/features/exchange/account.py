@@ -1,4 +1,4 @@
-"""What became of a user's configuration: its settings here, and an account of every key."""
+"""Result of reading a user's configuration: its settings here, and an account of every key."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LONGEST_VALUE = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One key of the file, and what became of it."""
+    """One key of the file, and its use here."""
 
     key: str
-    """The key as the file has it."""
+    """Key in the file."""
 
     value: str
-    """The value as the file has it, or `(default)`."""
+    """Value in the file, or `(default)`."""
 
     says: str
-    """What it became, or why it did not."""
+    """Its meaning here, or the reason why it has none."""
 
     instead: str = ""
-    """Of what was refused: the key of a job file, or the flag, that makes it unnecessary."""
+    """Key of a job file, or flag, that replaces a refused key."""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}: {self.says}"
@@ -38,37 +38,40 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a configuration file says."""
+    """Content of a configuration file."""
 
     path: str
     """The path of the file."""
 
     title: str
-    """What kind of file it is."""
+    """Kind of file, for messages."""
 
     export: str
     """The target of an export in the user's own tool; empty where that is `hf`."""
 
     settings: Mapping[str, Any]
-    """As a job file would say it: model, task, batch_size, recipe, loop, ..."""
+    """Settings with the keys of a job file: model, task, batch_size, recipe, loop, ..."""
 
     by_flags: Mapping[str, str]
-    """By setting: the argument on the command line that said it."""
+    """Argument on the command line that set each setting."""
 
     took: tuple[Line, ...]
-    """What became part of the job or the recipe."""
+    """Keys that became part of the job or the recipe."""
 
     differs: tuple[Line, ...]
-    """What was taken and is not quite the same here."""
+    """Keys that were taken, with a difference here."""
 
     ignored: tuple[Line, ...]
-    """What was ignored, and why that is right."""
+    """Keys that were ignored, each with the reason why that is correct."""
 
     refused: tuple[Line, ...]
-    """What has no counterpart."""
+    """Keys without a counterpart."""
 
     def refuse(self, otherwise: Collection[str] = ()) -> None:
-        """Raises `UsageError` with what has no counterpart and is not said `otherwise`, by a flag or so."""
+        """Raise `UsageError` with the keys that have no counterpart.
+
+        A key is exempt if a flag or a job file sets it: its replacement is in `otherwise`.
+        """
         lines = [str(line) for line in self.refused if line.instead not in otherwise]
         if lines:
             flags = sorted({line.instead.replace("_", "-") for line in self.refused})
@@ -84,7 +87,7 @@ class Reading:
 
 
 def render_reading(reading: Reading) -> RenderableType:
-    """The account of a file, key by key."""
+    """Return the account of a file, key by key."""
     head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
     parts: list[RenderableType] = [head]
     for lines, heads in (

@@ -1,14 +1,13 @@
-"""What in a user's configuration conflicts, does nothing, or has another name now.
+"""Conflicts, settings without effect, and renamed keys in a user's configuration.
 
-The facts stand in `findings.json` with their sources; this file applies them. Whether a name is gone is never
-taken from there alone: the installed library is asked which names it has, so renames that its version has not
-made yet are not reported.
+`findings.json` has the facts with their sources; this file applies them. A name counts as gone only if the
+installed library does not have it either. So renames that its version has not made yet are not reported.
 
     conflict    the library will refuse it, or the run will fail
     unknown     the installed version has no such name
     renamed     it has another one
     removed     it has none any more
-    no effect   it changes nothing as the file stands
+    no effect   it changes nothing in this file
     trap        it works, and does something else than most people expect
 """
 
@@ -44,15 +43,15 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "unlike": lambda value, patterns, force: not any(fnmatchcase(str(value), one) for one in patterns),
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
-"""What a rule may ask of a value, with the rule's operand and everything that is in force."""
+"""Conditions of rules on a value, given the rule's operand and all values in force."""
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
-"""A number that YAML 1.1, and so PyYAML, reads as text: it wants a point before the exponent."""
+"""A number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the exponent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """What to change in the file."""
+    """Changes to make in the file."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""
@@ -72,10 +71,10 @@ class Finding:
     """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
 
     keys: tuple[str, ...]
-    """The keys that it is about."""
+    """Keys of the finding."""
 
     says: str
-    """Why, and what to write instead."""
+    """The reason, and the text to write instead."""
 
     fix: Fix | None = None
     """None where only the user can decide."""
@@ -86,10 +85,10 @@ class Checked:
     """A configuration file with its findings."""
 
     document: Document
-    """The file as it was read."""
+    """File that was checked."""
 
     findings: tuple[Finding, ...]
-    """In the order of the kinds above, and of the file."""
+    """Findings in the order of the kinds above, and of the file."""
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -101,7 +100,7 @@ class Checked:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The findings as the document of `snugfit check --json`."""
+        """Return the findings as the document of `snugfit check --json`."""
         return {
             "schema": 1,
             "what": "check",
@@ -124,12 +123,12 @@ class Checked:
 
 
 def check(path: Path) -> Checked:
-    """The findings of the file at `path`; raises `UsageError` when it is no configuration."""
+    """Return the findings of the file at `path`; raise `UsageError` if it is not a configuration."""
     return check_document(open_document(path))
 
 
 def check_document(document: Document) -> Checked:
-    """The findings of a file that has been read."""
+    """Return the findings of a file that has been read."""
     facts = _facts(document.dialect)
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
@@ -157,7 +156,7 @@ def _facts(name: str) -> dict[str, Any]:
 
 @cache
 def _installed_names(name: str) -> frozenset[str]:
-    """The argument names that the installed library has; empty where it takes any."""
+    """Return the argument names that the installed library has; empty where it takes any."""
     if name == "trainer":
         return frozenset(installed.defaults())
     if name == "accelerate":
@@ -176,7 +175,7 @@ def _find_renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
         if old not in values or (known and new not in known):
             continue
         if known and old in known and (not entry.get("alias") or new in values or values[old] is None):
-            continue  # the installed version has the name, or is told both and listens to the newer one
+            continue  # the installed version has the name, or has both and uses the newer one
         note = f"; {entry['note']}" if "note" in entry else ""
         value = as_word(values[old])
         fix: Fix | None = Fix(remove=(old,))
@@ -198,7 +197,7 @@ def _find_removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
 
 
 def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Values that have another name now, and numbers that YAML reads as text."""
+    """Yield values that were renamed, and numbers that YAML reads as text."""
     for key, meanings in facts["values"].items():
         value = document.values.get(key)
         if isinstance(value, str) and value in meanings:
@@ -234,7 +233,7 @@ def _library(name: str) -> str:
 
 
 def _find_wrong_batches(document: Document) -> Iterator[Finding]:
-    """DeepSpeed's three numbers of a batch: the whole is the product of the other two and of the GPUs."""
+    """Yield a finding if DeepSpeed's whole batch is not the product of its other two numbers and the GPUs."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     if document.dialect != "deepspeed":
         return
@@ -246,7 +245,7 @@ def _find_wrong_batches(document: Document) -> Iterator[Finding]:
 
 
 def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
-    """accelerate's mesh of processes, whose axes multiply to their number."""
+    """Yield a finding if the axes of accelerate's mesh do not multiply to the number of processes."""
     mesh, processes = document.values.get("parallelism_config"), document.values.get("num_processes")
     if document.dialect != "accelerate" or not isinstance(mesh, Mapping) or type(processes) is not int:
         return
@@ -257,7 +256,8 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
 
 
 def _processes(document: Document) -> dict[str, int]:
-    """How many processes DeepSpeed's three numbers come to, where they stand in the file."""
+    """Return the number of processes by the key `processes`, from DeepSpeed's three numbers; empty without
+    them."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     values = (document.values.get(name) for name in names)
     numbers = [one for one in values if isinstance(one, int) and one > 0]
@@ -291,7 +291,7 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
 
 
 def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key and, dotted, every key within."""
+    """Yield every key, and every nested key with dots, with its value."""
     for key, value in values.items():
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
@@ -299,7 +299,7 @@ def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """The defaults that are in force in a file of this kind."""
+    """Return the defaults that are in force in a file of this kind."""
     if name != "trainer":
         return {}
     return {
@@ -310,7 +310,8 @@ def _defaults_of(name: str) -> dict[str, Any]:
 
 
 def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
-    """Whether a value meets a rule's condition: the value itself, or one of the words of `_CONDITIONS`."""
+    """Return True if a value meets a rule's condition: the value itself, or one of the words of
+    `_CONDITIONS`."""
     if isinstance(value, Unknown):
         return False
     if not isinstance(condition, Mapping):
@@ -331,13 +332,13 @@ def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[s
 
 
 def _in_file(key: str, own: Mapping[str, str]) -> str:
-    """The key as the file calls it, which may still be an old name."""
+    """Return the key under its name in the file, which may be an old one."""
     head, dot, rest = key.partition(".")
     return f"{own.get(head, head)}{dot}{rest}"
 
 
 def render_check(checked: Checked) -> RenderableType:
-    """The findings, the gravest first, each with its cure."""
+    """Return the findings, the most severe first, each with its fix."""
     title = dialect(checked.document.dialect).title
     head = f"{checked.document.path} ({title})"
     unread = [

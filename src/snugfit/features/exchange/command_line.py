@@ -1,10 +1,10 @@
-"""Arguments as `HfArgumentParser` takes them: `--per_device_train_batch_size 4 --bf16 --optim=adamw_torch`.
+"""Arguments in the form of `HfArgumentParser`: `--per_device_train_batch_size 4 --bf16 --optim=adamw_torch`.
 
-Two command lines are read by the same rules: that of our own commands, where such a flag stands among ours
-(`split_flags`), and the one in a shell file that starts a training script (`read_shell`): `python run_clm.py
+Two command lines follow the same rules. One is that of our own commands, with such flags among ours
+(`split_flags`). The other is in a shell file that starts a training script (`read_shell`): `python run_clm.py
 ...`, `torchrun ... run_clm.py ...`, `accelerate launch ... run_clm.py ...`, `trl sft ...` and
-`llamafactory-cli train ...`. Nothing is run, and nothing is asked of the shell: a variable is known when the
-file gives it one plain value.
+`llamafactory-cli train ...`. Nothing is executed, by the shell either. A variable is resolved if the file
+sets it once, to a plain value.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TASKS = {
     "run_summarization": "seq2seq-lm", "run_translation": "seq2seq-lm", "run_t5_mlm": "seq2seq-lm",
     "run_image_classification": "image-classification", "sft": "causal-lm",
 }  # fmt: skip
-"""By the name of transformers' and TRL's example scripts: the task whose head they train."""
+"""Task trained by each of transformers' and TRL's example scripts, by the script's name."""
 
 LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed")
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""What `python -m` starts that starts a script itself."""
+"""Modules for `python -m` that start a script themselves."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -58,25 +58,25 @@ def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], 
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
-    """Arguments by name, of texts `key=value`."""
+    """Return arguments by name from texts `key=value`."""
     return {key: _scalar(key, value) for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def is_argument(name: str) -> bool:
-    """Whether this is an argument of transformers' Trainer, or one that its example scripts have."""
+    """Return True for an argument of transformers' Trainer, or of its example scripts."""
     table = dialect("script")
     return bool(name in argument_names() or table.refusal(name) or table.reason_to_ignore(name))
 
 
 def argument_names() -> set[str]:
-    """The arguments that have a name of their own; further ones are read by a pattern."""
+    """Return the arguments that have a name of their own; further ones are read by a pattern."""
     named = (key for kind in roster.techniques() for one in kind.counterparts for key in one.arguments)
     return {*dialect("script").words(), *named, "per_device_train_batch_size"}
 
 
 def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """The dialect and the arguments of the one training command in a shell file. Raises `UsageError` when
-    there is none, or more than one."""
+    """Return the dialect and the arguments of the one training command in a shell file. Raises `UsageError`
+    when there is none, or more than one."""
     variables: dict[str, str] = {}
     commands: list[list[str]] = []
     for line in text.replace("\\\n", " ").splitlines():
@@ -103,7 +103,7 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def _read_command(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """The dialect and the arguments of one command: first the launcher's own, then the script's."""
+    """Return the dialect and the arguments of one command: first the launcher's own, then the script's."""
     scripts = [
         at
         for at, word in enumerate(words)
@@ -137,7 +137,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 
 def _take_value(name: str, rest: list[str]) -> str:
-    """The value that follows a flag, taken off `rest`; a switch needs none."""
+    """Remove the value that follows a flag from `rest` and return it; a switch needs none."""
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (not values or name in SEVERAL):
         if _is_switch(name) and rest[0].lower() not in ("true", "false", "1", "0", "yes", "no"):
@@ -153,7 +153,7 @@ def _is_switch(name: str) -> bool:
 
 
 def _scalar(name: str, text: str) -> Any:
-    """A word of the command line as the value that it writes."""
+    """Return the value of a word on the command line."""
     if "$" in text:
         return Unknown(text)
     if name in SEVERAL and " " in text:
@@ -167,5 +167,5 @@ def _scalar(name: str, text: str) -> Any:
 
 
 def _with_variables(word: str, variables: dict[str, str]) -> str:
-    """The word with the variables that the file gave a plain value."""
+    """Return the word with the variables that the file set to a plain value."""
     return _VARIABLE.sub(lambda one: variables.get(one[1] or one[2], one[0]), word)

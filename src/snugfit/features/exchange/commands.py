@@ -1,7 +1,7 @@
-"""`snugfit check` and `snugfit export`, and the options that other commands gain: `--arguments`, those of
-transformers, and `--export`.
+"""`snugfit check` and `snugfit export`, and two options of other commands: `--arguments` and `--export`.
 
-`check` ends with exit code 3 when something was found, so that a script can ask.
+`--arguments` takes transformers' arguments. `check` ends with exit code 3 when it finds something, for use in
+scripts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ArgumentsFile = Annotated[
     ),
 ]
 TRAINER_ARGUMENT = "--trainer-argument"
-"""The hidden option in which transformers' own arguments are gathered, as `key=value`."""
+"""Hidden option that gathers transformers' own arguments, as `key=value`."""
 TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
 Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
@@ -67,15 +67,15 @@ FOUND = 3
 
 
 def _every_job(*, arguments_file: ArgumentsFile = None, trainer_arguments: TrainerArguments = None) -> None:
-    """The options of each command about a job."""
+    """Declare the options of each command about a job."""
 
 
 def _one_answer(*, export: Into = None) -> None:
-    """The option of commands that answer with a recipe."""
+    """Declare the option of commands whose result is one recipe."""
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the options that a command about a job gains; `export` has its recipe already."""
+    """Return the further options of a command about a job; `export` already takes a recipe."""
     added: list[Callable[..., None]] = [] if command == "export" else [_every_job]
     added += [_one_answer] if command in ("plan", "predict") else []
     return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]
@@ -122,9 +122,12 @@ export.__signature__ = inspect.Signature([_RECIPE, *_JOB, *_OWN])  # type: ignor
 
 
 def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-    """Raise `UsageError`, before long work begins, for options beside `--export` that make several answers,
-    for a target that cannot train this job, and for a folder that cannot be written or has files by these
-    names which were not exported for that target."""
+    """Raise `UsageError`, before long work begins, for a request that cannot be exported.
+
+    Causes are options beside `--export` that yield several answers, an unsuitable target, and a folder that
+    cannot be written. A folder with files of these names is refused too, unless they were exported for the
+    same target.
+    """
     if not flags.get("export"):
         return
     if flags.get("compare"):
@@ -155,7 +158,7 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
 
 
 def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
-    """Write the recipe where `--export` says, for so many GPUs."""
+    """Write the recipe for so many GPUs to the target and folder of `--export`."""
     if not flags.get("export"):
         return
     from snugfit.features.exchange.export import export as write
@@ -173,7 +176,7 @@ def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: i
 
 
 def _tell(exported: Export, folder: Path) -> None:
-    """Says on stderr what was written, and what is not quite as predicted."""
+    """Report the written files on stderr, and the differences to the prediction."""
     for name in exported.files:
         given.say_written(folder / name)
     if exported.note:
@@ -181,7 +184,7 @@ def _tell(exported: Export, folder: Path) -> None:
 
 
 def check(file: File, *, as_json: given.AsJson = False) -> int:
-    """Say what in a configuration file conflicts, does nothing, or was renamed."""
+    """Report conflicts, settings without effect, and renamed keys in a configuration file."""
     from snugfit.features.exchange.check import check as check_file
     from snugfit.features.exchange.check import render_check
     from snugfit.report.text.terminal import show, show_json

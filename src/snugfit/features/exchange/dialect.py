@@ -1,8 +1,8 @@
-"""The words of the libraries whose files are read: tables, one file each in `dialects/`.
+"""The keys of the libraries whose files are read: tables, one file each in `dialects/`.
 
-A table translates a library's keys into the one vocabulary that techniques and jobs know: transformers'
-arguments by dotted name (`techniques/counterpart.py`), and `job.*` for what belongs to the job. The rest of a
-table says, key by key, why something may be ignored, and what has no counterpart and must not be.
+A table translates a library's keys into the one vocabulary of techniques and jobs. That is transformers'
+arguments by dotted name (`techniques/counterpart.py`), and `job.*` for fields of the job. The rest of a table
+lists keys that may be ignored, and refused keys without a counterpart, each with a reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer")
-"""In the order in which they are recognised: the more particular words first."""
+"""Dialects in the order of recognition: the more specific keys first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,35 +24,37 @@ class Dialect:
     """The keys of one library's configuration files, with their meaning here."""
 
     title: str
-    """What users call such a file."""
+    """Users' name for such a file."""
 
     source: str
-    """Where the table is from."""
+    """Source of the table."""
 
     loop: str
-    """The loop that such a file is run by."""
+    """Loop that runs such a file."""
 
     known_by: list[str]
     """Top-level keys that only such files have, or that all of them have."""
 
     becomes: Mapping[str, Any]
-    """Key to key, or value by value to arguments; `*` is the key that any other value goes to."""
+    """Key to key, or value by value to arguments; `*` is the key for any other value."""
 
     ignored: Mapping[str, list[str]]
-    """By reason: keys that are ignored."""
+    """Ignored keys by reason."""
 
     refused: list[dict[str, Any]]
-    """Keys without a counterpart: `keys` are patterns as `fnmatch` reads them, `but` values that ask for
-    nothing, and `why` is what is missing in snugfit."""
+    """Keys without a counterpart.
+
+    `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason.
+    """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Keys that do nothing unless another has a certain value, or one of several; both may be patterns."""
+    """Keys without effect unless another has a certain value, or one of several; both may be patterns."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What holds when a file does not say it, beyond `TrainingArguments`' own defaults."""
+    """Values in force without a key in the file, beyond `TrainingArguments`' own defaults."""
 
     export: str = ""
-    """The target of an export that whoever has such a file runs; empty where that is `hf`."""
+    """Target of an export for users with such a file; empty for `hf`."""
 
     four_bits: Mapping[str, Any] = field(default_factory=dict)
     """Parts of module names by `model_type` (`*` for any other one), where weights are in 4 bits. `recast`:
@@ -60,36 +62,36 @@ class Dialect:
     """
 
     together: list[dict[str, Any]] = field(default_factory=list)
-    """What several keys mean together: where all of `when` hold, `becomes` is added."""
+    """Meanings of several keys together: if all of `when` hold, `becomes` is added."""
 
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Defaults that hold as soon as one key of a group is there."""
+    """Defaults in force when any key of a group is present."""
 
     differs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By key and value: what is not quite the same here."""
+    """Differences here, by key and value."""
 
     auto: str = ""
-    """What the value `auto` means; empty where it means nothing special."""
+    """Meaning of the value `auto`; empty without a special meaning."""
 
     extends: str = ""
-    """The dialect whose words are understood too; empty where the table stands alone."""
+    """Dialect whose keys are accepted too; empty for none."""
 
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with the values that the library itself gives them when a file does not."""
+    """Keys with the library's own values for files without them."""
 
     unknown_keys: str = ""
-    """Why a key that is not in the table may be ignored; empty where it may not."""
+    """Reason why a key outside the table may be ignored; empty where it may not."""
 
     note: str = ""
-    """What is never quite the same here; empty where nothing is."""
+    """Difference here that is always present; empty for none."""
 
     @property
     def of_trainer(self) -> bool:
-        """Whether these are `TrainingArguments` in the main, with others beside them."""
+        """Return True if the keys are mainly `TrainingArguments`, with others beside them."""
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
-        """The arguments that a key with this value stands for; None when the table has none."""
+        """Return the arguments that a key with this value means; None when the table has none."""
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
             return {meaning: value}
@@ -102,7 +104,7 @@ class Dialect:
         return {key: value} if is_grouped else None
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
-        """The `key = value` without which this key does nothing; None when it acts."""
+        """Return the `key = value` without which this key has no effect; None when it has one."""
         for pattern, needed in self.only_with.items():
             if fnmatchcase(key, pattern) and key not in needed:
                 for other, value in needed.items():
@@ -112,22 +114,25 @@ class Dialect:
         return None
 
     def reason_to_ignore(self, key: str) -> str | None:
-        """Why this key may be ignored; None when it may not."""
+        """Return the reason why this key may be ignored; None when it may not."""
         return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
 
     def refusal(self, key: str) -> Mapping[str, Any] | None:
-        """The entry of `refused` that is about this key."""
+        """Return the entry of `refused` for this key."""
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
-        """Every key that the table knows, patterns left out: what a misspelt key may have meant."""
+        """Return every key of the table without patterns, as suggestions for a misspelt key."""
         lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
         return sorted({key for keys in lists for key in keys if "*" not in key})
 
 
 @cache
 def dialect(name: str) -> Dialect:
-    """The table called `name`, read once. The Trainer's refusals hold wherever its arguments turn up."""
+    """Return the table called `name`, which is read once.
+
+    The Trainer's refusals apply in every dialect with its arguments.
+    """
     text = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
     table = json.loads(text)
     if "extends" in table:
@@ -142,12 +147,12 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """The dialect that a file with these top-level keys is written in; None when no dialect has them."""
+    """Return the dialect of a file with these top-level keys; None when no dialect has them."""
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value, in order; a list is a value, and so is an empty mapping."""
+    """Yield dotted key and value, in order; a list is a value, and so is an empty mapping."""
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -156,7 +161,7 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def as_word(value: Any) -> str:
-    """A value as tables and messages write it: text as it is, the rest as JSON does."""
+    """Return a value in the notation of tables and messages: text unchanged, the rest as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str)

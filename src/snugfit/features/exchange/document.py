@@ -1,4 +1,4 @@
-"""A configuration file as data: its keys and values, which library's they are, and where it came from."""
+"""A configuration file as data: its keys and values, its library, and its path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Document:
     """A user's configuration file."""
 
     path: Path
-    """Where the file is."""
+    """Path of the file."""
 
     format: str
     """`json`, `yaml`, `python` or `shell`."""
@@ -32,12 +32,14 @@ class Document:
     """The library whose keys these are."""
 
     values: dict[str, Any]
-    """Keys and values as the file has them."""
+    """Keys and values of the file."""
 
 
 def open_document(path: Path) -> Document:
-    """The file at `path`; raises `UsageError` when it is none, or when no library known here would read
-    it."""
+    """Read the file at `path`.
+
+    Raises `UsageError` when it is not a file, or when no supported library reads such files.
+    """
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in FORMATS)
         shown = f"Name one of its files: {', '.join(names[:8])}" if names else "Name a file"

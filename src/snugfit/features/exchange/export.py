@@ -7,8 +7,8 @@
     trl, axolotl, llamafactory   files of the tools that fine-tune language models (`finetuning_tools.py`)
 
 The first four run as a loop of snugfit (`trainer`, `accelerate`, `plain`, and `plain` again), step for step.
-What the Trainer is told comes from what each technique says of itself (`Technique.counterparts`); what the
-scripts do comes from the Setup's wishes. A wish that a target cannot express is refused by the technique's
+The Trainer's arguments come from each technique's own counterparts (`Technique.counterparts`). The scripts
+are written from the fields of the Setup. A field that a target cannot express is refused with the technique's
 name, and nothing is written then.
 """
 
@@ -47,14 +47,14 @@ FILES = {
     "axolotl": ("axolotl.yaml",),
     "llamafactory": ("llamafactory.yaml",),
 }
-"""By target, the names of its files; the first says in its head who wrote it, and for which target."""
+"""File names by target; the head of the first file names its writer and its target."""
 
 TARGETS = tuple(FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was written for a target."""
+    """Exported files for a target."""
 
     to: str
     """The target, one of `TARGETS`."""
@@ -63,15 +63,15 @@ class Export:
     """Text by file name."""
 
     note: str = ""
-    """What is not quite as predicted when the target runs it; empty where nothing is."""
+    """Difference to the prediction when the target runs it; empty for none."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as the command prints it."""
+        """Return a JSON object, as the command prints it."""
         return {"schema": 1, "what": "export", "to": self.to, "files": dict(self.files)}
 
 
 def check_target(job: Job, to: str) -> None:
-    """Raises `UsageError` for a target that is unknown, or that cannot train this job in any recipe."""
+    """Raise `UsageError` for a target that is unknown, or that cannot train this job in any recipe."""
     if to not in TARGETS:
         raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
     if not job.trains:
@@ -83,8 +83,11 @@ def check_target(job: Job, to: str) -> None:
 
 
 def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
-    """The files for a target, for so many GPUs. Raises `RecipeError` for what the target cannot express, and
-    `UsageError` for a number of GPUs that the recipe or the batch does not go with."""
+    """Return the files for a target, for so many GPUs.
+
+    Raises `RecipeError` for a technique that the target cannot express. Raises `UsageError` for a number of
+    GPUs that does not match the recipe or the batch.
+    """
     check_target(job, to)
     samples_at_once(job, recipe, gpus)
     recipe.check(job, installed=False)
@@ -123,7 +126,8 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
 
 
 def deepspeed_config(job: Job, recipe: Recipe, gpus: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given on so many GPUs; empty where its engine runs no such recipe."""
+    """Return the config for `deepspeed.initialize` on so many GPUs; empty if its engine runs no such
+    recipe."""
     setup = setup_on(recipe, gpus)
     wish = setup.sharding
     if wish is None:
@@ -140,7 +144,7 @@ def deepspeed_config(job: Job, recipe: Recipe, gpus: int) -> dict[str, Any]:
 
 
 def launch_config(script: Mapping[str, Any]) -> str:
-    """The YAML file beside a script with these values (`script_values`)."""
+    """Return the YAML file beside a script with these values (`script_values`)."""
     import yaml
 
     config = {
@@ -167,7 +171,10 @@ def launch_config(script: Mapping[str, Any]) -> str:
 
 
 def _fsdp_settings(parallel: Mapping[str, Any]) -> dict[str, Any]:
-    """FSDP2, whose groups are the layers; several copies are a mesh of accelerate's `ParallelismConfig`."""
+    """Return accelerate's settings of FSDP2, with the layers as groups.
+
+    Several copies are a mesh of accelerate's `ParallelismConfig`.
+    """
     fsdp = {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -83,7 +83,7 @@ class Exchange(Feature):
         write_export(flags, job, recipe, gpus)
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
-        """Return the arguments of a Trainer, and an export for the tool that the user came with."""
+        """Return the arguments of a Trainer, and an export for the user's own tool."""
         from snugfit.features.exchange.next_steps import next_steps
         from snugfit.techniques.recipe import Recipe
 

@@ -1,8 +1,8 @@
 """A recipe as the files of the tools that fine-tune language models: TRL, axolotl and LLaMA-Factory.
 
-All three run transformers' Trainer, so each starts from its arguments. What a tool loads, casts or switches
-on by itself is written down, so that it runs what was predicted; what it cannot be told is refused by the
-technique's name. Read for this: TRL 1.16 (sft_config.py, sft_trainer.py); axolotl at 067b021c
+All three run transformers' Trainer, so each file starts from its arguments. The file sets everything that a
+tool loads, casts or switches on by default, so that it runs as predicted. A technique that a tool does not
+support is refused by name. The sources are TRL 1.16 (sft_config.py, sft_trainer.py); axolotl at 067b021c
 (loaders/model.py, core/builders/base.py, utils/config, utils/schemas); LLaMA-Factory at ff6d4d12 (hparams,
 model/loader.py, model/adapter.py, model_utils/checkpointing.py).
 """
@@ -32,7 +32,7 @@ ALPHA = 8
 """`lora_alpha`, peft's default, which `lora` trains with; LLaMA-Factory's own is twice the rank."""
 
 _DATASET = "DATASET"
-"""Stands where the user's own dataset belongs."""
+"""Placeholder of the user's own dataset."""
 
 _HYPERPARAMETERS = (
     "The learning rate is constant, lora_alpha is peft's 8, and there is one epoch: set your own, they "
@@ -46,11 +46,13 @@ NOTES = {
     "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
     f"{_HYPERPARAMETERS}",
 }
-"""By target, what is not quite as predicted, and what no recipe holds: it stands in the file, and the command
-says it."""
+"""For each target, the differences to the prediction and the settings outside a recipe.
+
+The file contains this note, and the command prints it.
+"""
 
 _VARIANTS = ("use_dora", "use_rslora")
-"""peft's switches that change what an adapter computes; its own names, which the tools have too."""
+"""peft's switches that change the computation of an adapter; the tools use the same names."""
 
 _LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -58,7 +60,7 @@ _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_task(job: Job, to: str) -> None:
-    """Raises `UsageError` for a task that these tools do not train."""
+    """Raise `UsageError` for a task that these tools do not train."""
     if job.task is not Task.CAUSAL_LM:
         raise UsageError(
             f"{to} fine-tunes language models (causal-lm), and this task is {job.task}. Export to hf, "
@@ -67,8 +69,8 @@ def check_task(job: Job, to: str) -> None:
 
 
 def trl_script(job: Job, recipe: Recipe) -> str:
-    """A script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
-    recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL has its own loss, whatever is asked
+    """Return a script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
+    recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL always uses its own loss
     arguments = _trainer_arguments(job, recipe, "trl")
     arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
     arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}
@@ -82,7 +84,7 @@ def trl_script(job: Job, recipe: Recipe) -> str:
 
 
 def axolotl_config(job: Job, recipe: Recipe) -> str:
-    """A YAML file for `axolotl train`. Raises `RecipeError`."""
+    """Return a YAML file for `axolotl train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "axolotl")
     _refuse_other_layers(arguments, job, recipe, "axolotl")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
@@ -137,8 +139,10 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
 
 
 def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """axolotl's key for weights in 4 bits; none where they are not. Raises `RecipeError` where it would have
-    something beside them in another dtype than was predicted."""
+    """Return axolotl's key for weights in 4 bits; empty for other weights.
+
+    Raises `RecipeError` if axolotl would load the other weights in another dtype than was predicted.
+    """
     double = _double_quantization(recipe)
     if double is None:
         return {}
@@ -153,7 +157,7 @@ def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
 
 
 def _double_quantization(recipe: Recipe) -> Any:
-    """Return whether scales of 4-bit weights are quantized too; None without such weights."""
+    """Return True if scales of 4-bit weights are quantized too; None without such weights."""
     return write_arguments(recipe)[0].get("model.quantization_config.bnb_4bit_use_double_quant")
 
 
@@ -196,7 +200,7 @@ def _llamafactory_attention(recipe: Recipe) -> str:
 
 
 def llamafactory_config(job: Job, recipe: Recipe) -> str:
-    """A YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
+    """Return a YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "llamafactory")
     _refuse_other_layers(arguments, job, recipe, "llamafactory")
     arguments.pop("gradient_checkpointing_kwargs", None)
@@ -260,11 +264,14 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
     "axolotl": axolotl_config,
     "llamafactory": llamafactory_config,
 }
-"""By target, what writes its one file."""
+"""Writer of the one file of each target."""
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
-    """`TrainingArguments`, with checkpointing by the older name, which these tools set themselves."""
+    """Return `TrainingArguments` with checkpointing under its older name, as these tools set it themselves.
+
+    Raises `RecipeError` for techniques that were not compared in these tools.
+    """
     new, old = NAMES
     arguments = training_arguments(job, recipe, to)
     if to != "trl":
@@ -281,8 +288,10 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
 
 
 def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
-    """`r`, `lora_dropout`, `target_modules` and what varies of the recipe's adapters, the targets by their
-    names; None where all weights train."""
+    """Return the adapters' arguments, with targets by name; None where all weights train.
+
+    They are `r`, `lora_dropout`, `target_modules` and the switches of `_VARIANTS`.
+    """
     dotted = write_arguments(recipe)[0]
     if dotted.get("lora.r") is None:
         return None
@@ -296,14 +305,14 @@ def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
-    """The dtype of the model's weights, and that of autocast or None."""
+    """Return the dtype of the model's weights, and that of autocast or None."""
     setup = recipe.setup()
     return setup.weights_dtype or job.dtype, setup.autocast
 
 
 def _refuse_other_layers(arguments: Mapping[str, Any], job: Job, recipe: Recipe, to: str) -> None:
-    """Raises `RecipeError` where checkpointing leaves layers out, which these tools' transformers may not
-    know."""
+    """Raise `RecipeError` if checkpointing leaves layers out, which these tools' transformers may not
+    support."""
     if "every_n_layers" in (arguments.get("gradient_checkpointing_kwargs") or {}):
         every = next(
             technique.name
@@ -323,7 +332,7 @@ def _refusal(to: str, technique: object, why: str) -> RecipeError:
 
 
 def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """The file: what it is and how it is run, then each section under its title."""
+    """Return the file: its description and its command, then each section under its title."""
     import yaml
 
     dotted = write_arguments(recipe)[0]
@@ -340,7 +349,7 @@ def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str
 
 
 def _head(job: Job, to: str) -> list[str]:
-    """What a file says of itself: its step, what differs, who wrote it, what to fill in."""
+    """Return the head of a file: its step, the differences, its writer, and the placeholder to fill in."""
     step = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens."
     text = f"{step} {NOTES[to]} Written by {writer(to)}; put your dataset in place of {_DATASET}."
     return textwrap.wrap(text, 100, break_on_hyphens=False)

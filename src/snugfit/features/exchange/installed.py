@@ -1,4 +1,4 @@
-"""What the installed transformers knows: names of arguments change between its versions, so it is asked."""
+"""Argument names of the installed transformers, read from its source because versions rename them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINTING, OLD_CHECKPOINTING = NAMES
 
 @cache
 def defaults() -> dict[str, Any]:
-    """Every field of the installed `TrainingArguments` with its default."""
+    """Return every field of the installed `TrainingArguments` with its default."""
     with no_hub_kernels():
         from transformers import TrainingArguments
 
@@ -32,7 +32,7 @@ def defaults() -> dict[str, Any]:
 
 @cache
 def hints() -> dict[str, Any]:
-    """Every field of the installed `TrainingArguments` with its type."""
+    """Return every field of the installed `TrainingArguments` with its type."""
     names = defaults()
     from transformers import TrainingArguments
 
@@ -41,19 +41,23 @@ def hints() -> dict[str, Any]:
 
 
 def version() -> str:
-    """For messages and the heads of files."""
+    """Return name and version of transformers, for messages and the heads of files."""
     return f"transformers {transformers_version()}"
 
 
 def checkpointing_name() -> str:
-    """What the installed version calls checkpointing of activations."""
+    """Return the installed version's name for activation checkpointing."""
     fields = source("training_args.py")
     return CHECKPOINTING if f"\n    {CHECKPOINTING}: " in fields else OLD_CHECKPOINTING
 
 
 @cache
 def checkpointing_options() -> frozenset[str]:
-    """What it lets one say about it, beyond the arguments of torch's own checkpoint: read from the signature
-    in its source, because importing the class takes seconds that a remembered plan does not take."""
+    """Return the installed version's options of checkpointing, beyond the arguments of torch's own
+    checkpoint.
+
+    They are read from the signature in its source, because an import of the class takes seconds. A cached
+    plan takes less.
+    """
     method = re.search(rf"def {checkpointing_name()}_enable\(([^)]*)\)", source("modeling_utils.py"))
     return frozenset(re.findall(r"\w+", method[1] if method else "")) & {"every_n_layers", "offload"}

@@ -22,8 +22,10 @@ _TITLES = {"trl": "For TRL", "axolotl": "For axolotl", "llamafactory": "For LLaM
 
 
 def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
-    """Return the arguments of a Trainer and an export for the `target` whose file the user came with, else
-    for the Trainer or torch, as far as these can express the recipe."""
+    """Return the arguments of a Trainer and an export, as far as they can express the recipe.
+
+    The export is for the `target` of the user's own file, else for the Trainer or torch.
+    """
     steps: dict[str, str] = {}
     with suppress(SnugfitError):  # the Trainer has nothing that means it
         arguments = ", ".join(f"{k}={v!r}" for k, v in _changed_arguments(job, recipe).items())
@@ -32,7 +34,7 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
         with suppress(SnugfitError):  # this target cannot express it
             if to == "torch":
                 refuse_unsupported("script", recipe.setup())
-            if to != "hf":  # importing transformers to write a file that nobody reads would take seconds
+            if to != "hf":  # hf's would import transformers for seconds, only to discard the file
                 export(job, recipe, to)
             elif not steps:
                 continue
@@ -44,8 +46,10 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
 
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """The arguments that differ from the plain recipe's, with the size of a batch. Raises `RecipeError` where
-    they are not the whole recipe."""
+    """Return the arguments that differ from the plain recipe's, with the size of a batch.
+
+    Raises `RecipeError` if arguments alone cannot express the recipe.
+    """
     if (wish := recipe.setup().compile) is not None and wish.what == "layers":
         raise RecipeError(f"{recipe[Slot.ENGINE]} is a call of the model's layers, and no argument.")
     plain, arguments = training_arguments(job, Recipe()), training_arguments(job, recipe)

@@ -1,8 +1,8 @@
-"""How many processes train together, and how they share the work, in somebody's configuration.
+"""The number of training processes and their division of the work, in a user's configuration.
 
-No one key says it. A launcher's flag or file counts the processes, FSDP is a switch beside them, copies of
-the weights are a mesh, and DDP is what happens when nothing else is said. Dialects translate all that into a
-few raw words (`parallel.by`, `parallel.replicate`, ...), and here these become what techniques are read from.
+No single key has both. A launcher's flag or file sets the number of processes. FSDP is a switch beside them,
+copies of the weights are a mesh, and DDP is the default. Dialects translate all that into a few raw words
+(`parallel.by`, `parallel.replicate`, ...). This module turns them into the arguments of techniques.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PER_HOST, HOSTS, COPIES, SHARDS = (
 )
 ZERO, ELSEWHERE, OVERLAP = "parallel.zero", "parallel.elsewhere", "parallel.overlap"
 RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
-"""Words that are read here and nowhere else."""
+"""Raw words, which only this module reads."""
 
 BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
 
@@ -28,7 +28,7 @@ NOT_SAID = "how many processes share the training is said by whoever starts them
 COMPUTED = "it is known only when the processes start: say it with --gpus"
 ONE_PROCESS = "one process has nobody to share with: leave it out, or say how many there are with --gpus"
 OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
-"""What is no longer asked when the user names the number."""
+"""Refusals that no longer apply when the user sets the number."""
 
 NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
 IN_THE_CONFIG = "how its processes share the work says the file of accelerate launch: give that file instead"
@@ -47,27 +47,29 @@ ALONE = (
 
 @dataclass(kw_only=True)
 class Processes:
-    """What the raw words come to."""
+    """Result of the raw words."""
 
     gpus: int = 1
-    """How many processes there are, one for each GPU."""
+    """Number of processes, one for each GPU."""
 
     words: dict[str, Any] = field(default_factory=dict)
-    """Arguments that techniques are read from."""
+    """Arguments that determine the techniques."""
 
     asked_by: str = ""
-    """The raw word that asked for them; empty where it is the number of processes."""
+    """Raw word that set them; empty if it is the number of processes."""
 
     refused: list[tuple[str, str]] = field(default_factory=list)
     """Raw words that have no counterpart, each with the reason."""
 
     differs: list[tuple[str, str]] = field(default_factory=list)
-    """Raw words that are not quite the same here, each with the difference."""
+    """Raw words with a difference here, each with that difference."""
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
-    """Of all `arguments`, of which the configuration itself has `said` some; the user may have `named` a
-    number of GPUs, which goes before its own."""
+    """Return the processes that follow from all `arguments`.
+
+    The configuration itself set those in `said`. A number of GPUs `named` by the user overrides its own.
+    """
     processes = Processes()
     numbers = {key: arguments[key] for key in RAW if key in arguments and key not in (BY, ZERO, OVERLAP)}
     if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
@@ -102,7 +104,7 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
 
 
 def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mapping[str, Any]) -> int | None:
-    """The number of processes that the configuration says; None where it says none."""
+    """Return the number of processes in the configuration; None without one."""
     if GPUS in numbers:
         return numbers[GPUS]
     if PER_HOST in numbers or HOSTS in numbers:
@@ -130,7 +132,7 @@ def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int
 
 
 def _read_zero(processes: Processes, stage: int) -> None:
-    """DeepSpeed's first or second stage with nothing on the host."""
+    """Read DeepSpeed's first or second stage without offloading."""
     if processes.gpus == 1:
         processes.differs.append((ZERO, ALONE))
     elif stage == 1:

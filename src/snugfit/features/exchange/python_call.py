@@ -1,11 +1,11 @@
 """A Python script's arguments, read from its syntax tree and never executed.
 
-Found are the call of `TrainingArguments` or TRL's `SFTConfig` (or, where there is none, of `Accelerator`), of
-`from_pretrained` or `from_config` on one of transformers' auto classes, of peft's `LoraConfig`, unsloth's two
-calls, what compiles the model or, in a loop, its layers, and torchao's call that converts them. An argument
-is known when it is a literal, a dtype of torch, or a name that the script gives such a value exactly once;
-`**name` of a dict works likewise, as the guide has it. What is computed while the script runs stays unknown,
-and is reported as such.
+The reader finds the call of `TrainingArguments` or TRL's `SFTConfig` (or, without one, of `Accelerator`). It
+also finds calls of `from_pretrained` or `from_config` on one of transformers' auto classes, of peft's
+`LoraConfig`, and unsloth's two calls. It finds code that compiles the model or, in a loop, its layers, and
+torchao's call that converts them. An argument is resolved when it is a literal or a dtype of torch. So is a
+name that the script sets to such a value exactly once. `**name` of a dict works likewise, as in the guide.
+Values computed while the script runs stay unknown, and are reported as such.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from snugfit.job.architectures import heads
 
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 OTHER_DEFAULTS = ("DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig")
-"""trl's subclasses for training by preferences, which runs other passes."""
+"""TRL's subclasses for preference training, which runs other passes."""
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 """Classes of unsloth, with `from_pretrained` and `get_peft_model`."""
@@ -29,29 +29,31 @@ UNSLOTH_DEFAULTS: dict[str, dict[str, Any]] = {
     "from_pretrained": {"max_seq_length": 2048, "load_in_4bit": True},
     "get_peft_model": {"r": 16, "target_modules": "all-linear"},
 }
-"""What holds of an argument of theirs that is left out."""
+"""Defaults of arguments of unsloth's calls."""
 
 WIDENS = "prepare_model_for_kbit_training"
-"""peft's function that makes float32 of what is not quantized, and checkpoints unless it is told not to."""
+"""peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
 
 _AUTO = {auto: task for task, (auto, _) in heads().items()}
 
 
 @dataclass(frozen=True, repr=False)
 class Unknown:
-    """A value that only running the script would tell."""
+    """A value that is computed while the script runs."""
 
     text: str
-    """As the script writes it."""
+    """Text in the script."""
 
     def __repr__(self) -> str:
         return self.text
 
 
 def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Which call a script is read for, `trainer` or `accelerate`, and its arguments by name; before those of
-    the calls that belong to it stands `model.` or `lora.`. Raises `UsageError` when there is no such call, or
-    more than one."""
+    """Return the call that the script was read for, `trainer` or `accelerate`, and its arguments by name.
+
+    The arguments of related calls have the prefix `model.` or `lora.`. Raises `UsageError` when there is no
+    such call, or more than one.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -112,7 +114,7 @@ class _CallReader:
         self.names = _assigned_once(tree)
 
     def call(self, call: ast.Call) -> dict[str, Any]:
-        """A call's keyword arguments by name. A positional first one names the output folder."""
+        """Return a call's keyword arguments by name. A positional first argument is the output folder."""
         arguments: dict[str, Any] = {"output_dir": self.value(call.args[0])} if call.args else {}
         for keyword in call.keywords:
             if keyword.arg is not None:
@@ -128,14 +130,15 @@ class _CallReader:
         return arguments
 
     def model(self, call: ast.Call, task: str) -> Mapping[str, Any]:
-        """`from_pretrained` as arguments of the model and facts of the job."""
+        """Return the arguments of `from_pretrained` as arguments of the model and facts of the job."""
         inner = self.call(call)
         name = inner.pop("pretrained_model_name_or_path", inner.pop("output_dir", None))
         known = {"job.model": name} if isinstance(name, str) else {}
         return {"job.task": task, **known, **{f"model.{key}": value for key, value in inner.items()}}
 
     def unsloth(self, call: ast.Call) -> dict[str, Any]:
-        """The arguments of unsloth's `from_pretrained` or `get_peft_model`. These train a language model."""
+        """Return the arguments of unsloth's `from_pretrained` or `get_peft_model`, which train a language
+        model."""
         inner = {**UNSLOTH_DEFAULTS[_name(call)], **self.call(call)}
         first = inner.pop("output_dir", None)
         if _name(call) == "from_pretrained" and isinstance(first, str):
@@ -144,13 +147,13 @@ class _CallReader:
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def widening(self, calls: list[ast.Call]) -> dict[str, Any]:
-        """What peft is told where it prepares a model in 4 bits for training."""
+        """Return the arguments of peft's preparation of a 4-bit model for training."""
         options = next((self.call(call) for call in calls if _name(call) == WIDENS), None)
         key = "use_gradient_checkpointing"
         return {} if options is None else {WIDENS: True, f"{WIDENS}.{key}": options.get(key, True) is True}
 
     def budget(self, tree: ast.Module) -> dict[str, Any]:
-        """What the script sets torch's activation memory budget to."""
+        """Return the script's setting of torch's activation memory budget."""
         name = "activation_memory_budget"
         values = [
             node.value
@@ -160,15 +163,18 @@ class _CallReader:
         return {f"functorch.{name}": self.value(values[-1])} if values else {}
 
     def gpus(self, kind: str) -> dict[str, Any]:
-        """For how many processes the script says that it is, as those do which snugfit has exported."""
+        """Return the number of processes that the script declares, as the scripts exported by snugfit do."""
         node = self.names.get("GPUS")
         if not isinstance(node, ast.Constant) or type(node.value) is not int or node.value == 1:
             return {}
         return {"parallel.elsewhere" if kind == "accelerate" else "job.gpus": node.value}
 
     def trained_model(self, call: ast.Call, options: Any) -> dict[str, Any]:
-        """The model that a trainer is given by its name, not as an object. TRL loads it with the `options` of
-        `model_init_kwargs`, in float32 where these say no dtype (`create_model_from_path` of TRL 1.16)."""
+        """Return the model that a trainer loads by name, not as an object.
+
+        TRL loads it with the `options` of `model_init_kwargs`, in float32 unless these set a dtype
+        (`create_model_from_path` of TRL 1.16).
+        """
         given = [keyword.value for keyword in call.keywords if keyword.arg == "model"] or call.args[:1]
         name = self.value(given[0]) if given else None
         if not isinstance(name, str):
@@ -179,7 +185,7 @@ class _CallReader:
         return {"job.model": name} if said else {"job.model": name, "job.dtype": "float32"}
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression is worth, as far as its text says."""
+        """Return the value of an expression, as far as it follows from its text."""
         node = self._node(node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return node.attr
@@ -200,7 +206,7 @@ class _CallReader:
 
 
 def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names with the one value that the script ever gives them."""
+    """Return names with the one value that the script ever sets."""
     times: dict[str, int] = {}
     values: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
@@ -214,14 +220,14 @@ def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _name(call: ast.Call) -> str:
-    """The last word of what is called."""
+    """Return the last word of the called name."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 def _casts_to_float32(node: ast.AST) -> bool:
-    """Whether this is `weight.data = weight.data.float()`, as the exported script has it."""
+    """Return True for `weight.data = weight.data.float()`, as in the exported script."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Attribute)
@@ -232,8 +238,11 @@ def _casts_to_float32(node: ast.AST) -> bool:
 
 
 def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
-    """What the script has torch compile: layers, in a loop over them, a model's own forward pass, or a model
-    with what the Trainer puts around it; and how, where it says."""
+    """Return the script's use of torch.compile, and its options if set.
+
+    It compiles layers in a loop over them, a model's own forward pass, or a model with the Trainer's
+    wrappers.
+    """
     loops = {getattr(node.target, "id", "") for node in ast.walk(tree) if isinstance(node, ast.For)}
     by_owner = {_owner(call): call for call in calls if _name(call) == "compile"}
     for owners, key in ((loops - {""}, "layers.compile"), ({"torch", "model"}, "torch_compile")):
@@ -244,13 +253,13 @@ def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
 
 
 def _compiles_forward(compiles: ast.Call) -> bool:
-    """Whether this is `torch.compile(model.forward)`."""
+    """Return True for `torch.compile(model.forward)`."""
     of = compiles.args[0] if compiles.args else None
     return isinstance(of, ast.Attribute) and of.attr == "forward"
 
 
 def _how(compiles: ast.Call, key: str) -> dict[str, Any]:
-    """The mode and the backend that this call of `compile` names, where they are not torch's defaults."""
+    """Return the mode and the backend in this call of `compile`, if they are not torch's defaults."""
     values = {keyword.arg: keyword.value for keyword in compiles.keywords}
     said = {
         f"{key}_{name}": value.value if isinstance(value, ast.Constant) else Unknown(ast.unparse(value))
@@ -261,7 +270,7 @@ def _how(compiles: ast.Call, key: str) -> dict[str, Any]:
 
 
 def _converts(calls: list[ast.Call]) -> dict[str, Any]:
-    """Torchao's recipe, where the script has it compute linear layers in 8-bit floats."""
+    """Return torchao's recipe, if the script converts linear layers to 8-bit floats."""
     if not any(_name(call) == "convert_to_float8_training" for call in calls):
         return {}
     named = [call.args[0] for call in calls if _name(call) == "from_recipe_name" and call.args]
@@ -270,15 +279,18 @@ def _converts(calls: list[ast.Call]) -> dict[str, Any]:
 
 
 def _config_dtype(from_config: ast.Call, calls: list[ast.Call]) -> dict[str, Any]:
-    """The dtype of the random weights that `from_config` makes: the one that is said, that of a config which
-    the script reads, or else float32."""
+    """Return the dtype of the random weights that `from_config` creates.
+
+    It is the dtype argument, that of a config which the script reads, or else float32.
+    """
     said = any(keyword.arg in ("dtype", "torch_dtype") for keyword in from_config.keywords)
     read = any(_name(call) == "from_pretrained" and _owner(call).endswith("Config") for call in calls)
     return {} if said or read else {"job.dtype": "float32"}
 
 
 def _owner(call: ast.Call) -> str:
-    """The class whose method is called: `AutoModelForCausalLM` of `AutoModelForCausalLM.from_pretrained`."""
+    """Return the class whose method is called: `AutoModelForCausalLM` of
+    `AutoModelForCausalLM.from_pretrained`."""
     if not isinstance(call.func, ast.Attribute):
         return ""
     owner = call.func.value

@@ -1,13 +1,13 @@
 """A user's configuration as a job and a recipe to start from, with an account of every key.
 
-    took      what became of it here
-    differs   taken, and not quite the same here
-    ignored   passed by, and why no byte or second of a step depends on it
+    took      its meaning here
+    differs   taken, with a difference here
+    ignored   not taken, and why no byte or second of a step depends on it
     refused   without a counterpart, though it changes the memory or the mathematics of a step
 
-Everything goes through one vocabulary (`techniques/counterpart.py`): the dialect's table translates keys into
-it, `TrainingArguments`' own defaults fill what is not said, and slot by slot the techniques say which of them
-is meant. A key that no table knows is refused too: guessing would be silence about something that may matter.
+All keys pass through one vocabulary (`techniques/counterpart.py`). The dialect's table translates keys into
+it, and `TrainingArguments`' own defaults fill missing ones. Then the techniques of each slot are matched with
+the arguments. A key outside every table is refused too, because a guess could hide a relevant difference.
 """
 
 from __future__ import annotations
@@ -52,22 +52,24 @@ def read_arguments(
     options: Collection[str] = (),
     gpus: int | None = None,
 ) -> Reading:
-    """The job and the recipe in a user's file, and in transformers' arguments on the command line, which go
-    before the file's. `options` are the arguments that the run itself listens to, and that become settings;
-    so many `gpus` go before the number that the file says. Raises `UsageError` when the file is none that is
-    known.
+    """Return the job and the recipe in a user's file and in transformers' arguments on the command line.
 
-    What has no counterpart does not raise here: it stands in `refused`.
+    The command line overrides the file. `options` are the arguments that the run itself uses, and that become
+    settings. `gpus` overrides the number in the file. Raises `UsageError` if the kind of file is unknown.
+
+    A key without a counterpart raises nothing here: the result lists it in `refused`.
     """
     document = Document(path=Path("the command line"), format="shell", dialect="script", values={})
     return _Reader(open_document(path) if path else document, flags or {}, options, gpus).reading()
 
 
 def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
-    """The user's own configuration, and transformers' arguments among the flags. These go before a job file,
-    and `settings` gets them; those of the run alone are no configuration. Raises `UsageError` for what they
-    ask and cannot be predicted, unless a flag or the job file overrides it, and for such an argument beside
-    one of ours that says something else."""
+    """Return the user's own configuration, and transformers' arguments among the flags.
+
+    They override a job file, and `settings` receives them. Without a configuration file, arguments for the
+    run alone give None. Raises `UsageError` for values that cannot be predicted, unless a flag or the job
+    file overrides them. An argument that contradicts one of ours raises it too.
+    """
     from snugfit.cli.jobfile import settings_from, training_keys
 
     given = parse_pairs(flags.get("trainer_arguments") or ())
@@ -94,7 +96,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """One file on its way into a `Reading`."""
+    """Builder of a `Reading` from one file."""
 
     document: Document
     flags: Mapping[str, Any]
@@ -147,7 +149,7 @@ class _Reader:
         )
 
     def _translate(self, key: str, value: Any, table: Dialect, given: Mapping[str, Any]) -> None:
-        """Puts a key into the common vocabulary, or into one of the accounts."""
+        """Add a key to the common vocabulary, or to one of the accounts."""
         if key in self.options:
             self.settings[key] = value
             self._line(self.took, key, value, f"{key} of the run")
@@ -179,7 +181,7 @@ class _Reader:
 
     @staticmethod
     def _is_an_argument(key: str, table: Dialect) -> bool:
-        """Whether another dialect's key that its own table does not know is one of `TrainingArguments`."""
+        """Return True if a key that another dialect's own table lacks is one of `TrainingArguments`."""
         known = table.refusal(key) is None and table.reason_to_ignore(key) is None
         return known and key.split(".", maxsplit=1)[0] in installed.defaults()
 
@@ -196,7 +198,7 @@ class _Reader:
         self.arguments = whole
 
     def _processes(self) -> None:
-        """What the raw words about processes come to, in their place."""
+        """Replace the raw words about processes by the arguments that follow from them."""
         said = {key: self.arguments[key] for key in self.origins if key in self.arguments}
         processes = read_processes(self.arguments, said, self.named_gpus)
         self.gpus = processes.gpus
@@ -224,14 +226,14 @@ class _Reader:
         origin = origins.get(processes.asked_by) or counted or ("gpus", self.gpus)
         self.arguments |= processes.words
         self.origins |= dict.fromkeys(processes.words, origin)
-        if BY not in processes.words:  # what would say more of it says nothing
+        if BY not in processes.words:  # other keys about it have no effect
             for key in [key for key in self.arguments if key.startswith("parallel.")]:
                 self.arguments.pop(key)
                 if key in self.origins:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
 
     def _recipe(self) -> set[str]:
-        """The recipe into the settings; gives the arguments that decided it."""
+        """Set the recipe in the settings, and return the arguments that decided it."""
         techniques: list[Technique] = []
         decided: set[str] = set()
         for slot in read_slots(self.arguments):
@@ -258,7 +260,7 @@ class _Reader:
                                   says=str(technique)))  # fmt: skip
 
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
-        """Nothing in this slot is asked for in such a way: which arguments are to blame."""
+        """Yield the arguments for which no technique of this slot matches."""
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
@@ -288,7 +290,7 @@ class _Reader:
         self._batch()
 
     def _batch(self) -> None:
-        """The global batch: micro-batch x accumulation, on each GPU."""
+        """Set the global batch: micro-batch x accumulation, on each GPU."""
         micro, pieces = self.arguments.get(MICRO_BATCH), self.arguments.get(ACCUMULATION)
         name, given = self.origins.get(MICRO_BATCH, (MICRO_BATCH, micro))
         if micro is None:
@@ -311,7 +313,8 @@ class _Reader:
             self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on {gpus}")
 
     def _account(self, key: str, value: Any) -> None:
-        """What to say of an argument that decided nothing: it is a default, it may be passed by, or not."""
+        """Add an argument that decided nothing to the account: a default, an ignored key, or a refused
+        one."""
         name, given = self.origins[key]
         if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
             return
@@ -342,7 +345,7 @@ class _Reader:
             self._line(self.refused, name, given, f"snugfit does not know this key.{guess}")
 
     def _is_default(self, key: str) -> bool:
-        """Whether an argument says what holds anyway."""
+        """Return True if an argument sets a value that is the default anyway."""
         value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
         known = {**installed.defaults(), **dialect("trainer").defaults}
         return key in known and (value == known[key] or _unset(key, value, known))
@@ -357,8 +360,11 @@ _COMPUTED = "it is computed while the script runs. Set it with a flag, or write 
 
 
 def _names(value: Any, *, is_pattern: bool) -> Any:
-    """Names of modules, one by one. A text that `is_pattern` to transformers stays one, but for its word for
-    all linear layers."""
+    """Return the names of modules, one by one.
+
+    A text that transformers reads as a pattern (`is_pattern`) stays a text, except its word for all linear
+    layers.
+    """
     if isinstance(value, str) and is_pattern:
         word = value.replace("_", "-")
         return (word,) if word == "all-linear" else value
@@ -368,7 +374,10 @@ def _names(value: Any, *, is_pattern: bool) -> Any:
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`optim_args` as its parts: transformers keeps `momentum=0.9,nesterov=true` in one text."""
+    """Return the arguments with `optim_args` in parts.
+
+    transformers stores `momentum=0.9,nesterov=true` in one text.
+    """
     parts = values.get("optim_args")
     if not isinstance(parts, str) or "=" not in parts:
         return dict(values)
@@ -380,7 +389,8 @@ def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Text as the number it writes: PyYAML reads `1e-5` as text, and the libraries convert it later."""
+    """Return the number that a text contains: PyYAML reads `1e-5` as text, and the libraries convert it
+    later."""
     if not isinstance(value, str):
         return value
     try:
@@ -390,5 +400,5 @@ def _number(value: Any) -> Any:
 
 
 def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """None, where None stands for the default: a file that `to_json_string` wrote is full of these."""
+    """Return True for None in place of a default: a file that `to_json_string` wrote is full of these."""
     return value is None and known.get(key) is not None

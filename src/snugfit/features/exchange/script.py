@@ -1,9 +1,9 @@
-"""The Setup's wishes as Python text: what the templates in `scripts/` are filled with.
+"""The fields of a Setup as Python text, for the templates in `scripts/`.
 
-What a wish is as Python stands with its handler (`step/wishes/`). One that names another library's function
-becomes a call of it. Where `install` names a function of snugfit's own, the technique gives the lines that do
-the same without snugfit (`Technique.code`); where it gives none, and where a wish has no library behind it,
-the technique is refused by name.
+The handler of a field gives its Python text (`step/wishes/`). A field that names another library's function
+becomes a call of it. If `install` names a function of snugfit's own, the technique gives lines that do the
+same without snugfit (`Technique.code`). Without such lines, or without a library behind a field, the
+technique is refused by name.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def script_values(
     training_arguments: Mapping[str, Any] | None = None,
     gpus: int = 1,
 ) -> dict[str, Any]:
-    """Everything that a template may write, by the name that it has there; texts are Python already, unless
-    the template says `literal`, and `to` is the target. With `training_arguments` the loop is the
-    Trainer's."""
+    """Return all values for a template, by their names there.
+
+    Texts are Python already, unless the template applies `literal`; `to` is the target. With
+    `training_arguments` the loop is the Trainer's.
+    """
     context = ScriptContext(
         job=job,
         setup=setup_on(recipe, gpus),
@@ -52,7 +54,7 @@ def script_values(
     )
     wishes = script_fields(context)
     wishes.setdefault("parallel", None)
-    arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # dtype stands first
+    arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # dtype comes first
     return {
         "recipe": str(recipe),
         "task": job.task.value,
@@ -82,15 +84,18 @@ def script_values(
 
 
 def setup_on(recipe: Recipe, gpus: int) -> Setup:
-    """The recipe's Setup on so many GPUs; DeepSpeed's engine may ask its launcher how many there are. Raises
-    `UsageError` for a number that the recipe cannot train on."""
+    """Return the recipe's Setup on so many GPUs; DeepSpeed's engine may take the number from its launcher.
+
+    Raises `UsageError` for a number that the recipe cannot train on.
+    """
     setup = recipe.setup()
     asks_launcher = setup.sharding is not None and not hasattr(setup.sharding, "ranks")
     return setup if asks_launcher else on_gpus(setup, gpus)
 
 
 def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
-    """Samples of a micro-batch on one GPU. Raises `UsageError` for a batch that cannot be cut so evenly."""
+    """Return samples of a micro-batch on one GPU. Raises `UsageError` for a batch that does not split
+    evenly."""
     setup = setup_on(recipe, gpus)
     if setup.sharding is not None:
         setup = replace(setup, sharding=None, parallel=ParallelWish(ranks=gpus))
@@ -98,7 +103,7 @@ def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
 
 
 def write_script(template: str, script: Mapping[str, Any]) -> str:
-    """The text of the script with these `script_values`; it is Python that compiles."""
+    """Return the text of the script for these `script_values`, and check that it compiles."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -117,14 +122,14 @@ def write_script(template: str, script: Mapping[str, Any]) -> str:
 
 
 def writer(to: str) -> str:
-    """Who wrote a file, and for which target: what the head of a file says."""
+    """Return the writer and the target of a file, for its head."""
     from snugfit.versions import __version__
 
     return f"snugfit {__version__} (--export {to}) for {installed.version()}"
 
 
 def folder_or_id(job: Job) -> str:
-    """A path without the name of the file, a hub id as it is."""
+    """Return a path without the name of the file, or a hub id unchanged."""
     name = job.model.name
     if job.model.origin == "path" and name.endswith(".json"):
         return os.path.dirname(name) or "."
@@ -132,7 +137,7 @@ def folder_or_id(job: Job) -> str:
 
 
 def _config_arguments(job: Job) -> dict[str, str]:
-    """What the job's config says and the model's own does not."""
+    """Return the arguments for facts of the job's config that differ from the model's own."""
     from transformers import AutoConfig
 
     config, arguments = job.transformers_config(), dict[str, str]()

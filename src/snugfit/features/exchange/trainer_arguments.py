@@ -20,19 +20,21 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
-"""Where dotted arguments are set that are no field of `TrainingArguments`."""
+"""Prefixes of dotted arguments outside `TrainingArguments`."""
 
 
 ONE_LABEL = ("sequence-classification", "image-classification")
 """Tasks whose samples have one label each, so that all GPUs have as many."""
 
 MESH = "parallelism_config"
-"""The argument that is an object of accelerate's, and so of no JSON file."""
+"""Argument that is an object of accelerate's, so that no JSON file contains it."""
 
 
 def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
-    """What the installed `TrainingArguments` takes on so many GPUs. Raises `RecipeError`, which names the
-    target `to`, for what it cannot say."""
+    """Return the arguments for the installed `TrainingArguments` on so many GPUs.
+
+    Raises `RecipeError`, which names the target `to`, for a technique without such arguments.
+    """
     dotted, unsaid = write_arguments(recipe)
     if unsaid:
         lines = [f"{technique}: {_why_unsaid(technique)}." for technique in unsaid]
@@ -81,20 +83,21 @@ EACH_MEAN_ALIKE = (
 
 
 def divides_by_labels(job: Job) -> bool:
-    """Whether the code of this job's model hands its loss the number of labels of the whole batch."""
+    """Return True if the code of this job's model passes the number of labels of the whole batch to its
+    loss."""
     model = class_of(job.task, job.transformers_config())
     return "loss_function(" in inspect.getsource(model.forward)
 
 
 def _on_several(job: Job, recipe: Recipe, gpus: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said beside the recipe's arguments, or otherwise than there, where several processes train."""
+    """Return arguments that are added or replaced when several processes train."""
     more: dict[str, Any] = {}
     if wish := setup_on(recipe, gpus).sharding:
         section = {"zero_optimization": zero_section(wish, dict.fromkeys(AUTO, "auto"))}
         more["deepspeed"] = arguments["deepspeed"] | section
     if job.task in ONE_LABEL or not divides_by_labels(job):
         more["average_tokens_across_devices"] = False
-    if "fsdp_config" in arguments:  # by itself accelerate goes by `_no_split_modules`, BERT's embeddings too
+    if "fsdp_config" in arguments:  # accelerate's default is `_no_split_modules`, with BERT's embeddings too
         more["fsdp_config"] = arguments["fsdp_config"] | {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [*layer_names(job)],
@@ -105,14 +108,17 @@ def _on_several(job: Job, recipe: Recipe, gpus: int, arguments: Mapping[str, Any
 
 
 def _why_unsaid(technique: Technique) -> str:
-    """Why no arguments mean this technique: there are none, or what they mean differs."""
+    """Return the reason why no arguments mean this technique: there are none, or their meaning differs."""
     notes = [counterpart.note for counterpart in technique.counterparts]
     return notes[0] if notes and all(notes) else "TrainingArguments have no setting for it"
 
 
 def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same in the words of the installed version: checkpointing was renamed before 5.23, and learnt to
-    leave layers out; arguments of an optimizer are one text."""
+    """Return the arguments under the names of the installed version.
+
+    Checkpointing was renamed before 5.23, and now supports leaving layers out. Arguments of an optimizer are
+    one text.
+    """
     if "optim_args" in arguments:
         parts = arguments["optim_args"]
         arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in parts.items())

@@ -1,7 +1,7 @@
-"""Values that the installed `TrainingArguments` would not take: text for a number, no such optimizer.
+"""Values that the installed `TrainingArguments` would refuse: text for a number, an unknown optimizer.
 
-The class itself is asked, by its annotations: numbers and flags, and words of an enumeration. A field that
-takes anything else is left alone; so is `null`, which in a file means that nothing was said.
+They are found by the annotations of the class: numbers and flags, and words of an enumeration. A field of any
+other type is not checked. Neither is `null`, which in a file means an unset value.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _LEAST = {
     "gradient_accumulation_steps": 1,
     "dataloader_num_workers": 0,
 }
-"""The least that a run could begin with."""
+"""Smallest values that a run can start with."""
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each key whose value would be refused, and why."""
+    """Yield each key whose value would be refused, with the reason."""
     for key, value in values.items():
         if isinstance(value, str | int | float) and (says := _wrong(key, value)):
             yield key, says
@@ -50,7 +50,7 @@ def _wrong(key: str, value: str | float) -> str:
 
 @cache
 def field_kinds() -> dict[str, type]:
-    """The arguments that are a number or a flag, or None."""
+    """Return the arguments that are a number or a flag, or None."""
     kinds = {key: set(_options(hint)) - {type(None)} for key, hint in installed.hints().items()}
     return {
         key: kind for key, options in kinds.items() if len(options) == 1 and (kind := options.pop()) in _PLAIN
@@ -59,7 +59,7 @@ def field_kinds() -> dict[str, type]:
 
 @cache
 def _words() -> dict[str, frozenset[str]]:
-    """The arguments that are a word of an enumeration, with its words."""
+    """Return the arguments that are a word of an enumeration, with its words."""
     words: dict[str, frozenset[str]] = {}
     for key, hint in installed.hints().items():
         for option in _options(hint):
@@ -69,6 +69,6 @@ def _words() -> dict[str, frozenset[str]]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """What a union is made of; of anything else, itself."""
+    """Return the members of a union; for any other type, the type itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

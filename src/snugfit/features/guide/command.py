@@ -115,7 +115,7 @@ def write(result: GuideResult, parts: PageParts, folder: Path) -> list[Path]:
 
 
 def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
-    """The result with today's recipes. Plans are remembered, as those of `snugfit plan` are."""
+    """Return the result with today's recipes. Plans are cached, as in `snugfit plan`."""
     from snugfit.cli.plan_cache import plan
     from snugfit.cli.progress import show_progress
     from snugfit.features.guide.modern import FrontRecipe, PlannedJob, with_large_models, with_modern

@@ -1,8 +1,7 @@
-"""The guide's first table and its small ones, read off the suite's results instead of being stated.
+"""The guide's first table and its small ones, derived from the suite's results instead of being stated.
 
-The guide says of each method whether it helps speed and memory. Here bytes are the prediction's difference to
-vanilla; speed is what was measured, where nothing was measured what was published, otherwise what is
-predicted.
+The guide states for each method an effect on speed and memory. Here bytes are the prediction's difference to
+vanilla. Speed is the measured one; without a measurement the published one, otherwise the predicted one.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from snugfit.units import MIB, show_mib
 UNKNOWN = ""
 
 NO_DIFFERENCE = 0.02
-"""A smaller share than this is no difference: steps vary by about as much."""
+"""Largest share that counts as no difference: steps vary by about as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodLine:
-    """What one method does to speed and memory, by one experiment."""
+    """Effect of one method on speed and memory, by one experiment."""
 
     method: str
-    """What the guide calls it."""
+    """The guide's name of the method."""
 
     experiment: str
-    """The experiment that shows it; empty where none does."""
+    """Experiment for the method; empty for none."""
 
     memory: float | None
     """Share of vanilla's bytes that it adds (negative: saves), predicted."""
@@ -55,14 +54,14 @@ class StageLine:
     """`idle`, `context`, `weights`, `training`."""
 
     predicted_bytes: int | None
-    """On the GPU that the result is for."""
+    """Predicted bytes on the result's GPU."""
 
     published: tuple[tuple[str, int], ...]
     """Machine and bytes, as printed."""
 
 
 def helps(change: float | None, *, less_is_better: bool) -> str:
-    """`Yes`, `No`, or `?` for a change that is not known."""
+    """Return `Yes`, `No`, or `?` for an unknown change."""
     if change is None:
         return "?"
     gain = -change if less_is_better else change
@@ -70,7 +69,7 @@ def helps(change: float | None, *, less_is_better: bool) -> str:
 
 
 def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
-    """The guide's first table, from the rows."""
+    """Return the guide's first table, from the rows."""
     rows = {row.name: row for row in result.rows}
     return tuple(
         _method_line(method, rows[name] if name else None, result.vanilla)
@@ -107,12 +106,12 @@ def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
 
 
 def change(part: float | None, whole: float | None) -> float | None:
-    """The share of `whole` by which `part` is more; None when either is not known."""
+    """Return the relative change from `whole` to `part`; None when either is unknown."""
     return None if part is None or not whole else part / whole - 1
 
 
 def stage_lines(result: GuideResult) -> Iterator[StageLine]:
-    """Idle, context, weights, training: the guide's four readings of NVML, from vanilla's prediction."""
+    """Yield the guide's four NVML readings from vanilla's prediction: idle, context, weights, training."""
     footprint = result.vanilla.predicted
     context = footprint.context_bytes if footprint else None
     weights = None

@@ -1,10 +1,10 @@
 """Today's best recipe for each of the guide's experiments: the same job, and no more memory than it takes.
 
-One plan answers for all experiments on one job. Its front has, for each amount of memory, the fastest recipe
-that fits; of two that differ by less than 3 % of their bytes it may have the faster alone. Where this GPU
-cannot run an experiment, or it does not fit, all of the GPU's memory may be used.
+One plan serves all experiments on one job. Its front has, for each amount of memory, the fastest recipe that
+fits. If two differ by less than 3 % of their bytes, it may have the faster alone. An experiment that this GPU
+cannot run, or that does not fit, may use all of the GPU's memory.
 
-Plans are made by a caller: planning is on the same floor as this room.
+The caller makes the plans: planning is on the same floor as this room.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontRecipe:
-    """A recipe of a plan's front, with what it takes."""
+    """A recipe of a plan's front, with its memory and its speed."""
 
     recipe: Recipe
     needed_bytes: int
-    """What must be free on the GPU."""
+    """Bytes that must be free on the GPU."""
     speed: StepSpeed
-    """How fast its step is."""
+    """Speed of its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """What a plan for one job says."""
+    """Result of a plan for one job."""
 
     front: tuple[FrontRecipe, ...]
-    """Recipes than which no other is both as fast and as small."""
+    """Recipes of the Pareto front: no other is both as fast and as small."""
     doubts: tuple[str, ...] = ()
-    """What is uncertain in it, as sentences."""
+    """Uncertainties of the plan, as sentences."""
 
 
 def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> GuideResult:
-    """The result with the best recipe of today for each experiment. `plan_of` plans a job for the result's
-    GPU, and is asked once for each job that there is."""
+    """Return the result with the best recipe of today for each experiment.
+
+    `plan_of` plans a job for the result's GPU, and is called once for each distinct job.
+    """
     jobs = {experiment.name: experiment.job() for experiment in suite()}
     plans: dict[str, PlannedJob] = {}
     for job in jobs.values():
@@ -70,7 +72,7 @@ def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> Gu
 
 
 def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | None) -> ModernRow:
-    """The fastest recipe of the front within the experiment's memory."""
+    """Return the fastest recipe of the front within the experiment's memory."""
     memory = row.predicted_bytes if row.fits else gpu_bytes
     modern = ModernRow(name=row.name, memory_bytes=memory)
     fitting = [one for one in front if memory is None or one.needed_bytes <= memory]
@@ -100,8 +102,10 @@ def _instead(then: Recipe, now: Recipe) -> tuple[TakenInstead, ...]:
 def with_large_models(
     result: GuideResult, *, workers: int = 1, tell: Callable[[str], None] = lambda about: None
 ) -> GuideResult:
-    """The result with models for which the guide turns to DeepSpeed, each on a GPU of its own; `workers`
-    processes predict them, and `tell` hears of each."""
+    """Return the result with models for which the guide recommends DeepSpeed, each on a GPU of its own.
+
+    `workers` processes predict them, and `tell` is called with a line about each.
+    """
     models = large_models()
     requests = [
         PredictionRequest(

@@ -12,7 +12,8 @@ from snugfit.units import show_bytes
 
 
 def modern_grids(result: GuideResult) -> Iterator[Grid]:
-    """Today's recipe for each experiment, and large models without DeepSpeed; none where nobody asked."""
+    """Yield tables of today's recipe for each experiment, and of large models without DeepSpeed, if
+    requested."""
     if result.modern:
         yield _experiments(result)
     if result.large_models:

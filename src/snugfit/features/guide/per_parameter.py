@@ -1,9 +1,8 @@
 """Bytes per parameter of every optimizer, beside the guide's rule of thumb.
 
-The rule is a sum of constants: 6 bytes for weights in mixed precision, 4 for gradients, 8, 4 or 2 for the
-optimizer's states; 18 to train, 6 to infer. Here each figure is read off a rehearsed step of a real model,
-on a batch so small that activations hardly count: what is there at the peak, by kind, over the number of
-parameters.
+The rule is a sum of constants: 6 bytes for weights in mixed precision, 4 for gradients, 8, 4 or 2 for states.
+That is 18 to train and 6 to infer. Here each figure comes from a simulated step of a real model, on a batch
+so small that activations hardly count. It is the memory at the peak, by kind, over the number of parameters.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a weight, by its dtype."""
+"""Bytes of a weight, by its dtype."""
 PURE = "bf16_pure"
-"""The precision of optimizers that take none but its weights."""
+"""Precision for optimizers that support its weights only."""
 INFERENCE = "inference"
-"""In the optimizer's place for an evaluation, which has none."""
+"""Name in place of an optimizer for an evaluation, which has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +41,23 @@ class PerParameter:
     optimizer: str
     """The technique's name, or `inference`."""
     precision: str = ""
-    """The precision that it was predicted in."""
+    """Precision of the prediction."""
     weights: float = 0.0
-    """Without the copies that autocast makes."""
+    """Bytes of weights, without autocast's copies."""
     copies: float = 0.0
-    """Autocast's 16-bit copies that are there at the peak."""
+    """Bytes of autocast's 16-bit copies at the peak."""
     gradients: float = 0.0
     states: float = 0.0
     rest: float = 0.0
     """Everything else at the peak: temporaries of the update above all."""
     peak: str = ""
-    """The phase that the peak is in."""
+    """Phase of the peak."""
     rule_states: float | None = None
-    """The guide's bytes for these states; None where it has no rule."""
+    """The guide's bytes for these states; None without a rule."""
     rule_total: float | None = None
     """The guide's bytes in total."""
     refused: str = ""
-    """Why there is no prediction."""
+    """Reason for a missing prediction."""
 
     @property
     def total(self) -> float:
@@ -67,7 +66,8 @@ class PerParameter:
 
 
 def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
-    """One for every optimizer of the roster, and one for inference, on each of the guide's models."""
+    """Return requests for every optimizer of the roster, and one for inference, on each of the guide's
+    models."""
     precision = anatomy()["precision"]
     requests = []
     for facts in anatomy()["jobs"]:
@@ -82,7 +82,8 @@ def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
 
 
 def _recipe_of(optimizer: str, job: Job, precision: str) -> str:
-    """This optimizer in the guide's precision, or in bfloat16 throughout where it takes no other weights."""
+    """Return this optimizer in the guide's precision, or in bfloat16 throughout if it supports no other
+    weights."""
     recipes = [f"{one} + {optimizer}" for one in (precision, PURE)]
     return next((one for one in recipes if _goes(one, job)), recipes[0])
 
@@ -98,7 +99,7 @@ def _goes(recipe: str, job: Job) -> bool:
 def per_parameter(
     requests: Sequence[PredictionRequest], answers: Sequence[Prediction | str]
 ) -> tuple[PerParameter, ...]:
-    """One line for each of `per_parameter_requests` and its answer."""
+    """Return one line for each of `per_parameter_requests` and its answer."""
     return tuple(_line(request, answer) for request, answer in zip(requests, answers, strict=True))
 
 

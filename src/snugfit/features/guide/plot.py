@@ -21,13 +21,13 @@ class Series(NamedTuple):
     """One colour of bars."""
 
     label: str
-    """As the legend has it."""
+    """Text in the legend."""
 
     values: tuple[float | None, ...]
-    """One for each experiment; None where there is none."""
+    """One value for each experiment; None without a value."""
 
     ranges: tuple[tuple[float, float] | None, ...]
-    """Between which values each lies, where that is known."""
+    """Least and largest value of each bar; None where unknown."""
 
 
 def page_parts(result: GuideResult) -> PageParts:
@@ -61,7 +61,8 @@ def _picture(
 
 
 def memory_series(result: GuideResult) -> list[Series]:
-    """GiB of GPU memory: predicted, measured, published, and predicted for the published machine."""
+    """Return series of GPU memory in GiB: predicted, measured, published, and predicted for the published
+    machine."""
     return _series(
         result,
         lambda row: row.predicted_bytes,
@@ -74,8 +75,11 @@ def memory_series(result: GuideResult) -> list[Series]:
 
 
 def speed_series(result: GuideResult) -> list[Series]:
-    """Samples per second: predicted with their spread, measured, published, and predicted for the published
-    machine."""
+    """Return series of samples per second: predicted, measured, published, and predicted for the published
+    machine.
+
+    Predicted ones have their spread.
+    """
     return _series(
         result,
         lambda row: row.predicted_speed,

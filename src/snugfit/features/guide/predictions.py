@@ -1,7 +1,7 @@
 """The guide's predictions, some forty of them, in several processes at once.
 
-A rehearsal is Python on one core. Each request is plain data, and so is its answer: a prediction, or the
-reason why there is none.
+A simulation is Python on one core. Each request is plain data. So is its answer: a prediction, or the reason
+why there is none.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """One prediction that the guide's results need."""
+    """Request for one prediction of the guide's results."""
 
     about: str
-    """The experiment or the technique that it is for."""
+    """Experiment or technique of the request."""
     job: Job
     recipe: str
-    """As text: a recipe that cannot be parsed is answered with the reason."""
+    """Recipe as text: if it cannot be parsed, the answer is the reason."""
     gpu: Gpu
     loop: str = "plain"
     software: str = "installed"
-    """The software profile that it is predicted under."""
+    """Software profile of the prediction."""
 
     @property
     def key(self) -> RequestKey:
-        """The part that no other request of the suite has."""
+        """Key that is unique within the suite."""
         return RequestKey(self.about, self.gpu.key, self.software)
 
 
@@ -50,7 +50,7 @@ class RequestKey(NamedTuple):
 
 
 def predict_or_reason(request: PredictionRequest) -> Prediction | str:
-    """The prediction, or why there is none."""
+    """Return the prediction, or the reason why there is none."""
     try:
         return predict(
             request.job,
@@ -66,8 +66,10 @@ def predict_or_reason(request: PredictionRequest) -> Prediction | str:
 def predict_all(
     requests: Sequence[PredictionRequest], *, workers: int, tell: Callable[[str], None] = lambda about: None
 ) -> list[Prediction | str]:
-    """Return the prediction of each request, or why there is none, in their order. `tell` is called with what
-    each is about when its answer comes."""
+    """Return the prediction of each request, or the reason why there is none, in their order.
+
+    `tell` is called with the subject of each request when its answer arrives.
+    """
     families = {request.job.model.architecture for request in requests}
     preload = [f"transformers.models.{name}.modeling_{name}" for name in sorted(families)]
     last_first = requests[::-1]  # the dear ones come last in a suite; begun first, they leave no process idle

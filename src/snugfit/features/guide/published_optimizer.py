@@ -1,9 +1,9 @@
-"""AdamW as transformers had it until 2024: one parameter after the other, with states created on the way.
+"""AdamW as in transformers until 2024: one parameter after the other, with states created on the way.
 
-Only its order of allocations matters here. torch's AdamW creates all states first; this one creates a
-parameter's two states when it comes to that parameter, and its denominator is still alive while the next
-one's states are created, so the caching allocator hands out other blocks. It serves software profiles
-(`software/*.json`); nobody trains with it.
+Only its order of allocations matters here. torch's AdamW creates all states first. This one creates a
+parameter's two states when it updates that parameter. Its denominator is still alive while the next one's
+states are created, so the caching allocator returns other blocks. It serves software profiles
+(`software/*.json`) and is not for training.
 
 Algorithm: Loshchilov and Hutter, arXiv 1711.05101, with decay after the update.
 """
@@ -25,7 +25,7 @@ class LoopAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient once."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:

@@ -40,29 +40,29 @@ class GuideRow:
     recipe: str
     loop: str
     predicted: Footprint | None = None
-    """For the GPU that was named."""
+    """Predicted bytes on the given GPU."""
     fits: bool | None = None
-    """Whether it is predicted to fit there."""
+    """True if the step is predicted to fit there."""
     predicted_speed: StepSpeed | None = None
-    """For the GPU that was named; None where its rates are not known."""
+    """Predicted speed on the given GPU; None where its rates are unknown."""
     measured: Footprint | None = None
     timing: Timing | None = None
-    """As measured on this machine."""
+    """Seconds measured on this machine."""
     outcome: str | None = None
-    """How the measured run ended."""
+    """End of the measured run."""
     then: tuple[PublishedPrediction, ...] = ()
     """One for each published figure."""
     refused: str = ""
-    """Why there is no prediction."""
+    """Reason for a missing prediction."""
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Predicted use of the GPU: NVML bytes, or reserved ones where no context is known."""
+        """Predicted bytes on the GPU: NVML bytes, or reserved ones without a known context."""
         return (self.predicted.nvml_bytes or self.predicted.reserved_bytes) if self.predicted else None
 
     @property
     def measured_bytes(self) -> int | None:
-        """Measured use of the GPU: NVML bytes, or reserved ones where NVML does not answer."""
+        """Measured bytes on the GPU: NVML bytes, or reserved ones without an NVML reading."""
         return (self.measured.nvml_bytes or self.measured.reserved_bytes) if self.measured else None
 
     @property
@@ -71,20 +71,20 @@ class GuideRow:
         return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
-        """What was published of it on this machine, with its prediction; None where nothing was."""
+        """Return the published figure of this machine with its prediction; None without one."""
         return next((one for one in self.then if one.published.machine == machine), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakenInstead:
-    """A slot that today's recipe fills otherwise than the experiment."""
+    """A slot that differs between today's recipe and the experiment's."""
 
     slot: str
     """The slot's own name."""
     then: str
-    """What the experiment has in it."""
+    """Techniques of the experiment."""
     now: str
-    """What today's recipe has in it."""
+    """Techniques of today's recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +92,19 @@ class ModernRow:
     """An experiment's job, and the fastest recipe of today within the memory that the experiment takes."""
 
     name: str
-    """As the guide calls the experiment."""
+    """The guide's name of the experiment."""
     memory_bytes: int | None
-    """What may be used: as much as the experiment takes, or all of a GPU that cannot run it."""
+    """Bytes allowed for the recipe: as many as the experiment takes, or all of a GPU that cannot run it."""
     recipe: str = ""
-    """In the notation of recipes; empty where there is none faster."""
+    """Recipe in our notation; empty where none is faster."""
     needed_bytes: int | None = None
-    """What it takes of the GPU."""
+    """Bytes that the recipe takes of the GPU."""
     speed: StepSpeed | None = None
-    """How fast its step is."""
+    """Speed of its step."""
     instead: tuple[TakenInstead, ...] = ()
-    """Slot by slot what it changes in the experiment's recipe, where that can run."""
+    """Changes to the experiment's recipe, slot by slot, where that can run."""
     why_none: str = ""
-    """Why there is no recipe."""
+    """Reason for a missing recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,28 +114,28 @@ class LargeModelRow:
     name: str
     """Model and way of training."""
     gpu: str
-    """The GPU that it is predicted for."""
+    """GPU of the prediction."""
     recipe: str
     why: str
-    """Why nothing has to be offloaded."""
+    """Reason why offloading is unnecessary."""
     needed_bytes: int | None = None
-    """What it takes of that GPU."""
+    """Bytes that it takes of that GPU."""
     fits: bool | None = None
-    """Whether it is predicted to fit."""
+    """True if it is predicted to fit."""
     speed: StepSpeed | None = None
-    """Of its step; None where it is not predicted."""
+    """Speed of its step; None without a prediction."""
     refused: str = ""
-    """Why there is no prediction."""
+    """Reason for a missing prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuideResult:
-    """The suite's rows and what follows from them."""
+    """The suite's rows, and tables and plots derived from them."""
 
     source: str = field(default_factory=source)
     """The address of the page with the published figures."""
     gpu: str
-    """The GPU that the predictions are for."""
+    """GPU of the predictions."""
     memory_bytes: int | None
     """Usable bytes of that GPU."""
     rows: tuple[GuideRow, ...]
@@ -143,23 +143,23 @@ class GuideResult:
     per_parameter: tuple[PerParameter, ...] = ()
     """With `--optimizers`: bytes per parameter, by model and optimizer."""
     without_figures: tuple[WithoutFigure, ...] = ()
-    """What the guide names and gives no figure of, chapter by chapter."""
+    """Methods that the guide names without figures, chapter by chapter."""
     modern: tuple[ModernRow, ...] = ()
     """With `--modern`: the best recipe of today, experiment by experiment."""
     large_models: tuple[LargeModelRow, ...] = ()
-    """With `--modern`: models for which the guide turns to DeepSpeed."""
+    """With `--modern`: models for which the guide recommends DeepSpeed."""
     device: str | None = None
     """The device that was measured; None when nothing was."""
     versions: Mapping[str, str]
-    """Of the packages that predicted."""
+    """Versions of the packages that predicted."""
     doubts: tuple[str, ...] = ()
-    """What is uncertain in the predictions, as sentences."""
+    """Uncertainties of the predictions, as sentences."""
 
     @property
     def vanilla(self) -> GuideRow:
-        """The row that the others are compared with."""
+        """Row that is the baseline of all comparisons."""
         return next(row for row in self.rows if row.name == VANILLA)
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit guide` writes."""
+        """Return the document that `snugfit guide` writes."""
         return {"schema": SCHEMA, "what": "guide", **encode_fields(self)}

@@ -1,9 +1,9 @@
-"""Runs the guide's suite: every experiment predicted, measured where there is a GPU, and as published.
+"""Run the guide's suite: every experiment predicted, measured where there is a GPU, and as published.
 
-`run` asks three things of each experiment: what it would take on the GPU that was named, under the software
-that is installed; what it takes here, when it is measured; and, for each published figure whose machine names
-its GPU, what it would have taken there under the software of the time. An experiment that cannot be predicted
-(a technique that this GPU cannot do, a package that is missing) keeps its row and says why.
+`run` computes up to three results for each experiment. The first is its prediction on the given GPU, under
+the installed software. The second is its measurement here. The third is a prediction for each published
+figure whose machine names its GPU, under the software of the time. An experiment may have no prediction (a
+technique that this GPU does not support, a package that is missing). It keeps its row, with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 Answers = dict[RequestKey, "Prediction | str"]
-"""Each request's prediction, or why there is none."""
+"""Each request's prediction, or the reason why there is none."""
 
 
 def run(
@@ -40,11 +40,12 @@ def run(
     workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
 ) -> GuideResult:
-    """The whole suite for `gpu`; with `measure` each experiment also runs here, in a process of its own, and
-    with `optimizers` the result has the bytes per parameter of each.
+    """Return the results of the whole suite for `gpu`.
 
-    `workers` processes predict in parallel. `tell` is called with what is being done. Raises `SnugfitError`
-    when no experiment can be predicted, `GpuError` for a GPU that no step runs on.
+    With `measure` each experiment also runs here, in a process of its own. With `optimizers` the result has
+    the bytes per parameter of each. `workers` processes predict in parallel. `tell` is called with a line
+    about the current work. Raises `SnugfitError` when no experiment can be predicted, `GpuError` for a GPU
+    that no step runs on.
     """
     policy_for(gpu, Software())  # which refuses a GPU that no step runs on
     experiments = suite()
@@ -79,7 +80,8 @@ def run(
 
 
 def _requests(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
-    """One for the GPU that was named, and one for each machine that published a result and names its GPU."""
+    """Yield one request for the given GPU, and one for each machine with a published result and a named
+    GPU."""
     yield _request(experiment, gpu)
     for published in experiment.published:
         request = _request_then(experiment, published)
@@ -99,7 +101,7 @@ def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed")
 
 
 def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
-    """For the machine and the software of a published figure; None where it names no GPU."""
+    """Return a request for the machine and the software of a published figure; None where it names no GPU."""
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
         return None
@@ -135,7 +137,7 @@ def _measure_all(
     ledger: Path | None,
     tell: Callable[[str], None],
 ) -> tuple[list[GuideRow], str | None]:
-    """The rows, those measured here that could be predicted, and the device's name."""
+    """Return the rows, measured here where they could be predicted, and the device's name."""
     from snugfit.measurement.measure import measure
 
     measured_rows, device = [], None

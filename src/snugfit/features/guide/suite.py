@@ -1,11 +1,11 @@
-"""The guide's experiments as data: what was done, what was published, and the recipe for it in our notation.
+"""The guide's experiments as data: the training runs, the published figures, and the recipes in our notation.
 
-The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs),
-carried in `guide.json` with the machines that they come from. A published row belongs to a machine; a
-machine that names its GPU also says which software it ran, and only there can the row be predicted.
+The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs). They
+are in `guide.json` with their machines. A published row belongs to a machine. If the machine names its GPU,
+it also names its software, and only there can the row be predicted.
 
-The chapters on DeepSpeed and on torch.compile (the page's next revision) give no figures. What they name is
-listed with what has become of it, and where it is not predicted, with the reason.
+The chapters on DeepSpeed and on torch.compile (the page's next revision) give no figures. Their methods are
+listed with the state of each today, and with the reason where one is not predicted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 
 VANILLA = "vanilla"
-"""The experiment that the others are compared with."""
+"""Experiment that is the baseline of all comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine that published figures come from."""
+    """Machine of published figures."""
 
     name: str
-    """As `guide.json` calls it."""
+    """Name of the machine in `guide.json`."""
     gpu: str | None
-    """None where the authors name none."""
+    """GPU of the machine; None where the authors name none."""
     note: str
-    """What else is known of it."""
+    """Further facts about the machine."""
     software: str | None = None
     """The software profile of the time."""
 
@@ -46,18 +46,18 @@ class Published:
     mib: int
     """GPU memory in use after training, by NVML, in MiB."""
     seconds: float | None = None
-    """Of the whole training."""
+    """Seconds of the whole training."""
     samples_per_second: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuideExperiment:
-    """One row of the suite: a name, a recipe, and what was published about it."""
+    """One row of the suite: a name, a recipe, and its published figures."""
 
     name: str
-    """As the guide calls it."""
+    """The guide's name for it."""
     recipe: str
-    """In the notation of today's recipes."""
+    """Recipe in today's notation."""
     loop: str = "plain"
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the job that differ from the guide's own."""
@@ -65,7 +65,7 @@ class GuideExperiment:
     """One result for each machine."""
 
     def job(self) -> Job:
-        """The guide's job, with this experiment's changes."""
+        """Return the guide's job, with this experiment's changes."""
         return job_of({**_guide()["job"], **self.changes})
 
 
@@ -75,47 +75,47 @@ class Method:
 
     method: str
     experiments: tuple[str, ...]
-    """Names of the experiments that show it; none where it is not predicted."""
+    """Names of the method's experiments; none where it is not predicted."""
     speed: str
-    """Whether it helps speed."""
+    """Effect on the speed."""
     memory: str
-    """Whether it helps memory; brackets mean `hardly`."""
+    """Effect on memory; brackets mean `hardly`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutFigure:
-    """What the guide names and gives no figure of."""
+    """A method that the guide names without a figure."""
 
     chapter: str
-    """Where it stands there: `torch.compile` or `DeepSpeed`."""
+    """Its chapter there: `torch.compile` or `DeepSpeed`."""
     name: str
-    """As the guide calls it."""
+    """The guide's name for it."""
     guide: str
-    """What the guide says of it."""
+    """The guide's claim about it."""
     status: str
-    """`predicted`, `not predicted`, or `gone`: what it names is no longer in torch."""
+    """`predicted`, `not predicted`, or `gone` if torch no longer has it."""
     today: str
-    """What has become of it, and why there is no prediction."""
+    """Its state today, and the reason for a missing prediction."""
     instead: str = ""
-    """Recipes that do its work today; empty where nothing of it concerns training."""
+    """Recipes that replace it today; empty where it does not concern training."""
     experiment: str = ""
-    """Name of the experiment that predicts it; empty where none does."""
+    """Name of the experiment that predicts it; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargeModel:
-    """A model for which the guide turns to DeepSpeed, and a recipe with it or of today without."""
+    """A model for which the guide recommends DeepSpeed, and a recipe with it, or without it today."""
 
     name: str
     """Model and way of training."""
     job: Mapping[str, Any]
     """Its fields, as `job_of` takes them."""
     gpu: str
-    """A GPU that it is meant to fit."""
+    """GPU that it should fit."""
     recipe: str
     """In the notation of recipes."""
     why: str
-    """What is offloaded, or why nothing has to be."""
+    """Offloaded tensors, or the reason why offloading is unnecessary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +124,13 @@ class Baseline:
 
     machine: str
     what: str
-    """What had happened until then."""
+    """Stage of the experiment until then."""
     mib: int
-    """By NVML, in MiB."""
+    """MiB as NVML reported them."""
 
 
 def suite() -> tuple[GuideExperiment, ...]:
-    """The guide's experiments, vanilla first."""
+    """Return the guide's experiments, vanilla first."""
     return tuple(
         GuideExperiment(
             name=row["name"],
@@ -144,7 +144,7 @@ def suite() -> tuple[GuideExperiment, ...]:
 
 
 def machines() -> dict[str, Machine]:
-    """The machines of the published figures, by name."""
+    """Return the machines of the published figures, by name."""
     keys = ("gpu", "note", "software")
     return {
         name: Machine(name=name, **{key: facts[key] for key in keys if key in facts})
@@ -153,7 +153,7 @@ def machines() -> dict[str, Machine]:
 
 
 def source() -> str:
-    """The address of the page with the published figures."""
+    """Return the address of the page with the published figures."""
     return str(_guide()["source"])
 
 
@@ -163,35 +163,38 @@ def baselines() -> tuple[Baseline, ...]:
 
 
 def methods() -> tuple[Method, ...]:
-    """The guide's first table."""
+    """Return the guide's first table."""
     return tuple(
         Method(**{**line, "experiments": tuple(line["experiments"])}) for line in _guide()["methods"]
     )
 
 
 def without_figures() -> tuple[WithoutFigure, ...]:
-    """What the chapters on torch.compile and DeepSpeed name."""
+    """Return the methods in the chapters on torch.compile and DeepSpeed."""
     return tuple(WithoutFigure(**line) for line in _guide()["without_figures"])
 
 
 def large_models() -> tuple[LargeModel, ...]:
-    """The jobs that take the place of the guide's chapter on DeepSpeed."""
+    """Return the jobs that take the place of the guide's chapter on DeepSpeed."""
     return tuple(LargeModel(**line) for line in _guide()["large_models"])
 
 
 def anatomy() -> Mapping[str, Any]:
-    """The guide's rules of bytes per parameter, the jobs that test them, and why they differ."""
+    """Return the guide's rules of bytes per parameter, the jobs that test them, and the reasons for
+    differences."""
     return dict(_guide()["anatomy"])
 
 
 def own_gpu() -> str:
-    """The GPU that the guide's own figures come from."""
+    """Return the GPU that the guide's own figures come from."""
     return next(machine.gpu for machine in machines().values() if machine.gpu)
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """The job of a few fields, with its model by name and its task as text. The guide makes its models in
-    fp32."""
+    """Return the job of a few fields, with its model by name and its task as text.
+
+    The guide builds its models in fp32.
+    """
     return Job(
         **{"dtype": "float32", **facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])}
     )

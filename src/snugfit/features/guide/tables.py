@@ -27,12 +27,12 @@ from snugfit.units import show_bytes, show_mib
 
 
 def render(result: GuideResult) -> Page:
-    """Everything, for a terminal."""
+    """Return all tables and warnings for a terminal."""
     return Page(grids(result), (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in result.doubts))
 
 
 def markdown(result: GuideResult, *, plot: str = "") -> str:
-    """Everything, as Markdown; `plot` is the picture's name beside the file."""
+    """Return all tables and warnings as Markdown; `plot` is the picture's file name in the same folder."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     picture = f"![Memory and speed of all experiments]({plot})\n" if plot else ""
     head = f"## The guide's experiments on {escape(result.gpu)}\n\nPredicted with {escape(versions)}.\n"
@@ -40,7 +40,7 @@ def markdown(result: GuideResult, *, plot: str = "") -> str:
 
 
 def csv(result: GuideResult) -> str:
-    """One line an experiment, in bytes, seconds and shares."""
+    """Return one line an experiment as CSV, in bytes, seconds and shares."""
     known = list(machines())
     heads = ["experiment", "recipe", "loop", "predicted_bytes", "predicted_change", "fits", "refused"]
     heads += ["predicted_samples_per_second", "predicted_step_seconds", "low_seconds", "high_seconds"]
@@ -77,8 +77,11 @@ def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]
 
 
 def grids(result: GuideResult) -> Iterator[Grid]:
-    """The tables: experiments, today's recipes, measurements, published figures, methods, what has no
-    figures, stages, bytes per parameter."""
+    """Yield the tables of a result.
+
+    They are experiments, today's recipes, measurements, published figures, methods, methods without figures,
+    stages, and bytes per parameter.
+    """
     yield _experiments(result)
     yield from modern_grids(result)
     if result.device:
@@ -223,7 +226,7 @@ def _methods(result: GuideResult) -> Grid:
 
 
 def without_figures_grid(result: GuideResult) -> Grid:
-    """One row a technique; the reason stands in it where its experiment could not be predicted."""
+    """Return a table of one row a technique, with the reason if its experiment could not be predicted."""
     refused = {row.name: row.why_refused for row in result.rows if row.refused}
     rows = tuple(
         (
@@ -294,8 +297,10 @@ def _per_parameter(result: GuideResult) -> Grid:
 
 
 def _model_and_optimizer(line: PerParameter) -> str:
-    """Both in one cell, for only both name a row; the model without its organisation, and the precision
-    where it is not the guide's."""
+    """Return model and optimizer in one cell, because only both identify a row.
+
+    The model is without its organisation. The precision is added if it is not the guide's.
+    """
     other = line.precision not in ("", anatomy()["precision"])
     return f"{line.model.rpartition('/')[2]}, {line.optimizer}" + (f" ({line.precision})" if other else "")
 

@@ -1,12 +1,12 @@
-"""Attention as transformers' models call it, and of padded encoders without a matrix of a mask.
+"""Attention as transformers' models call it, and attention of padded encoders without a mask matrix.
 
-Each row of a batch is up to three stretches: padding, tokens, padding. Attention within each, by
-FlashAttention's kernels for sequences of several lengths, gives tokens what a mask would give them. Where
-stretches end is computed on the device, as many of them for every batch, so nothing waits and a captured step
-takes any padding. What padding gets is another than under a mask; nothing that counts reads it.
+Each row of a batch is up to three stretches: padding, tokens, padding. FlashAttention's kernels for sequences
+of several lengths attend within each stretch, so tokens get the result of a mask. The device computes the
+ends of the stretches, the same number for every batch. So nothing waits, and a captured step accepts any
+padding. Results at padding differ from those under a mask, and no result at a token depends on them.
 
 Padding is computed all the same (`padding_free` drops it), but not by attention among tokens. A mask with
-gaps among its tokens has no such stretches: the device checks that, and ends the run there.
+gaps among its tokens has no such stretches: the device checks for gaps, and ends the run there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 HALVES = ("torch.bfloat16", "torch.float16")
-"""What the kernels compute in."""
+"""Dtypes that the kernels support."""
 
 GAPS = "fused: a mask has gaps among its tokens. Take 'torch_kernels'."
 
@@ -34,9 +34,12 @@ def attend(
     scaling: float,
     keywords: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return attention of queries, keys and values (B, heads, S, width) as (B, S, heads * width), and the
-    scores where the implementation has them. The model's config names it. `keywords` are those that the
-    module was called with."""
+    """Return attention of queries, keys and values (B, heads, S, width) as (B, S, heads * width), and its
+    scores.
+
+    The scores are None where the implementation returns none. The model's config names the implementation.
+    `keywords` are those of the module's call.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     dropout = dropout if module.training else 0.0
@@ -51,8 +54,10 @@ def attend(
 
 
 def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A forward pre-hook of an encoder: in the place of a mask (B, S), where stretches end. Calls that it
-    does not know keep their mask, and all do on a CPU, which has no such kernels."""
+    """Replace a mask (B, S) by the ends of its stretches: a forward pre-hook of an encoder.
+
+    Unsupported calls keep their mask. So do all on a CPU, which has no such kernels.
+    """
     mask = keywords.get("attention_mask")
     if mask is None or mask.dim() != 2 or not model.training or len(arguments) > 1:
         return None
@@ -63,7 +68,8 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 
 def takes(model: Any) -> bool:
-    """Whether the kernels know this encoder's attention: in 16 bits, no decoder's, no head too wide."""
+    """Return True if the kernels support this encoder's attention: in 16 bits, no decoder's, no head too
+    wide."""
     from snugfit.step.wishes.padding_free.attention import WIDEST, WIDTH_IN
 
     config = model.config
@@ -74,8 +80,10 @@ def takes(model: Any) -> bool:
 
 
 def stretches(mask: torch.Tensor) -> torch.Tensor:
-    """Where stretches of the flattened batch begin and the last ends: (3 B + 1,), int32, for a mask (B, S) of
-    zeros and ones. A mask with gaps among its ones fails on its device."""
+    """Return the starts of the stretches of the flattened batch, and the end of the last: (3 B + 1,), int32.
+
+    `mask` is (B, S) of zeros and ones. A mask with gaps among its ones fails on its device.
+    """
     import torch
 
     rows, length = mask.shape
@@ -92,7 +100,7 @@ def stretches(mask: torch.Tensor) -> torch.Tensor:
 def attend_in_stretches(
     module: Any, heads: Sequence[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
+    """Return attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
     from snugfit.step.wishes.padding_free.attention import attend as attend_in_pieces
 
     batch, _, length, _ = heads[0].shape

@@ -1,11 +1,11 @@
-"""Decoders whose modules our kernels know: Llama, Qwen2, Qwen3, Mistral, and Gemma's three.
+"""Decoders with kernels of our own: Llama, Qwen2, Qwen3, Mistral, and Gemma's three.
 
-What stands between the products of a layer becomes three kernels: the addition of a branch to the stream with
-the norm that follows, the rotation of queries and keys, and the gated activation. The products of queries,
-keys and values are one, and so are those of gate and up: their weights are laid behind one another in memory.
+Three kernels replace the operators between the products of a layer. One adds a branch to the stream and norms
+the sum. The others are the rotation of queries and keys, and the gated activation. The products of queries,
+keys and values are one, and so are those of gate and up. Their weights are adjacent in memory.
 
-A module that is not as it was written, because an adapter or a quantization took the place of one of its
-layers, runs its own code; so does every module outside training.
+A module runs its own code if an adapter or a quantization replaced one of its layers. So does every module
+outside training.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 
 
 class DecoderFamily(NamedTuple):
-    """What is particular to the modules of one file of transformers."""
+    """Differences between the modules of one file of transformers and Llama's."""
 
     prefix: str
-    """With which the names of its classes begin."""
+    """Prefix of the names of its classes."""
     extras: tuple[str, ...] = ()
-    """Attributes of the attention, or of its config, that it hands to the function which attends."""
+    """Attributes of the attention, or of its config, that it passes to the attention function."""
     from_one: bool = False
-    """Whether norms multiply by one plus what is learnt."""
+    """True if norms multiply by one plus the learned scale."""
     norms_branches: bool = False
-    """Whether what a branch gives is normed before it is added to the stream."""
+    """True if the output of a branch is normed before it is added to the stream."""
 
 
 FAMILIES = {
@@ -50,17 +50,18 @@ FAMILIES = {
     "gemma2": DecoderFamily("Gemma2", (SLIDING, CAPPED), from_one=True, norms_branches=True),
     "gemma3": DecoderFamily("Gemma3", (SLIDING,), from_one=True, norms_branches=True),
 }
-"""By the name of their file, `modeling_NAME.py`."""
+"""Decoder families by the name of their file, `modeling_NAME.py`."""
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
-"""What the function that attends calls them."""
+"""Names of these attributes as arguments of the attention function."""
 
 TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-"""Activations that a kernel knows, by transformers' name: whether it is that of a tanh."""
+"""Supported activations by transformers' name: True for the approximation by tanh."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Gives known modules of this model our forward passes; the names of their classes, once each."""
+    """Give supported modules of this model our forward passes, and return the names of their classes, once
+    each."""
     changed: dict[str, None] = {}
     for module in model.modules():
         if "forward" in vars(module):  # another's, or ours from before
@@ -78,7 +79,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 
 
 def _family(module: Any, part: str) -> DecoderFamily | None:
-    """The family of which a module is this part; None for every other module."""
+    """Return the family of which a module is this part; None for every other module."""
     name = type(module).__module__.rpartition(".modeling_")[2]
     family = FAMILIES.get(name)
     known = family is not None and type(module).__module__ == f"transformers.models.{name}.modeling_{name}"
@@ -86,8 +87,10 @@ def _family(module: Any, part: str) -> DecoderFamily | None:
 
 
 def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) -> None:
-    """In training this forward pass, which takes the module, its family and its own forward pass first;
-    elsewhere the module's own."""
+    """Replace the module's forward pass in training, and keep its own elsewhere.
+
+    `forward` takes the module, its family and its own forward pass first.
+    """
     module.forward = OwnForward(partial(_either, forward, family), module)
 
 
@@ -101,7 +104,7 @@ def _either(
 
 
 def _are_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
-    """Return whether all linear layers are torch's own, with a bias or without."""
+    """Return True if all linear layers are torch's own, with a bias or without."""
     return all(is_plain(layer) and biased in (None, layer.bias is not None) for layer in layers)
 
 
@@ -115,7 +118,7 @@ def _eps(norm: Any) -> float:
 def _add_and_norm(
     branch: torch.Tensor, stream: torch.Tensor | None, norm: Any, family: DecoderFamily
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stream with a branch added to it, and its norm in the dtype of the products to come."""
+    """Return the stream with a branch added to it, and its norm in the dtype of the products to come."""
     whole = branch if stream is None else stream
     dtype = activation_dtype(whole)
     if dtype == whole.dtype and not family.from_one:
@@ -154,7 +157,7 @@ def _attend(
     past_key_values: Any = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """The forward pass of the family's attention, its first half ours."""
+    """Run the forward pass of the family's attention, with its first half replaced."""
     layers = self.q_proj, self.k_proj, self.v_proj
     if not _are_plain(layers):
         return own(  # type: ignore[no-any-return]
@@ -184,8 +187,11 @@ def _attend(
 def _remember(
     cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a cache gives for this layer. transformers' models make one in training too, and an empty one
-    copies what it is given; here it remembers it as it lies."""
+    """Return the keys and values of a layer's cache after it stores these.
+
+    transformers' models create a cache in training too, and an empty one copies its inputs. Here it stores
+    them without a copy.
+    """
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     is_simple = type(cache).__name__ == "DynamicCache" and type(layer).__name__ == "DynamicLayer"
@@ -248,8 +254,10 @@ def _run_layer(
     *others: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    """The forward pass of the family's layer, each addition but the last in one kernel with a norm. What is
-    given by place has another place in each family, and is left to the layer's own."""
+    """Run the forward pass of the family's layer, with each addition but the last fused into a norm.
+
+    Positional arguments differ between families, so a call with any runs the layer's own code.
+    """
     if others:
         return own(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
     stream, normed = _add_and_norm(hidden_states, None, self.input_layernorm, family)

@@ -1,10 +1,9 @@
-"""Encoders whose modules our kernels know: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and GPT-2.
+"""Encoders with kernels of our own: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and GPT-2.
 
-Modules are matched by the name of their class and of the family's folder in transformers, so that no model's
-file is imported which the process does not use. Each that is known gets a forward pass of its own over the
-same parameters, bound to the instance; what it does not know of a call (a cache of keys and values), it
-leaves to the model's own code. A linear layer that is none of torch's own any more, because an adapter stands
-around it or a hook waits there, is called as the model would call it.
+Modules are matched by the name of their class and of the family's folder in transformers. So no model's file
+is imported that the process does not use. Each supported module gets a forward pass over the same parameters,
+bound to the instance. It leaves unsupported arguments (a cache of keys and values) to the model's own code. A
+linear layer that an adapter wraps, or that has a hook, is called as the model would call it.
 """
 
 from __future__ import annotations
@@ -26,24 +25,28 @@ SITE = "fused_site"
 """The attribute of a module that holds its `Site`."""
 
 STREAM = "fused_stream"
-"""The attribute of a norm's result that holds it again, for the residual to come (`add_norm`). Between two
-layers there is the model's own code, which hands the result on; where it makes another tensor of it, that is
-the residual."""
+"""Attribute of a norm's result with the same values in fp32, for the next residual (`add_norm`).
+
+Between two layers the model's own code passes the result on. If that code creates another tensor of it, that
+tensor is the residual.
+"""
 
 BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
-"""Activations that are GELU, by the names of their classes: whether they are its form by tanh."""
+"""Class names of GELU activations: True for the approximation by tanh."""
 
 
 @dataclass
 class Site:
-    """Where a module's dropout gets its numbers from."""
+    """Source of random numbers for a module's dropout."""
 
     seeds: Seeds
     number: int
 
     def draw(self, module: Any, probability: float, stream: torch.Tensor) -> dict[str, Any]:
-        """The arguments of an operation that say what it drops; nothing in evaluation. `stream` is the
-        residual stream that comes in."""
+        """Return the dropout arguments of an operation; empty in evaluation.
+
+        `stream` is the incoming residual stream.
+        """
         if not module.training or not probability:
             return {}
         return {"dropout": probability, "seed": self.seeds.draw(stream), "site": self.number}
@@ -54,15 +57,16 @@ class Patch:
     """Another forward pass for the modules of a class."""
 
     forward: Callable[..., Any] | None
-    """None for an encoder whose batches get no mask (`attention.py`)."""
+    """Replacement of the forward pass; None for an encoder that only loses its mask (`attention.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
-    """Whether this module of the class is as the forward pass takes it to be."""
+    """Check that this module of the class meets the assumptions of the forward pass."""
     joins: tuple[str, ...] = ()
-    """Its linear layers of which one product is made."""
+    """Its linear layers that are joined into one product."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Gives known modules of this model our forward passes; the names of their classes, once each."""
+    """Give supported modules of this model our forward passes, and return the names of their classes, once
+    each."""
     seeds, changed = Seeds(), dict[str, None]()
     for number, module in enumerate(model.modules()):
         patch = patch_of(type(module))
@@ -85,7 +89,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 
 
 def patch_of(kind: type[Any]) -> Patch | None:
-    """The patch for a class of transformers; None for one that is not known."""
+    """Return the patch for a class of transformers; None for an unsupported one."""
     parts = kind.__module__.split(".")
     if parts[:2] != ["transformers", "models"] or len(parts) < 4:
         return None
@@ -96,7 +100,7 @@ def patch_of(kind: type[Any]) -> Patch | None:
 
 
 def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a linear layer gives, and the bias that is yet to be added, where that can be left to a kernel."""
+    """Return a linear layer's output, and its bias if a kernel can add it later (else None)."""
     if is_plain(layer):
         return torch.nn.functional.linear(x, layer.weight), layer.bias
     if type(layer).__name__ == "Conv1D" and "forward" not in vars(layer):
@@ -105,7 +109,7 @@ def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
-    """GELU, or another activation, of what a linear layer gives."""
+    """Return GELU, or another activation, of a linear layer's output."""
     product, bias = product_of(layer, x)
     by_tanh = BY_TANH.get(type(activation).__name__)
     if by_tanh is None or bias is None:
@@ -117,11 +121,13 @@ def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
 def norm_with_stream(
     x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, **options: Any
 ) -> torch.Tensor:
-    """The norm of a residual and what a branch gives (B, S, H). The residual is taken as it was before it was
-    rounded for products, where the norm that made it has left that beside it (`STREAM`); it is taken away
-    when it is read, for the rounded result stays until the backward pass. Within a checkpoint no norm leaves
-    any, for a layer's input is kept there with all that stands beside it. Nor is one read there that a norm
-    outside has left: the layer would not find it when it is computed again."""
+    """Return the norm of a residual plus a branch's output, (B, S, H).
+
+    If the norm before it left its unrounded result (`STREAM`), that is the residual. It is removed when read,
+    because the rounded result stays alive until the backward pass. Within a checkpoint no norm leaves one,
+    because the checkpoint keeps a layer's input with all its attributes. It does not read one from a norm
+    outside either: the recomputed layer would not find it.
+    """
     exact = vars(residual).pop(STREAM, residual)
     if checkpoint_around():
         rounded: torch.Tensor = add_norm(x, residual, norm, **options)
@@ -133,7 +139,8 @@ def norm_with_stream(
 
 
 def is_layer_norm(*names: str) -> Callable[[Any], bool]:
-    """Whether these modules of a module are torch's LayerNorm over the last dimension, with both weights."""
+    """Return a check that these submodules are torch's LayerNorm over the last dimension, with weight and
+    bias."""
 
     def fits(module: Any) -> bool:
         norms = [getattr(module, name) for name in names]
@@ -145,7 +152,7 @@ def is_layer_norm(*names: str) -> Callable[[Any], bool]:
     return fits
 
 
-# ---- BERT and what is built like it ----------------------------------------------------------------------
+# ---- BERT and models with its structure ------------------------------------------------------------------
 
 
 def embed_bert(
@@ -156,7 +163,7 @@ def embed_bert(
     inputs_embeds: torch.Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> torch.Tensor:
-    """Words, positions and types, normed: (B, S, H). A pass of the model begins."""
+    """Return words, positions and types, normed: (B, S, H). This starts a pass of the model."""
     words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):  # RoBERTa
         position_ids = (
@@ -179,7 +186,7 @@ def embed_distilbert(
     inputs_embeds: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Words and positions, normed: (B, S, H). A pass of the model begins."""
+    """Return words and positions, normed: (B, S, H). This starts a pass of the model."""
     words = inputs_embeds if input_ids is None else self.word_embeddings(input_ids)
     assert words is not None
     return norm_embeddings(self, words, embed_positions(self, words, position_ids))
@@ -188,7 +195,7 @@ def embed_distilbert(
 def embed_positions(
     module: Any, words: torch.Tensor, position_ids: torch.Tensor | None, first: int = 0
 ) -> torch.Tensor:
-    """The embedded positions, (S, H) where they are those of every sequence, else (B, S, H)."""
+    """Return the embedded positions, (S, H) if they are those of every sequence, else (B, S, H)."""
     table = module.position_embeddings
     if position_ids is None:
         weight: torch.Tensor = table.weight[first : first + words.size(1)]
@@ -198,13 +205,13 @@ def embed_positions(
 
 
 def embeds_plainly(module: Any) -> bool:
-    """Whether a module of embeddings is normed by torch's LayerNorm and has torch's own tables."""
+    """Return True if an embeddings module has torch's LayerNorm and torch's own tables."""
     tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
     return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
 
 
 def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Dropout of the norm of their sum: (B, S, H)."""
+    """Return dropout of the norm of words plus positions: (B, S, H)."""
     site: Site = getattr(module, SITE)
     site.seeds.begin()
     drop = site.draw(module, module.dropout.p, words)
@@ -218,7 +225,7 @@ def attend_bert(
     past_key_values: Any = None,
     **keywords: Any,
 ) -> Any:
-    """Attention over one product's queries, keys and values."""
+    """Attend over one product's queries, keys and values."""
     if past_key_values is not None:
         return type(self).forward(
             self, hidden_states, attention_mask, past_key_values=past_key_values, **keywords
@@ -228,8 +235,10 @@ def attend_bert(
 
 
 def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Tensor]:
-    """Queries, keys and values (B, heads, S, width) of linear layers over (B, S, H), by one product where all
-    are torch's own."""
+    """Return queries, keys and values (B, heads, S, width) of linear layers over (B, S, H).
+
+    They come from one product if all layers are torch's own.
+    """
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
@@ -239,14 +248,14 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
 
 
 def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-    """The norm of a residual and what a linear layer gives, some of it dropped."""
+    """Return the norm of a residual plus a linear layer's output after dropout."""
     product, bias = product_of(self.dense, hidden_states)
     drop = getattr(self, SITE).draw(self, self.dropout.p, input_tensor)
     return norm_with_stream(product, input_tensor, self.LayerNorm, bias=bias, **drop)
 
 
 def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The feed-forward layer's first half."""
+    """Run the feed-forward layer's first half."""
     return activate(self.dense, self.intermediate_act_fn, hidden_states)
 
 
@@ -256,7 +265,7 @@ def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def attend_distilbert(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Attention over one product's queries, keys and values, and its output's product."""
+    """Attend over one product's queries, keys and values, and multiply by the output layer."""
     heads = project((self.q_lin, self.k_lin, self.v_lin), hidden_states, self.attention_head_size)
     out, scores = attend(self, heads, attention_mask, self.dropout.p, self.scaling, keywords)
     return self.out_lin(out), scores
@@ -265,7 +274,7 @@ def attend_distilbert(
 def run_distilbert_layer(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """A layer: each half's norm with its residual."""
+    """Run a layer: each half's norm with its residual."""
     attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **keywords)
     hidden = norm_with_stream(attended, hidden_states, self.sa_layer_norm)
     ffn = self.ffn
@@ -278,7 +287,7 @@ def run_distilbert_layer(
 
 
 def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    """The model's own embeddings. A pass of the model begins."""
+    """Run the model's own embeddings. This starts a pass of the model."""
     getattr(self, SITE).seeds.begin()
     return type(self).forward(self, *arguments, **keywords)
 
@@ -286,7 +295,7 @@ def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
 def attend_vit(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Attention over one product's queries, keys and values, and its output's product."""
+    """Attend over one product's queries, keys and values, and multiply by the output layer."""
     heads = project((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.head_dim)
     out, scores = attend(self, heads, attention_mask, self.attention_dropout, self.scaling, keywords)
     return self.o_proj(out), scores
@@ -295,7 +304,7 @@ def attend_vit(
 def run_vit_layer(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """A layer: the second norm with the first residual."""
+    """Run a layer: the second norm with the first residual."""
     normed = add_norm(hidden_states, None, self.layernorm_before)
     attended, _ = self.attention(normed, attention_mask, **keywords)
     drop = getattr(self, SITE).draw(self, self.dropout.p, hidden_states)
@@ -305,7 +314,7 @@ def run_vit_layer(
 
 
 def run_vit_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Both halves of the feed-forward layer."""
+    """Run both halves of the feed-forward layer."""
     closed: torch.Tensor = self.fc2(activate(self.fc1, self.activation_fn, hidden_states))
     return closed
 
@@ -320,7 +329,7 @@ def run_gpt2_layer(
     use_cache: bool | None = False,
     **keywords: Any,
 ) -> torch.Tensor:
-    """A layer without cross-attention: the second norm with the first residual."""
+    """Run a layer without cross-attention: the second norm with the first residual."""
     normed = add_norm(hidden_states, None, self.ln_1)
     attended, _ = self.attn(
         normed,
@@ -335,7 +344,7 @@ def run_gpt2_layer(
 
 
 def run_gpt2_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Both halves of the feed-forward layer."""
+    """Run both halves of the feed-forward layer."""
     closed: torch.Tensor = self.dropout(self.c_proj(activate(self.c_fc, self.act, hidden_states)))
     return closed
 
@@ -371,4 +380,4 @@ PATCHES: dict[tuple[str, str], Patch] = {
     ),
     ("gpt2", "GPT2MLP"): Patch(run_gpt2_mlp),
 }
-"""By transformers' folder and class."""
+"""Patches by transformers' folder and class name."""

@@ -11,9 +11,12 @@ from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
 
 EXPERT_KERNELS, EXPERTS = "triton::moe_", 120 * MIB
-"""NVML bytes that Liger's kernels for experts add: six runs of Mixtrals on H200s and H100s, which have 132
-multiprocessors each (results/accuracy-seed2411.json, -seed2511 and -seed2611). The cause is unknown: perhaps
-memory for registers that a configuration spills, which Triton tries among others."""
+"""NVML bytes that Liger's kernels for experts add.
+
+They come from six runs of Mixtrals on H200s and H100s, with 132 multiprocessors each
+(results/accuracy-seed2411.json, -seed2511 and -seed2611). The cause is unknown. One configuration that Triton
+tries may spill registers to memory.
+"""
 
 
 class Kernels(Feature):

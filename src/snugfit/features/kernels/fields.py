@@ -21,7 +21,7 @@ class LigerWish:
     """Liger's kernels in a model's modules."""
 
     parts: Mapping[str, bool] = field(default_factory=dict)
-    """By part, whether it runs; of the others Liger's default decides."""
+    """True or False for each set part; Liger's default decides for the rest."""
 
 
 FUSED = Wish[FusedWish | None](
@@ -32,9 +32,9 @@ FUSED = Wish[FusedWish | None](
     packages=("triton", "snugfit.features.kernels"),  # the start-up of two packages, as for Liger
     seeded_models=("bert", "distilbert", "electra", "roberta"),
 )
-"""Modules that compute with snugfit's kernels; None leaves them as they are."""
+"""Modules with snugfit's kernels; None leaves modules unchanged."""
 
 LIGER = Wish[LigerWish | None](
     "liger_kernels", LigerWish | None, None, touches=("passes",), packages=("triton", "liger_kernel")
 )
-"""Modules that compute with Liger's kernels; None leaves them as they are."""
+"""Modules with Liger's kernels; None leaves modules unchanged."""

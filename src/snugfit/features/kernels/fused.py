@@ -1,23 +1,22 @@
-"""snugfit's own kernels: what stands between a layer's products, in one kernel each, forward and backward.
+"""snugfit's own kernels: the operators between a layer's products in one kernel each, forward and backward.
 
-Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropout are not kept but drawn
-again in the backward pass, from a seed that each forward pass draws by torch's own generator, so a run is
-resumed bit for bit. The products of queries, keys and values are one. Weights stay the model's own, under
-their own names. Products read what norms give in the dtype of the products; of encoders that norm after a
-layer the residual has 32 bits beside it, as under autocast.
+Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropout are not stored but drawn
+again in the backward pass. Their seed comes from torch's own generator in each forward pass, so a run resumes
+bit for bit. The products of queries, keys and values are one. Weights stay the model's own, under their own
+names. Norms return their result in the dtype of the products. Encoders that norm after a layer have the
+residual in 32 bits beside it, as under autocast.
 
-Of decoders, the addition of a branch and the norm behind it are one kernel, and so is the rotation of
-queries and keys, in place in the product that has them, and the gated activation. The stream of tokens stays
-in 32 bits where autocast leaves it there. Layers keep the stream, queries, keys and values, and the product
-of gate and up: what was normed and what the last product takes are made again. That product is the largest of
-them, and with `recomputed_mlps` so many layers, from the first, make it again too, which frees more bytes for
-a second than recomputing whole layers does. Beside `chunked_loss` a kernel writes the gradient of logits in
-their place. A layer that an adapter changed keeps its own code.
+In decoders, the addition of a branch and the norm after it are one kernel. So are the gated activation, and
+the rotation of queries and keys, which runs in place in their product. The stream of tokens stays in 32 bits
+where autocast leaves it there. Layers save the stream, queries, keys and values, and the product of gate and
+up. They recompute normed tensors and the input of the last product. The product of gate and up is the largest
+of them. With `recomputed_mlps` that many layers, from the first, recompute it too. This frees more bytes for
+a second than recomputing whole layers does. Beside `chunked_loss` a kernel writes the gradient of logits over
+the logits. A layer that an adapter changed runs its own code.
 
-Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
-where a batch comes without a mask, or `padding_free`. A padded batch of an encoder in 16 bits gets the
-kernels for sequences of several lengths, and no mask is made; with `padding_free` its padding is not
-computed at all.
+Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which uses its fast kernels
+for a batch without a mask, or `padding_free`. A padded batch of an encoder in 16 bits runs the kernels for
+sequences of several lengths, without a mask. With `padding_free` its padding is not computed at all.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
-"""Model types of transformers that `encoders.py` knows."""
+"""Model types of transformers that `encoders.py` supports."""
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-"""Those that `decoders.py` knows."""
+"""Model types that `decoders.py` supports."""
 
 KNOWN = (*ENCODERS, *DECODERS)
-"""All model types that some patcher knows."""
+"""All supported model types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +60,20 @@ class Fused(Technique):
     )
 
     recomputed_mlps: int = between(0, 10_000, default=0)
-    """Of decoders, layers whose product of gate and up is computed again in the backward pass, from the
-    first."""
+    """Number of decoder layers, from the first, whose product of gate and up is recomputed in the backward
+    pass."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has our kernels take the place of code of the model's modules."""
+        """Request our kernels in place of code of the model's modules."""
         return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
 
     def is_searched(self) -> bool:
-        """Without layers that differ from the others, of which few would not tell."""
+        """Return True if all layers are alike, so that a simulation of a few layers suffices."""
         return not self.recomputed_mlps
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The model must be known, its attention torch's, and nothing else change its code."""
+        """Yield objections to an unsupported model, an attention that is not torch's, and other changes of
+        its code."""
         if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
         elif self.recomputed_mlps and not _is_decoder(job):
@@ -81,32 +81,33 @@ class Fused(Technique):
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.compile is not None:
-            yield f"{recipe[Slot.ENGINE]} compiles what it would replace, and was not tried with it."
+            yield f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with it."
         if recipe[Slot.ATTENTION].alone.attention not in ("sdpa", PADDING_FREE):
             yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """All layers make their product again where there are no more."""
+        """Yield a warning if the model has fewer layers than recompute their product."""
         if (layers := job.model.layers) and self.recomputed_mlps > layers:
             yield f"{job.model.name} has {layers} layers, and all of them make the product again."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As it stands, for models that it knows."""
+        """Yield the default settings, for supported models."""
         if not cls.planning_objection(job):
             yield cls()
 
     def smaller(self, job: Job) -> Sequence[Self]:
-        """One decoder layer's product of gate and up that is computed again, and more, up to all."""
+        """Return settings that recompute the product of gate and up in one decoder layer, and more, up to
+        all."""
         if self.recomputed_mlps or job.model.module is not None or not _is_decoder(job):
             return ()
         return [replace(self, recomputed_mlps=k) for k in range(1, job.model.layers + 1)]
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why it does nothing for this job's model; empty where it does."""
+        """Return the reason why it has no effect on this job's model; empty if it has one."""
         module = job.model.module
         if module is None:
             model_type = str(job.model.config.get("model_type"))
@@ -120,5 +121,5 @@ class Fused(Technique):
 
 
 def _is_decoder(job: Job) -> bool:
-    """Whether a decoder's MLPs are gated; of a user's own module it shows when it is built."""
+    """Return True if a decoder's MLPs are gated; a user's own module is checked when it is built."""
     return job.model.module is not None or job.model.config.get("model_type") in DECODERS

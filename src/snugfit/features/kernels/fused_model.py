@@ -1,10 +1,10 @@
-"""snugfit's own kernels in the place of a model's code, for the families that a patcher knows.
+"""snugfit's own kernels in place of a model's code, for the families that a patcher supports.
 
-A patcher (`encoders.py`, `decoders.py`) goes through a model's modules for classes of transformers that it
-lists by name. It gives those instances another forward pass over the same parameters. So a state dict keeps
-its names and shapes, other modules run as they were written, and no other model of the process is changed.
+A patcher (`encoders.py`, `decoders.py`) searches a model's modules for classes of transformers that it lists
+by name. It gives those instances another forward pass over the same parameters. So a state dict keeps its
+names and shapes, other modules run unchanged, and no other model of the process is changed.
 
-Importing this module imports the operators. Triton is imported when the first kernel is launched.
+Importing this module imports the operators. Triton is imported at the first launch of a kernel.
 """
 
 from __future__ import annotations

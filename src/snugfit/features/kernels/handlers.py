@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class KernelsHandler(Handler):
-    """Modules that compute with other kernels than torch's."""
+    """Base of the handlers that replace torch's kernels in modules."""
 
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Replace kernels of a live model as of a built one."""
+        """Replace kernels of a running model, as of a built one."""
         if value is not None:
             self.wrap(value, live.model)
             yield f"kernels are those of {live.technique(self.slot)}"
@@ -48,7 +48,7 @@ class FusedHandler(KernelsHandler):
             use_fused(model, value.recomputed_mlps)
 
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
-        """Run plain torch in a rehearsal of a CPU."""
+        """Run plain torch in a simulation of a CPU."""
         from snugfit.features.kernels.operations.operators import rehearsed_on_the_cpu
 
         return None if value is None or on_gpu else rehearsed_on_the_cpu
@@ -74,14 +74,14 @@ class LigerHandler(KernelsHandler):
             refuse_without_triton(device)
 
     def wrap(self, value: LigerWish | None, model: Any) -> None:
-        """Have Liger change the model's modules."""
+        """Apply Liger to the model's modules."""
         if value is not None:
             from snugfit.features.kernels.liger_model import use_liger
 
             use_liger(model, **value.parts)
 
     def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the call of the function that the Trainer calls, whose arguments have it otherwise."""
+        """Return a call of Liger's own function; the Trainer calls it by itself, from its arguments."""
         if value is None or context.trainer:
             return {}
         options = "".join(f", {name}={given}" for name, given in value.parts.items())

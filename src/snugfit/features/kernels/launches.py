@@ -1,18 +1,18 @@
-"""Kernels that Liger launches through Triton, noted in the place of being launched.
+"""Kernels that Liger launches through Triton, recorded instead of launched.
 
-Everything else of Liger is Python that allocates with torch, and runs on shapes as it does on a GPU. A launch
-is noted with the kernel's name and the bytes that it moves: each tensor that the kernel loads
-from once, and each that it stores to once, whether its blocks pass over it once or, with the second pass
-found in the cache, twice. Which of its tensors a kernel loads and stores stands in its source, where pointers
-are parameters that offsets are added to.
+The rest of Liger is Python that allocates with torch, and runs on shapes as it does on a GPU. A launch is
+recorded with the kernel's name and the bytes that it moves. These count each tensor that the kernel loads
+from once, and each that it stores to once. A second pass over a block is assumed to hit the cache. The loaded
+and stored tensors are read from the kernel's source, where pointers are parameters that offsets are added to.
 
-Liger asks its tensors' device for its type and compares that with "cuda", for how many rows of partial sums
-it makes and whether a product writes into a buffer that is there. On shapes the type is "meta"; so for the
-time of a rehearsal that constant is another in its functions.
+Liger compares the type of its tensors' device with "cuda". The result decides the number of rows of partial
+sums, and whether a product writes into an existing buffer. On shapes the type is "meta", so a simulation
+replaces that constant in Liger's functions.
 
-Of a kernel with several settings the first is launched. On a GPU Triton's autotuner times them all before the
+If a kernel has several settings, the first is launched. On a GPU Triton's autotuner times them all before the
 first launch with each of its keys, in every process. It flushes the cache with a buffer of one size on any
-GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`), and clones what a kernel changes.
+GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`). It clones the tensors that a kernel
+changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FLUSHES = 256 * MIB
 
 
 class Access(NamedTuple):
-    """The parameters of a kernel, by what it does with what they point to."""
+    """Names of a kernel's pointer parameters that it loads from and stores to."""
 
     loaded: frozenset[str]
     stored: frozenset[str]
@@ -57,7 +57,10 @@ class Access(NamedTuple):
 
 @contextlib.contextmanager
 def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
-    """Within it, Triton's kernels are noted and do not run. Nothing where Triton or Liger is not imported."""
+    """Record Triton's kernels instead of running them, within this context.
+
+    It has no effect without an imported Triton or Liger.
+    """
     if "triton" not in sys.modules or _OPERATORS not in sys.modules:
         yield
         return
@@ -82,14 +85,14 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
         for kind in (JITFunction, InterpretedFunction):
             undo.enter_context(patch.object(kind, "run", run))
         undo.enter_context(patch.object(Autotuner, "run", run_first))
-        undo.enter_context(quiet("transformers.configuration_utils"))  # of what Liger still reads
+        undo.enter_context(quiet("transformers.configuration_utils"))  # no logs for reads by Liger
         if isinstance(policy, CudaPolicy):
             undo.enter_context(_as_on(policy))
         yield
 
 
 def _time_settings(changes: Sequence[torch.Tensor]) -> None:
-    """Allocate and drop what timing takes, for a kernel that changes these tensors."""
+    """Allocate and free the memory of timing, for a kernel that changes these tensors."""
     import torch
 
     if times_anything():
@@ -98,7 +101,7 @@ def _time_settings(changes: Sequence[torch.Tensor]) -> None:
 
 
 def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    """What the settings of a kernel are chosen by (`Autotuner.run`, `triton/runtime/autotuner.py`)."""
+    """Return the autotuner's key for a kernel's settings (`Autotuner.run`, `triton/runtime/autotuner.py`)."""
     named = [given[name] for name in tuner.keys if name in given]
     dtypes = [str(given[name].dtype) for name in tuner.arg_names if hasattr(given.get(name), "dtype")]
     return *named, *dtypes
@@ -117,8 +120,10 @@ def _note(recorder: Recorder, kernel: Any, args: tuple[Any, ...], kwargs: Mappin
 
 @functools.cache
 def _access(function: Any) -> Access:
-    """What a kernel loads and stores. Pointers are followed through assignments; what is loaded is no
-    pointer any more."""
+    """Return the parameters that a kernel loads from and stores to.
+
+    Pointers are followed through assignments; a loaded value is no longer a pointer.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     roots = {one.arg: {one.arg} for one in tree.args.args}
@@ -142,7 +147,7 @@ def _access(function: Any) -> Access:
 
 
 def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
-    """The parameters that an expression of pointers and offsets begins with."""
+    """Return the pointer parameters in an expression of pointers and offsets."""
     if isinstance(value, ast.Name):
         return set(roots.get(value.id, ()))
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
@@ -152,7 +157,7 @@ def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
 
 @contextlib.contextmanager
 def _as_on(policy: CudaPolicy) -> Iterator[None]:
-    """Within it, Liger's Python decides as on this GPU."""
+    """Make Liger's Python decide as on this GPU, within this context."""
     import liger_kernel.utils as liger
     import torch
 

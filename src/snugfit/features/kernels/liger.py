@@ -1,16 +1,17 @@
-"""Liger-Kernel: fused Triton kernels in the place of a model's own code (Hsu et al., arXiv 2410.10989).
+"""Liger-Kernel: fused Triton kernels in place of a model's own code (Hsu et al., arXiv 2410.10989).
 
-Rotary embeddings, RMSNorm and the gated activation become one kernel each, which keep less for the backward
-pass and write gradients over what they read. The fused linear cross-entropy never has all logits: it takes
-some tokens at a time, and makes the gradients along with the loss, as `chunked_loss` does in plain torch. Its
-chunks are so small that their logits are no larger than the hidden states of all tokens. Each adds to the
-gradient of the head, which is read and written once a chunk: for small vectors and large vocabularies that
-takes longer than the logits did. So Llama-3.2-1B with weights in fp32 is slower with Liger, and in bfloat16
-faster, and faster still without Liger's loss (`results/h200-2026-11-23/liger`). The host waits for the device
-twice, where it counts labels and where it asks whether the loss was scaled.
+Rotary embeddings, RMSNorm and the gated activation become one kernel each. They save less for the backward
+pass and write gradients over their inputs. The fused linear cross-entropy never creates all logits. It takes
+some tokens at a time, and computes the gradients along with the loss, as `chunked_loss` does in plain torch.
+Its chunks are so small that their logits are no larger than the hidden states of all tokens.
 
-Which models it covers, and with which parts, is Liger's own table. Which of its parts run is its own default
-unless a setting says otherwise.
+Each chunk adds to the gradient of the head, which is read and written once a chunk. With a small hidden size
+and a large vocabulary that takes longer than the logits did. So Llama-3.2-1B with weights in fp32 is slower
+with Liger. In bfloat16 it is faster, and faster still without Liger's loss (`results/h200-2026-11-23/liger`).
+The host waits for the device twice: to count labels, and to check the scale of the loss.
+
+Liger's own table lists the supported models and their parts. Its own defaults select the parts that run,
+unless a setting overrides them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 _PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cross_entropy")
 
 WITH_LOSS = "causal-lm"
-"""The task whose models Liger gives a loss of its own."""
+"""Task with a loss of Liger's own."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Keys of a config that give a number of experts."""
+"""Keys of a config with the number of experts."""
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the weights of all experts together, in transformers' models."""
@@ -62,32 +63,35 @@ class Liger(Technique):
     """Rotary embeddings of queries and keys in one kernel."""
 
     rms_norm: bool | None = None
-    """RMSNorm in one kernel, which keeps its input and one number a row."""
+    """RMSNorm in one kernel, which saves its input and one number a row."""
 
     swiglu: bool | None = None
-    """The gated SiLU in one kernel, whose gradients take the place of what it kept."""
+    """Gated SiLU in one kernel, whose gradients overwrite its saved tensors."""
 
     geglu: bool | None = None
-    """The gated GELU likewise."""
+    """Gated GELU in one kernel, whose gradients overwrite its saved tensors."""
 
     layer_norm: bool | None = None
-    """LayerNorm in one kernel, of models that see pictures."""
+    """LayerNorm in one kernel, in vision models."""
 
     fused_linear_cross_entropy: bool | None = None
     """The loss and the head's gradients for some tokens at a time."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has Liger change the model's modules."""
+        """Request Liger's changes to the model's modules."""
         return setup.with_fields(liger_kernels=LigerWish(parts=self.set_parts))
 
     @property
     def set_parts(self) -> dict[str, bool]:
-        """The parts of which a setting says whether they run; of the others Liger's default does."""
+        """Return the parts that a setting turns on or off; Liger's default decides for the rest."""
         values: dict[str, bool | None] = {one.name: getattr(self, one.name) for one in fields(self)}
         return {part: value for part, value in values.items() if value is not None}
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Liger must know the model; its loss is a causal language model's, and there can be one only."""
+        """Yield objections if Liger does not support the model, or another technique replaces the same code.
+
+        Its loss is a causal language model's, and only one loss may run.
+        """
         if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
         if why or not job.trains:
@@ -114,7 +118,7 @@ class Liger(Technique):
             yield f"{recipe[Slot.HEAD]} and Liger's loss both take the head's place. Try '{off}'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """The first step of a model with experts takes minutes."""
+        """Yield a warning about the first step of a model with experts, which takes minutes."""
         if self._replaces_experts(job):
             yield (
                 "its kernels for experts are timed in many settings in the first step of each process. That "
@@ -127,19 +131,21 @@ class Liger(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Without Liger's loss, beside which `chunked_loss` may stand: that was 7 % faster for 7 % more bytes
-        (Llama-3.2-1B, 2 x 2048 tokens)."""
+        """Yield Liger without its own loss, so that `chunked_loss` may run.
+
+        That was 7 % faster for 7 % more bytes (Llama-3.2-1B, 2 x 2048 tokens).
+        """
         if not cls.planning_objection(job):
             yield cls(fused_linear_cross_entropy=False)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What Liger does not cover."""
+        """Return the reason why Liger does not support the model; empty if it does."""
         return liger_table.why_not_covered(_model_type(job))
 
 
 def _has_its_loss(job: Job) -> bool:
-    """Whether the model is one for which Liger has a loss; of a module of the user's own nobody knows."""
+    """Return True if Liger has a loss for the model, or the model is a module of the user's own (unknown)."""
     return job.model.module is not None or job.task == WITH_LOSS
 
 

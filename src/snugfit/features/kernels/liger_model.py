@@ -1,9 +1,9 @@
-"""Liger-Kernel applied to one model, and to nothing else of the process.
+"""Liger-Kernel applied to one model, without changes to the rest of the process.
 
-`_apply_liger_kernel_to_instance`, Liger's own function, which the Trainer calls too, binds forward passes to
-the model's modules. It also changes names in transformers' files, such as `apply_rotary_pos_emb`: every model
-of the process would run Liger's from then on, also one that is rehearsed or trained in another recipe later.
-So the names are put back, and those modules of this model that look them up are given methods that find
+`_apply_liger_kernel_to_instance` is Liger's own function, which the Trainer calls too. It binds forward
+passes to the model's modules. It also replaces names in transformers' files, such as `apply_rotary_pos_emb`.
+Then every later model of the process would run Liger's, also one that is simulated or trained in another
+recipe. So this module restores the names. The modules of this model that look them up get methods that find
 Liger's.
 """
 
@@ -30,8 +30,10 @@ _FILES = "transformers.models."
 
 
 def import_code() -> None:
-    """Imports Liger, and peft before it, for which it looks. What other devices' kernels lack is not logged:
-    Liger looks for them when a kernel is first used."""
+    """Import Liger, and peft before it, because Liger checks for peft.
+
+    Missing kernels of other devices are not logged. Liger looks for them at the first use of a kernel.
+    """
     import_peft()
     with no_hub_kernels():
         import liger_kernel.transformers  # noqa: F401
@@ -45,8 +47,11 @@ def refuse_without_triton(device: torch.device) -> None:
 
 
 def use_liger(model: torch.nn.Module, **parts: bool) -> None:
-    """Has Liger's kernels run in this model's modules; `parts` are those that shall or shall not run where
-    Liger's default is another. Raises `RecipeError` for a model that Liger does not cover, or fails on."""
+    """Apply Liger's kernels to this model's modules.
+
+    `parts` override Liger's defaults: True runs a part, False does not. Raises `RecipeError` for a model that
+    Liger does not support, or fails on.
+    """
     import_code()
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -83,8 +88,10 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
 
 
 def _changed_functions(file: ModuleType, before: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, functions of a file that are others than before. Classes that are others do not matter: they
-    are those of models that are built later."""
+    """Return the functions of a file that were replaced, by name.
+
+    Replaced classes do not matter: they belong to models that are built later.
+    """
     return {
         name: value
         for name, value in vars(file).items()
@@ -93,8 +100,10 @@ def _changed_functions(file: ModuleType, before: Mapping[str, Any]) -> dict[str,
 
 
 def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) -> None:
-    """Gives the model's modules methods that find the changed functions of a file under the names that they
-    look up. Raises `RecipeError` where other functions of the file look them up."""
+    """Give the model's modules methods that look up the changed functions of a file by name.
+
+    Raises `RecipeError` where other functions of the file look them up.
+    """
     helpers = [value for value in vars(file).values() if isinstance(value, FunctionType)]
     if any(_looks_up(helper, file, changed) for helper in helpers):
         raise RecipeError(
@@ -115,7 +124,7 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
 
 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, FunctionType]]:
-    """The methods of a class, without what was wrapped around them."""
+    """Yield the methods of a class by name, without their wrappers."""
     names = dict.fromkeys(name for one in kind.__mro__ for name in vars(one))
     for name in names:
         method = inspect.getattr_static(kind, name)

@@ -1,7 +1,8 @@
-"""Which models Liger-Kernel covers, and with which parts.
+"""Models that Liger-Kernel supports, and its parts for each.
 
-Its own table and its functions' parameters say so, and are read from its source: importing it takes seconds.
-Where it is not installed, `liger_models.json` has what they say in the version that snugfit is tested with.
+They are read from the source of Liger's table and of its functions' parameters, because an import takes
+seconds. Without an installed Liger, `liger_models.json` has the table of the version that snugfit is tested
+with.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ PACKAGED = Path(__file__).with_name("liger_models.json")
 
 @functools.cache
 def parts_by_model_type() -> Mapping[str, frozenset[str]]:
-    """By transformers' `model_type`, the parts that Liger has for it. Raises `AttributeError` where its
-    source has another form."""
+    """Return Liger's parts by transformers' `model_type`.
+
+    Raises `AttributeError` where Liger's source has another form.
+    """
     spec = find_spec("liger_kernel")
     if spec is None or not spec.submodule_search_locations:
         packaged = json.loads(PACKAGED.read_text(encoding="utf-8"))
@@ -33,7 +36,7 @@ def parts_by_model_type() -> Mapping[str, frozenset[str]]:
 
 
 def why_not_covered(model_type: str) -> str:
-    """Return the reason why Liger does nothing for such a model; empty where it does."""
+    """Return the reason why Liger does not support such a model; empty if it does."""
     known = parts_by_model_type()
     if model_type in known:
         return ""

@@ -1,11 +1,11 @@
-"""The file behind a picture or a sound, whether a row names it, holds it, or has what was in it already.
+"""The file behind a picture or a sound: its path, its bytes, or its decoded content in a dataset's row.
 
-| a row has                                | what that is                                        |
+| a row has                                | meaning                                             |
 |------------------------------------------|-----------------------------------------------------|
 | text                                     | a path; a relative one begins at the dataset's file |
 | bytes                                    | the file itself                                     |
 | {"bytes": ..., "path": ...}              | as `datasets` and its Parquet files keep media      |
-| anything else                            | a picture or sound that somebody has decoded        |
+| anything else                            | a decoded picture or sound                          |
 
 Nothing is downloaded.
 """
@@ -22,7 +22,7 @@ from snugfit.errors import UsageError
 
 
 def path_in(value: Any, folder: Path) -> str | None:
-    """The path of the file that a value names and does not hold; a relative one begins in `folder`."""
+    """Return the path in a value that contains no file itself; a relative one begins in `folder`."""
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
     if not isinstance(value, str | os.PathLike):
@@ -32,33 +32,33 @@ def path_in(value: Any, folder: Path) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaEntry:
-    """What a row has in its column of media, and where the row is."""
+    """A row's value in the media column, and the location of the row."""
 
     value: Any
-    """A path, bytes, a mapping of both, or something decoded."""
+    """A path, bytes, a mapping of both, or decoded content."""
 
     rate: Any = None
-    """What the row says of an array of sound: how many of its samples are a second."""
+    """Samples per second of an array of sound, as given by the row."""
 
     where: str
-    """Where a person finds the row."""
+    """Location of the row, for messages."""
 
     folder: Path
-    """The folder in which a relative path begins."""
+    """Base folder of a relative path."""
 
     @property
     def path(self) -> str | None:
-        """The path of the file that is named and not held; None where there is none."""
+        """Path of the file in the value; None if the value contains the file itself."""
         return path_in(self.value, self.folder)
 
     @property
     def name(self) -> str:
-        """The row, and the file that it names, for error messages."""
+        """Row and path for error messages."""
         path = self.path
         return self.where if path is None or path in self.where else f"{self.where}: {path}"
 
     def content(self) -> bytes | None:
-        """The bytes of the file; None where it is decoded already. Raises `UsageError`."""
+        """Return the bytes of the file; None if the value is decoded already. Raises `UsageError`."""
         held = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
         if isinstance(held, bytes | bytearray | memoryview):
             return bytes(held)
@@ -73,7 +73,7 @@ class MediaEntry:
             ) from None
 
     def missing_error(self) -> UsageError:
-        """The error that the file which is named does not exist."""
+        """Return the error for a path without a file."""
         return UsageError(f"{self.name}: no such file.{self._hint()}")
 
     def _hint(self) -> str:
@@ -87,5 +87,5 @@ class MediaEntry:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape for an error message: `3 x 224 x 224`."""
+    """Return a shape for an error message: `3 x 224 x 224`."""
     return " x ".join(map(str, shape))

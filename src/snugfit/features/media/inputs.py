@@ -1,7 +1,7 @@
 """Shapes of synthetic pictures and sounds, read from a model's config.
 
-A picture is as large as the config says, a sound is 30 seconds: what Whisper's encoder always takes, and what
-the other extractors are given here. One sample of it is one of these (C channels, H x W pixels, M mel bins, F
+A picture has the size in the config. A sound has 30 seconds, the fixed input of Whisper's encoder, and the
+length used here for the other extractors. One sample is one of these (C channels, H x W pixels, M mel bins, F
 frames of 10 ms, P patches, D numbers of a patch or a frame):
 
 | the config of the encoder has             | input                 | shape of a sample              |
@@ -14,10 +14,10 @@ frames of 10 ms, P patches, D numbers of a patch or a frame):
 | none of these                             | input_values          | (samples), or (1, samples)     |
 | num_codebooks (Kyutai)                    | input_ids             | (frames, 1 + codebooks)        |
 
-A model with a decoder of its own takes its labels beside the sound. A language model that hears takes it in
-the place of tokens, and how many those are is a fact of its code, written down in `_TOKENS` by architecture.
-Its batch is input_ids (B, A + T), of which the first A stand for the sound, and in seq2seq-lm S tokens
-between the two. Labels are the T last of them, and -100 before.
+A model with a decoder of its own takes its labels beside the sound. A language model with sound input takes
+the sound in the place of tokens. Their number depends on its code, and `_TOKENS` has it by architecture. Its
+batch is input_ids (B, A + T), of which the first A are placeholders of the sound. In seq2seq-lm there are S
+text tokens between the two. Labels are the last T tokens, and -100 before.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ FRAMES = 100 * SECONDS
 """Frames of a spectrogram whose hop is 10 ms, as all extractors of transformers for speech have it."""
 
 SAMPLE_RATE = 16_000
-"""Of the extractors for speech; where a config names another, that."""
+"""Samples per second of the extractors for speech, unless a config names another rate."""
 
 BINS_FIRST = frozenset({"glmasr", "qwen3_asr", "voxtral_realtime"})
 """Architectures that begin with convolutions along time, and whose configs name no source positions."""
 
 STACKED_FRAMES = 6
-"""FunASR's extractor stacks seven frames, every sixth of them anew (`stride_lfr`)."""
+"""FunASR's extractor stacks seven frames, one stack for every sixth frame (`stride_lfr`)."""
 
 PIANO_FRAMES = 22_050 * SECONDS // 1_024
 """Pop2Piano's spectrogram: 22,050 Hz and a hop of 1,024 samples."""
@@ -59,7 +59,10 @@ VIBEVOICE_SAMPLES = 24_000 * SECONDS
 """VibeVoice's extractor takes 24,000 Hz, and gives one channel."""
 
 MIMI_HOP = 8
-"""Frames of 10 ms in one of Mimi's codec, which has 12.5 a second: a text token and codes stand beside."""
+"""Frames of 10 ms in one of Mimi's codec frames, which has 12.5 a second.
+
+A text token and codes share each codec frame.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,33 +88,35 @@ class PictureInput(SampleInputs):
 
 @dataclass(frozen=True)
 class SoundInput(SampleInputs):
-    """One sample of a sound, as a model takes it."""
+    """Input of a sound model for one sample."""
 
     name: str
-    """Of the argument of `forward`."""
+    """Name of the argument of `forward`."""
     shape: tuple[int, ...]
-    """Of one sample, as the table has it."""
+    """Shape of one sample, as in the table."""
     mask: str = ""
-    """The argument that says which of its frames are no padding; empty where a model needs none."""
+    """Argument that masks the padding of the frames; empty where a model needs no mask."""
     tokens: int = 0
-    """Of a language model's sequence that the sound takes the place of; 0 with a decoder of its own."""
+    """Number of tokens of a language model's sequence that the sound replaces; 0 with a decoder of its
+    own."""
     token: int = 0
-    """Which token stands there."""
+    """Id of the placeholder token."""
     added: bool = False
-    """Whether it is added to the tokens, one for one, in place of standing between them."""
+    """True if the sound is added to the tokens, one for one, instead of replacing placeholders between
+    them."""
 
     codes: int = 0
-    """What a codec made of the wave, in place of numbers: whole numbers below this; 0 where none did."""
+    """Upper bound of a codec's codes, which replace the wave; 0 without a codec."""
     frames_first: bool = False
-    """Whether the frames are the first dimension of a sample."""
+    """True if the frames are the first dimension of a sample."""
 
     @property
     def frames(self) -> int:
-        """Of the sample, as its mask counts them."""
+        """Return the number of frames of a sample, as its mask counts them."""
         return self.shape[0 if self.frames_first else -1]
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
-        """A sound, and for a language model that hears the tokens (B, A + T) in which it stands."""
+        """Return a sound, and for a language model with sound input its tokens (B, A + T)."""
         import torch
 
         if self.codes:
@@ -139,8 +144,11 @@ class SoundInput(SampleInputs):
         return batch | {"input_ids": ids, "attention_mask": mask}
 
     def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """The stream of text of a codec; labels (B, A + T) of a language model that hears: its last T tokens,
-        or all; else None."""
+        """Return the labels, or None for a model with a decoder of its own.
+
+        A codec's labels are its stream of text. A language model with sound input has labels (B, A + T): its
+        last T tokens, or all of them.
+        """
         if self.codes:
             return inputs[self.name][..., 0].clone()
         if not self.tokens:
@@ -153,8 +161,10 @@ class SoundInput(SampleInputs):
 
 
 def pixels(config: Any) -> tuple[int, ...]:
-    """The shape of a picture, (C, H, W) or (P, D); configs of convolutional networks name no size, because
-    they take any."""
+    """Return the shape of a picture, (C, H, W) or (P, D).
+
+    Configs of convolutional networks have no size, because these accept any.
+    """
     vision = config if getattr(config, "image_size", None) else getattr(config, "vision_config", config)
     channels = getattr(vision, "num_channels", 3)
     if patches := getattr(vision, "num_patches", None):
@@ -165,7 +175,7 @@ def pixels(config: Any) -> tuple[int, ...]:
 
 
 def sound(config: Any) -> SoundInput | None:
-    """What a model with this config hears; None for one that is not known to hear."""
+    """Return the sound input of a model with this config; None for a model without a known sound input."""
     model_type, part = config.model_type, _encoder(config)
     if model_type in _TOKENS:
         token = getattr(config, "audio_token_id", None)
@@ -188,16 +198,16 @@ def sound(config: Any) -> SoundInput | None:
 
 
 def hears_in_place_of_tokens(model_type: str) -> bool:
-    """Whether it is a language model that takes sound in the place of tokens."""
+    """Return True for a language model that takes sound in the place of tokens."""
     return model_type in _TOKENS
 
 
 _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_encoder_config", "asr_config")
-"""Keys of the configs of parts that hear."""
+"""Keys of the configs of sound encoders."""
 
 
 def _encoder(config: Any) -> Any:
-    """The config of the part that hears; of several nested ones the innermost."""
+    """Return the config of the sound encoder; of several nested ones the innermost."""
     for key in _ENCODERS:
         if (part := getattr(config, key, None)) is not None and not isinstance(part, int):
             return _encoder(part)
@@ -205,7 +215,7 @@ def _encoder(config: Any) -> Any:
 
 
 def _features(model_type: str, part: Any) -> tuple[int, ...]:
-    """The shape of a spectrogram; empty where the model takes the wave itself."""
+    """Return the shape of a spectrogram; empty where the model takes the wave itself."""
     bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
     stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
     if getattr(part, "conv_dim", None):  # wav2vec 2.0 and its kind have convolutions over the wave
@@ -226,12 +236,12 @@ def _wave(part: Any) -> tuple[int]:
 
 
 def _pooled_tokens(config: Any, part: Any) -> int:
-    """Whisper's convolutions halve the frames, a pooling halves them again."""
+    """Return Whisper's tokens: its convolutions halve the frames, and a pooling halves them again."""
     return int(part.max_source_positions) // 2
 
 
 def _merged_tokens(config: Any, part: Any) -> int:
-    """Whisper's convolutions halve the frames, and four of the rest make a token."""
+    """Return the tokens if Whisper's convolutions halve the frames and four of the rest make a token."""
     return FRAMES // 8
 
 
@@ -253,11 +263,11 @@ _TOKENS: Mapping[str, Callable[[Any, Any], int]] = {
     "voxtral": lambda config, ear: int(ear.max_source_positions * ear.hidden_size / ear.intermediate_size),
     "voxtral_realtime": lambda config, ear: FRAMES // config.audio_length_per_tok,
 }
-"""Tokens that 30 seconds take the place of, as `get_audio_features` of each architecture makes them."""
+"""Number of tokens for 30 seconds, as computed by `get_audio_features` of each architecture."""
 
 
 def _window_tokens(config: Any) -> int:
-    """Granite Speech: a projector makes `window_size / downsample_rate` tokens of each window of frames."""
+    """Return Granite Speech's tokens: `window_size / downsample_rate` for each window of frames."""
     windows = math.ceil(FRAMES / 2 / config.window_size)
     return int(windows * (config.window_size // config.downsample_rate))
 
@@ -266,10 +276,10 @@ _MASKS = {
     "granite_speech": "", "granite_speech_plus": "", "voxtral": "", "voxtral_realtime": "",
     "qwen2_audio": "feature_attention_mask", "vibevoice": "padding_mask", "vibevoice_asr": "",
 }  # fmt: skip
-"""The argument for the mask of the frames, where it is another one or none."""
+"""Argument for the mask of the frames, if it is not the usual one; empty for none."""
 
 ADDED = "voxtral_realtime"
-"""The architecture that adds a sound to its tokens, one for one, in place of putting it between them."""
+"""Architecture that adds a sound to its tokens, one for one, instead of inserting it."""
 
 
 class Pictures(ModelInputs):
@@ -299,16 +309,19 @@ class Sounds(ModelInputs):
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return True for models that hear, in a task with a text to learn."""
+        """Return True for models with sound input, in a task with a text to learn."""
         return task in self.heads or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
 
     def complete(self, config: Any) -> None:
-        """Name a token for sounds: the hub's configs do, and no byte depends on which."""
+        """Set a token for sounds if missing: the hub's configs have one, and no byte depends on its value."""
         if config.model_type in _TOKENS and getattr(config, "audio_token_id", 0) is None:
             config.audio_token_id = 0
 
     def of_job(self, job: Job, config: Any) -> SoundInput:
-        """Return the sound that the model hears."""
+        """Return the model's sound input.
+
+        Raises `JobError` if its shape is unknown.
+        """
         heard = sound(config)
         if heard is None:
             raise JobError(

@@ -1,12 +1,12 @@
-"""Pictures in folders that are called as their classes, as torchvision and `datasets` read them:
+"""Pictures in folders named by their classes, as torchvision and `datasets` read them:
 
     pets/cat/1.png
     pets/cat/2.png
     pets/dog/1.jpg
 
-Only the names are read here, and kept as bytes in one array, which worker processes share with their parent.
-Classes are numbered by the alphabet. `imagefolder` of `datasets` would read them too, but takes classes
-called `train` and `test` for splits, and goes through every file again at each start.
+Only the names are read here, and stored as bytes in one array, which worker processes share with their
+parent. Classes are numbered in alphabetical order. `imagefolder` of `datasets` reads such folders too. But it
+takes classes named `train` and `test` for splits, and reads every file again at each start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PICTURES = (
 
 
 def holds_pictures(folders: Sequence[Path]) -> bool:
-    """Whether there is a picture in any of them."""
+    """Return True if any of the folders contains a picture."""
     return any(_is_picture(entry.name) for folder in folders for entry in os.scandir(folder))
 
 
@@ -50,7 +50,7 @@ class ClassFolders(Rows):
         self._owners = np.array(owners, dtype=np.int32)  # the number of each picture's class
 
     def _pictures(self, folder: Path) -> list[str]:
-        """The names of this folder's pictures, in order."""
+        """Return the names of this folder's pictures, in order."""
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         entries = [entry for entry in entries if not entry.name.startswith(".")]
         if inner := next((entry for entry in entries if entry.is_dir()), None):
@@ -72,16 +72,16 @@ class ClassFolders(Rows):
         return {"image": self.where(index), "label": self._classes[self._owners[index]]}
 
     def where(self, index: int) -> str:
-        """The path of the picture."""
+        """Return the path of the picture."""
         name = os.fsdecode(self._names[index])
         return os.path.join(self.source, self._classes[self._owners[index]], name)
 
     def class_names(self, column: str) -> tuple[str, ...]:
-        """The names of the folders, for the column `label`."""
+        """Return the names of the folders, for the column `label`."""
         return self._classes if column == "label" else ()
 
     def notes(self) -> Iterator[str]:
-        """How many files are no pictures, and the first of them."""
+        """Yield a note with the number of files that are no pictures, and the first of them."""
         if self._other_files:
             first = self._other_files[0]
             yield f"{len(self._other_files)} files are not images and are ignored, the first is {first}."

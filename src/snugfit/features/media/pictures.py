@@ -1,8 +1,8 @@
-"""A picture as the model takes it: opened by Pillow, prepared by the model's own image processor.
+"""A picture as the model's input: opened by Pillow, and prepared by the model's own image processor.
 
-It is turned as its EXIF tag says and brought to the model's channels, as `datasets` and transformers'
-pipelines do; size, scale and normalisation are the processor's. Nothing in it is random: a sample is the same
-in every epoch, in every worker and after every restart.
+It is rotated by its EXIF tag and converted to the model's channels, as in `datasets` and transformers'
+pipelines. The processor sets size, scale and normalisation. Nothing is random: a sample is the same in every
+epoch, in every worker and after every restart.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's word for so many channels of 8 bits."""
+"""Pillow's mode by the number of channels of 8 bits."""
 
 DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's words for pixels of more than 8 bits, which it would cut off at 255."""
+"""Pillow's modes of more than 8 bits a pixel, which it would clip at 255."""
 
 ORIENTATION, UPRIGHT = 0x0112, 1
-"""EXIF's tag for how a camera was held, and its value for a picture that stands as it was taken."""
+"""EXIF's tag for the orientation of the camera, and its value for a picture without rotation."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PicturePreprocessor:
-    """Makes the inputs of samples, a picture at a time."""
+    """Builds the inputs of samples, a picture at a time."""
 
     processor: Any
-    """The image processor of transformers that the model comes with."""
+    """The model's image processor of transformers."""
 
     shape: tuple[int, ...]
     """The shape (C, H, W) that the job was planned for."""
 
     input_name = "pixel_values"
-    """What the model calls its input."""
+    """Name of the model's input."""
 
     def input_of(self, entry: MediaEntry) -> torch.Tensor:
-        """The pixels, (C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
+        """Return the pixels, (C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
         picture = self._in_mode(_open(entry), entry)
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
-        except Exception as error:  # whatever a processor of somebody's making raises
+        except Exception as error:  # a user's processor may raise any exception
             raise UsageError(f"{entry.name}: the image processor fails on it ({one_line(error)}).") from error
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
@@ -59,7 +59,7 @@ class PicturePreprocessor:
         return pixels
 
     def raw_bytes(self, entry: MediaEntry) -> bytes:
-        """What a checksum of the data is made of: the file as it is on disk, or the decoded pixels."""
+        """Return the bytes for a checksum of the data: the file's bytes, or the decoded pixels."""
         content = entry.content()
         if content is not None:
             return content
@@ -79,7 +79,7 @@ class PicturePreprocessor:
 
 
 def _open(entry: MediaEntry) -> Image:
-    """The picture, decoded and turned as its EXIF tag says."""
+    """Return the picture, decoded and rotated by its EXIF tag."""
     from PIL import Image, ImageOps
 
     if isinstance(entry.value, Image.Image):
@@ -98,7 +98,7 @@ def _open(entry: MediaEntry) -> Image:
 
 
 def _array(entry: MediaEntry) -> np.ndarray:
-    """Pixels in memory, (H, W) or (H, W, C) of uint8."""
+    """Return pixels in memory, (H, W) or (H, W, C) of uint8."""
     import numpy as np
 
     try:

@@ -1,8 +1,8 @@
-"""The model's image processor or feature extractor: where it is found, and its settings for a checksum.
+"""Search of the model's image processor or feature extractor, and its settings for a checksum.
 
-It is found in a folder or in the hub's cache, as a tokenizer is (`tokens.py`). Image processors come in
-several makes that differ in the last bits; the one that needs nothing but Pillow is taken, so that a run is
-the same on every machine.
+It is found in a folder or in the hub's cache, like a tokenizer (`tokens.py`). Image processors have several
+implementations that differ in the last bits. The one that needs Pillow alone is used, so that a run is the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_processor(given: Any, job: Job) -> Any:
-    """The image processor or feature extractor of this name, in this folder, or in this object of
-    transformers. Raises `UsageError`."""
+    """Return the image processor or feature extractor with this name, in this folder, or in this processor.
+
+    Raises `UsageError`.
+    """
     from transformers import AutoFeatureExtractor
 
     inner, what = _KINDS[job.task]
@@ -51,24 +53,24 @@ _KINDS = {
     Task.IMAGE_CLASSIFICATION: ("image_processor", "image processor"),
     Task.SPEECH_TO_TEXT: ("feature_extractor", "feature extractor"),
 }
-"""By task: what a processor of several parts calls it, and its name in words."""
+"""For each task, a multi-part processor's attribute for the part, and its name in messages."""
 
 
 def own_folder(job: Job) -> Path | None:
-    """The model's folder, where it came from one that holds a processor."""
+    """Return the model's folder, if it has a processor; None otherwise."""
     folder = folder_of_model(job.model.name, job.model.origin)
     return folder if folder and has_processor(folder, job) else None
 
 
 def has_processor(given: Any, job: Job) -> bool:
-    """Whether a folder, or an object of several parts, holds what this job needs."""
+    """Return True if a folder, or a multi-part processor, contains the job's processor."""
     if isinstance(given, str | os.PathLike):
         return any((Path(given).expanduser() / name).exists() for name in FILES)
     return hasattr(given, _KINDS[job.task][0])
 
 
 def settings_of(preprocessor: Any) -> dict[str, Any]:
-    """The class and the settings of its processor of transformers, for a checksum."""
+    """Return the class and the settings of a preprocessor's processor of transformers, for a checksum."""
     processor = getattr(preprocessor, fields(preprocessor)[0].name)
     settings = processor.to_dict() if hasattr(processor, "to_dict") else {}
     return {"class": type(processor).__name__, **settings}
@@ -84,7 +86,7 @@ def _load_image_processor(name: str, **options: Any) -> Any:
 
 
 def _by_its_class(folder: Path) -> Any:
-    """The class that a folder names, in the make that needs Pillow alone."""
+    """Return a processor of the class that a folder names, in the implementation that needs Pillow alone."""
     import transformers
 
     named = json.loads((folder / FILES[0]).read_text())["image_processor_type"].removesuffix("Fast")

@@ -1,10 +1,10 @@
-"""Samples of pictures and sound: labels and texts are read at the start, media when a sample is asked for.
+"""Samples of pictures and sound: labels and texts are read at the start, media when a sample is loaded.
 
-A dataset of tokens is held in memory as a whole; one of pictures would not fit. So a run keeps one label or
-text of each row, and where its file is. A picture or sound is decoded by the worker that makes the batch,
-alone, and always to the same numbers. Whether a file exists is checked before the first step, whether it can
-be decoded when its turn comes; the first sample is made at once, so that a processor that does not fit the
-model is an error at the start.
+A dataset of tokens is held in memory as a whole; one of pictures would not fit. So a run stores one label or
+text of each row, and the path of its file. The worker that builds the batch decodes a picture or sound,
+always to the same numbers. The existence of files is checked before the first step, and a decoding error
+appears when the sample is loaded. The first sample is built at once, so a processor that does not fit the
+model fails at the start.
 
     {"pixel_values": (C, H, W), "label": 3}
     {"input_features": (M, F), "labels": [...]}      M mel bands by F frames, or "input_values": (samples)
@@ -57,37 +57,37 @@ LABELS = {Task.IMAGE_CLASSIFICATION: ("label", "labels", "class", "category", "f
 """Usual names of the label's column."""
 
 RATE = "sampling_rate"
-"""The column that says how many samples a second an array in another column has."""
+"""Column with the samples per second of an array in another column."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaSamples(IndexedSamples):
-    """Samples of pictures or sounds, with a class, a number, or the tokens of what is said."""
+    """Samples of pictures or sounds, with a class, a number, or the tokens of the spoken text."""
 
     media: Rows
-    """The rows, with no more columns than are needed to make a sample."""
+    """Rows with only the columns of a sample."""
 
     column: str
     """The column of pictures or sound."""
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """Makes a sample's input of what is in that column."""
+    """Builds a sample's input from that column."""
 
     def __len__(self) -> int:
         return len(self.media)
 
     def _sample(self, index: int, epoch: int) -> Sample:
-        """The sample, which is the same in every epoch."""
+        """Return the sample, which is the same in every epoch."""
         entry = self._entry(self.media[index], index)
         return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self.target(index)}
 
     def collate_with(self, targets: Collate) -> MediaCollate:
-        """Return what puts inputs together as their preprocessor does."""
+        """Return a function that batches inputs by their preprocessor."""
         return MediaCollate(preprocessor=self.preprocessor, targets=targets)
 
     def checksum(self, index: int) -> bytes:
-        """A checksum of what this sample is made of, without making it."""
+        """Return a checksum of this sample's sources, without building it."""
         checksum = hashlib.sha256(self.preprocessor.raw_bytes(self._entry(self.media[index], index)))
         settings = settings_of(self.preprocessor)
         checksum.update(json.dumps([self.target(index), settings], default=str).encode())
@@ -105,17 +105,17 @@ class MediaSamples(IndexedSamples):
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaCollate:
-    """A picklable function from samples of pictures or sound to the batch that a model takes.
+    """A picklable function from samples of pictures or sound to the model's batch.
 
-    Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). Sounds of several lengths
-    are padded by the feature extractor, which knows with what, and marks the padding in an attention mask.
+    Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). The feature extractor pads
+    sounds of several lengths with its own value, and marks the padding in an attention mask.
     """
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """What made the samples' inputs, and puts them together."""
+    """Preprocessor that built the samples' inputs, and batches them."""
 
     targets: Collate
-    """Puts the samples' labels together."""
+    """Function that batches the samples' labels."""
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         import torch
@@ -160,7 +160,7 @@ def read_samples(
 
 
 def _tokenizer_of(processor: Any) -> Any | None:
-    """The tokenizer that is in the processor's folder, or is a part of it."""
+    """Return the tokenizer in the processor's folder, or the processor's own part."""
     if isinstance(processor, str | os.PathLike):
         return processor
     return getattr(processor, "tokenizer", None)
@@ -174,11 +174,11 @@ def media_samples(
     *,
     label_names: Sequence[str] = (),
 ) -> MediaSamples:
-    """The rows as samples of a job on pictures or sound. Raises `UsageError` that names the row.
+    """Return the rows as samples of a job on pictures or sound.
 
-    `processor` is transformers' image processor or feature extractor; `tokenizer` is for the texts of what is
-    said in sounds. `label_names` is the order of classes in the split that is trained on, for one that is
-    evaluated.
+    `processor` is transformers' image processor or feature extractor; `tokenizer` is for the spoken texts of
+    sounds. `label_names` is the order of classes in the training split, for an evaluation split. Raises
+    `UsageError` that names the row.
     """
     columns = columns_of(rows, job, INPUTS, USUAL, LABELS)
     column = columns["image" if "image" in columns else "audio"]
@@ -199,7 +199,10 @@ def media_samples(
 
 
 def _refuse_missing(media: Rows, column: str) -> None:
-    """Where the first row names a file and does not hold it, the files of all rows must exist."""
+    """Raise an error if a file of any row is missing.
+
+    Only the first row is checked for a path. If it contains the file itself, all rows are taken to do so.
+    """
     if path_in(media.value(media[0], column, 0), media.folder_of(0)) is None:
         return
     for index, row in enumerate(media):
@@ -221,7 +224,7 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
 
 
 def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> Mapping[str, Any]:
-    """The class of each row, or the number of a regression: fields of `MediaSamples`."""
+    """Return the class of each row, or the number of a regression: fields of `MediaSamples`."""
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
         return {"label": regression_values(values, rows.where)}
@@ -233,8 +236,10 @@ def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> M
 
 
 def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[str, Any]:
-    """The tokens of each row's text: fields of `MediaSamples`. The decoder's start token is left out where a
-    tokenizer writes it: the model puts it there itself."""
+    """Return the tokens of each row's text: fields of `MediaSamples`.
+
+    The decoder's start token is removed if a tokenizer adds it, because the model adds it itself.
+    """
     if tokenizer is None:
         raise UsageError(
             f"{rows.source}: the transcripts are text, but no tokenizer was found."

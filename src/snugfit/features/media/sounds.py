@@ -1,9 +1,9 @@
-"""A sound as the model takes it: decoded, and made into features by the model's own feature extractor.
+"""A sound as the model's input: decoded, and converted to features by the model's own feature extractor.
 
-PCM `.wav` is read by Python itself, other files by soundfile where it is installed. Several channels are
-averaged. A sound is never brought to another sampling rate here: at the wrong one a model hears other words,
-and good resampling is a library's work, done once and not in every epoch; so it is refused, with what to do.
-Nor is one cut that is longer than the model can hear, for its text would not be cut with it.
+Python itself reads PCM `.wav`, and soundfile reads other files where it is installed. Several channels are
+averaged. A sound at another sampling rate is refused, with advice. At the wrong rate a model gets other
+words. Good resampling needs a library, and should run once and not in every epoch. A sound longer than the
+model's limit is refused too, and not cut, because its text would not be cut with it.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ class Sound(NamedTuple):
     """Samples in [-1, 1], (N) of fp32."""
 
     rate: Any
-    """How many of them are a second; a whole number, or what a row says where nobody asks for the rate."""
+    """Samples per second: an integer, or the row's own value where no rate is required."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SoundPreprocessor:
-    """Makes the inputs of samples, a sound at a time."""
+    """Builds the inputs of samples, a sound at a time."""
 
     extractor: Any
-    """The feature extractor of transformers that the model comes with."""
+    """The model's feature extractor of transformers."""
 
     shape: tuple[int, ...] | None
     """The shape (M, F) that the job was planned for; None where lengths differ from sound to sound."""
 
     @property
     def input_name(self) -> str:
-        """What the model calls its input: `input_features`, or `input_values`."""
+        """Name of the model's input: `input_features`, or `input_values`."""
         name: str = self.extractor.model_input_names[0]
         return name
 
     def input_of(self, entry: MediaEntry) -> np.ndarray:
-        """The features, (M, F) or (samples) of fp32. Raises `UsageError` that names the row and its file."""
+        """Return the features, (M, F) or (samples) of fp32. Raises `UsageError` that names the row and its
+        file."""
         sound = _decode(entry)
         self._refuse(sound, entry)
         try:
             extracted = self.extractor(sound.samples, sampling_rate=sound.rate, return_tensors="np")
             features: np.ndarray = extracted[self.input_name][0]
-        except Exception as error:  # whatever an extractor of somebody's making raises
+        except Exception as error:  # a user's extractor may raise any exception
             raise UsageError(
                 f"{entry.name}: the feature extractor fails on it ({one_line(error)})."
             ) from error
@@ -76,7 +77,7 @@ class SoundPreprocessor:
         return dict(padded)
 
     def raw_bytes(self, entry: MediaEntry) -> bytes:
-        """What a checksum of the data is made of: the file as it is on disk, or the decoded sound."""
+        """Return the bytes for a checksum of the data: the file's bytes, or the decoded sound."""
         content = entry.content()
         return content if content is not None else _in_memory(entry).samples.tobytes()
 
@@ -98,7 +99,7 @@ class SoundPreprocessor:
 
 
 def _decode(entry: MediaEntry) -> Sound:
-    """The sound in a file or in memory, with a rate that is a number."""
+    """Return the sound in a file or in memory, with a rate that is a number."""
     content = entry.content()
     if content is not None:
         return _read(content, entry)
@@ -122,7 +123,7 @@ def _in_memory(entry: MediaEntry) -> Sound:
 
 
 def _array(value: Any, entry: MediaEntry) -> np.ndarray:
-    """Samples in memory, (N) of floats or of 16 bits, as fp32."""
+    """Return samples in memory, (N) of floats or of 16 bits, as fp32."""
     import numpy as np
 
     try:
@@ -141,7 +142,7 @@ def _array(value: Any, entry: MediaEntry) -> np.ndarray:
 
 
 def _read(content: bytes, entry: MediaEntry) -> Sound:
-    """The sound in a file's bytes."""
+    """Return the sound in a file's bytes."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             return _pcm(file, entry)
@@ -176,7 +177,7 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
 
 
 def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
-    """The sound in a file that is no PCM `.wav`, which the error `said` is about."""
+    """Return the sound in a file that is not a PCM `.wav`; `said` is the error about that."""
     try:
         soundfile = importlib.import_module("soundfile")
     except ImportError:

@@ -1,1 +1,1 @@
-"""Activations that wait in the memory of the host."""
+"""Activations offloaded to the host's memory."""

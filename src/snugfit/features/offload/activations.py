@@ -1,22 +1,22 @@
-"""Activations that wait on the host: what layers save for the backward pass travels there and back.
+"""Activation offloading: tensors that layers save for the backward pass are copied to the host and back.
 
-Autograd's hooks on saved tensors see everything that a forward pass saves. What a layer of the model's stacks
-saves, or a checkpoint as its input, is copied to the host; embeddings, head and loss keep theirs, which the
-backward pass needs at once.
+Autograd's hooks on saved tensors see everything that a forward pass saves. The tensors that a layer of the
+model's stacks saves, or a checkpoint saves as its input, are copied to the host. Embeddings, head and loss
+leave theirs on the device, because the backward pass needs them at once.
 
-What travels together is a region: one layer's tensors, or one input of a checkpoint. When a region is full
-its copies begin, and the one before it is awaited and leaves the device: so two regions at most are on it,
-whatever the link does. The last one stays. When the backward pass comes to a region, the one before it begins
-to come back. A tensor that several operators save travels once, and lives as long as the last of them needs
-it, as it would without all this.
+A region is a group of tensors that are copied together: one layer's, or one input of a checkpoint. When a
+region is full its copies start, and the region before it is awaited and leaves the device. So two regions at
+most are on the device, at any speed of the link. The last region stays. When the backward pass reaches a
+region, the copies of the region before it start. A tensor saved by several operators is copied once, and
+lives until the last of them needs it, as without offloading.
 
-Where only the first few layers travel, there is more time for each copy (`Window`): a region may stay until
-as many layers more have run as keep theirs on the device, for so much will be there at the end anyway. In the
-backward pass it begins to come back as early. So the link works beside all layers, and not only beside those
-that travel. Which layer a checkpoint's input belongs to shows when that layer is called, right after.
+If only the first few layers are offloaded, each copy has more time (`Window`). A region may stay until as
+many further layers have run as are not offloaded. The activations of those fill that memory in the end
+anyway. In the backward pass its copy starts as early. So the copies overlap all layers, and not only the
+offloaded ones. A checkpoint's input is assigned to a layer when that layer is called, right after.
 
-A storage travels whole, and every tensor comes back with the strides it had, so that the backward pass runs
-the same kernels on the same numbers.
+A storage is copied whole, and every tensor returns with its old strides. So the backward pass runs the same
+kernels on the same numbers.
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ if TYPE_CHECKING:
     from snugfit.step.host_link import Extent, Link
 
 LEAST_BYTES = 1 << 20
-"""Of a storage that travels (chosen): up to here CUDA's allocator has blocks of 2 MiB for all, and the host
-takes longer to ask for a copy than for most kernels."""
+"""Least size of an offloaded storage (chosen).
+
+Up to this size CUDA's allocator uses blocks of 2 MiB for all. Also, the host takes longer to launch a copy
+than most kernels.
+"""
 
 CHECKPOINTS = "torch.utils.checkpoint"
 """The module that saves the inputs of checkpoints."""
 
 
 class Arrival:
-    """A copy to the device that is under way; it is awaited once."""
+    """A pending copy to the device, which is awaited once."""
 
     __slots__ = ("event", "link", "over")
 
@@ -57,14 +60,14 @@ class Arrival:
         self.link, self.event, self.over = link, event, False
 
     def wait(self) -> None:
-        """What is launched from now on reads what has arrived."""
+        """Make later launches wait for the end of the copy."""
         if not self.over:
             self.link.wait(self.event)
             self.over = True
 
 
 class Travelling:
-    """A storage whose bytes are on the host, or on their way; while it is on the device, `base` is on it."""
+    """An offloaded storage, on the host or being copied; `base` is its tensor while it is on the device."""
 
     __slots__ = ("__weakref__", "arrival", "base", "dtype", "extent", "link", "version")
 
@@ -73,19 +76,19 @@ class Travelling:
         self.base: torch.Tensor | None = base
         self.dtype, self.version = base.dtype, base._version
         self.extent: Extent | None = None
-        """On the host; None as long as no copy has begun."""
+        """Memory on the host; None before the first copy."""
         self.arrival: Arrival | None = None
-        """Of `base`, where that came back."""
+        """The copy to the device that created `base`; None without one."""
 
     def tensor(self) -> torch.Tensor:
-        """On the device, to be read by what is launched from now on."""
+        """Return the tensor on the device, to be read by later launches."""
         assert self.base is not None
         if self.arrival is not None:
             self.arrival.wait()
         return self.base
 
     def __del__(self) -> None:
-        """Its extent on the host is free, and its memory on the device too, once nothing is written there."""
+        """Free the extent on the host, and the memory on the device once nothing is written there."""
         if self.arrival is not None:
             self.arrival.wait()
         if self.extent is not None:
@@ -93,21 +96,21 @@ class Travelling:
 
 
 class Region:
-    """Storages that travel together; it does not keep them."""
+    """Storages that are copied together, held by weak references."""
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
-        """What begins to come back when the backward pass comes to it."""
+        """Regions to fetch when the backward pass reaches this one."""
         self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
         self.sent: Any = None
-        """What to await before its storages may leave the device."""
+        """Event to await before the region's storages may leave the device."""
 
     def alive(self) -> list[Travelling]:
-        """Those of its storages that something still needs."""
+        """Return the storages that are still needed."""
         return [one for member in self.members.values() if (one := member()) is not None]
 
     def leave_device(self) -> None:
-        """Its storages are on the host alone, once their copies are done."""
+        """Release the device's memory of its storages once their copies are done."""
         members = self.alive()
         if members and self.sent is not None:
             members[0].link.wait(self.sent)
@@ -116,7 +119,7 @@ class Region:
 
 
 class SavedTensor(NamedTuple):
-    """What autograd keeps in the place of a tensor."""
+    """Autograd's record of an offloaded tensor."""
 
     travelling: Travelling
     region: Region
@@ -126,24 +129,24 @@ class SavedTensor(NamedTuple):
 
 
 class KeptTensor:
-    """What autograd keeps in the place of a tensor that stays on the device, or of which it is not yet known
-    whether it travels."""
+    """Autograd's record of a tensor that stays on the device, or whose offloading is not decided yet."""
 
     __slots__ = ("before", "saved", "tensor")
 
     def __init__(self, tensor: torch.Tensor, before: tuple[Region, ...] = ()) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.before = before
-        """What begins to come back when this is used."""
+        """Regions to fetch when this tensor is used."""
         self.saved: SavedTensor | None = None
-        """In its place, once it is known to travel."""
+        """Record of the offloaded tensor that replaces it, once it is to be offloaded."""
 
 
 class Window:
-    """When the regions of each stack's first layers leave the device, and begin to come back.
+    """Times at which the regions of each stack's first layers leave the device, and at which their fetch
+    starts.
 
-    What the other layers keep is all on the device when the backward pass begins. So a region may stay while
-    as many layers as these, less one, run after its own, and no more is live than then.
+    All activations of the other layers are on the device when the backward pass begins. So a region may stay
+    while as many layers as these, less one, run after its own. The peak does not rise.
     """
 
     def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
@@ -157,7 +160,7 @@ class Window:
         self.begin_pass()
 
     def begin_pass(self) -> None:
-        """No layer has run yet."""
+        """Reset the state to the start of a forward pass, before the first layer."""
         self._stack = self._index = -1
         self.is_inside = False
         self._waiting: list[tuple[int, Region]] = []  # by the layer's index, for their copies
@@ -165,32 +168,32 @@ class Window:
 
     @property
     def stays(self) -> bool:
-        """Whether the layer that runs, or ran last, keeps its activations on the device."""
+        """Return True if the activations of the current or last layer stay on the device."""
         return self._index >= self.first
 
     def enter(self, layer: Any) -> None:
-        """This layer is called; a stack may run several times."""
+        """Record that this layer is called; a stack may run several times."""
         stack, index = self._indices[id(layer)]
         if stack != self._stack or index <= self._index:
             self.end()
         self._stack, self._index, self.is_inside = stack, index, True
 
     def leave(self) -> None:
-        """The layer is done."""
+        """Record that the layer is done."""
         self.is_inside = False
         self._leave_device(self._index - self._lengths[self._stack])
 
     def end(self) -> None:
-        """The stack is done."""
+        """Record that the stack is done."""
         self._leave_device(self._index)
         self._filled = {}
 
     def before(self) -> tuple[Region, ...]:
-        """What begins to come back when the backward pass comes to the layer that runs."""
+        """Return the regions to fetch when the backward pass reaches the current layer."""
         return tuple(self._filled.get(self._index - self._lengths[self._stack], ()))
 
     def append(self, region: Region) -> None:
-        """A region of the layer that runs is full."""
+        """Add a full region of the current layer."""
         self._waiting.append((self._index, region))
         self._filled.setdefault(self._index, []).append(region)
 
@@ -200,7 +203,7 @@ class Window:
 
 
 class ActivationOffload:
-    """The hooks on one model's saved tensors; only the `first` layers of a stack travel, or all of them."""
+    """Hooks on one model's saved tensors, which offload the `first` layers of a stack, or all."""
 
     def __init__(self, what: str, first: int | None = None) -> None:
         from torch.autograd.graph import saved_tensors_hooks
@@ -223,7 +226,7 @@ class ActivationOffload:
             self._window.begin_pass()
 
     def attach(self, model: Any) -> None:
-        """From now on the model's saved tensors travel. Raises `RecipeError` where it has no layers."""
+        """Offload the model's saved tensors from now on. Raises `RecipeError` for a model without layers."""
         stacks = layer_stacks(model)
         if not stacks:
             raise RecipeError(
@@ -240,12 +243,12 @@ class ActivationOffload:
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
 
     def detach(self) -> None:
-        """The model is as it was before."""
+        """Restore the model's earlier state."""
         for handle in self._handles:
             handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
-        """The hooks of a copy of the model do nothing: it has a Setup of its own."""
+        """Return hooks without effect for a copy of the model, which has a Setup of its own."""
         return ActivationOffload("nothing")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -304,7 +307,7 @@ class ActivationOffload:
         return KeptTensor(tensor, before) if before else tensor
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
-        """What stands for a tensor that travels; a checkpoint's input does so alone."""
+        """Return the record of an offloaded tensor; a checkpoint's input gets a region of its own."""
         if checkpointed:
             self._fill_up()
         if self._region is None:
@@ -343,7 +346,7 @@ class ActivationOffload:
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._weights
 
     def _travelling(self, tensor: torch.Tensor, region: Region) -> Travelling:
-        """This tensor's storage, which may be on its way already, as a member of this region."""
+        """Return this tensor's storage as a member of this region; its copy may have started already."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
         held, known = self._known.get(key, (_nothing, _nothing))
@@ -363,7 +366,7 @@ class ActivationOffload:
     # ---- regions -----------------------------------------------------------------------------------------
 
     def _fill_up(self) -> None:
-        """The region is full: its copies begin, and the one before it leaves the device."""
+        """Close the region: its copies start, and the one before it leaves the device."""
         region, self._region = self._region, None
         members = region.alive() if region is not None else []
         if region is None or not members:
@@ -381,13 +384,13 @@ class ActivationOffload:
         self._last = region
 
     def _before(self) -> tuple[Region, ...]:
-        """What begins to come back when the backward pass comes to the region that is begun."""
+        """Return the regions to fetch when the backward pass reaches the region that starts now."""
         if self._window is not None:
             return self._window.before()
         return () if self._last is None else (self._last,)
 
     def _decide(self, window: Window) -> None:
-        """The inputs that a checkpoint has just saved are those of the layer that is entered."""
+        """Assign the inputs that a checkpoint has just saved to the layer that is entered."""
         for entry in self._undecided:
             if window.stays or entry.tensor is None:
                 entry.before = window.before()
@@ -396,7 +399,7 @@ class ActivationOffload:
         self._undecided.clear()
 
     def _bring(self, region: Region) -> None:
-        """What of this region is not on the device comes back; where all of it is, nothing happens."""
+        """Start the copies of a region's storages that are not on the device; without any, do nothing."""
         away = [one for one in region.alive() if one.base is None]
         if not away:
             return
@@ -409,12 +412,15 @@ class ActivationOffload:
 
 
 def _nothing() -> None:
-    """Stands for a reference to what is gone."""
+    """Return None, as the weak reference of a storage without an entry."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:
-    """Whether torch's checkpoint is saving an input now: it does so itself (torch 2.12), or through an
-    autograd function of its own, which a rehearsal that counts such functions calls in its place."""
+    """Return True if torch's checkpoint is saving an input now.
+
+    It does so itself (torch 2.12), or through an autograd function of its own. A simulation that counts such
+    functions calls it in the function's place.
+    """
     frame: FrameType | None = sys._getframe(2)
     for _ in range(3):
         if frame is None or frame.f_globals.get("__name__") == CHECKPOINTS:
@@ -424,7 +430,7 @@ def _is_saved_by_a_checkpoint() -> bool:
 
 
 def offload_activations(model: Any, wish: OffloadWish | None) -> None:
-    """From now on what layers of this model save waits on the host, or without a wish on the device."""
+    """Offload the activations of this model's layers to the host from now on; without a wish, stop."""
     before = _OFFLOADS.pop(model, None)
     if before is not None:
         before.detach()

@@ -1,4 +1,4 @@
-"""Activations wait in the memory of the host until the backward pass uses them."""
+"""Offloading of activations to the host's memory until the backward pass uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Offload(Feature):
         return (OffloadHandler(),)
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the whole depth where only the first layers send theirs."""
+        """Return the whole depth if only the first layers are offloaded."""
         wish = OFFLOAD.of(setup)
         return 1 if wish is None or wish.first is None else layers
 

@@ -9,10 +9,10 @@ from snugfit.techniques.wish import Wish
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadWish:
-    """Activations that wait for the backward pass in the memory of the host."""
+    """Setting of activations in the host's memory until the backward pass."""
 
     what: str = "all"
-    """`all` that layers save, or of `checkpoints` their inputs alone."""
+    """`all` saved tensors of layers, or `checkpoints` for the inputs of checkpoints alone."""
 
     first: int | None = None
     """Number of layers of each stack that send theirs, from the first; None takes all. A span of layers that
@@ -20,4 +20,4 @@ class OffloadWish:
 
 
 OFFLOAD = Wish[OffloadWish | None]("activation_offload", OffloadWish | None, None, touches=("passes",))
-"""Activations that wait on the host; None leaves all on the device."""
+"""Activations to offload; None leaves all on the device."""

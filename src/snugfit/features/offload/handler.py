@@ -1,4 +1,4 @@
-"""Saved tensors of a live or built model go to the host."""
+"""Offloading of the saved tensors of a running or built model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OffloadHandler(Handler):
-    """Activations that wait on the host."""
+    """Handler of offloaded activations."""
 
     wish, slot, stage = OFFLOAD.name, Slot.ACTIVATION_OFFLOAD, InstallStage.SAVE
     refused: ClassVar[Mapping[str, str]] = {

@@ -1,14 +1,14 @@
-"""Activations wait in the host's memory, and come back when the backward pass is about to use them.
+"""Activation offloading to the host's memory: activations return shortly before the backward pass uses them.
 
-They travel beside the computation, in page-locked memory, by the GPU's copy engines. A step takes no longer
-as long as the link keeps up: a layer's activations must go out while the next layer is computed. Inputs of
-checkpointed layers do with a PCIe 5 link from a few hundred tokens on; all that layers keep is ten times as
-much, for less arithmetic, so such a step is mostly bound by the link.
+The GPU's copy engines copy them beside the computation, through page-locked memory. A step takes no longer if
+the link keeps up: a layer's activations must be copied while the next layer is computed. Inputs of
+checkpointed layers meet this with a PCIe 5 link from a few hundred tokens on. All activations of layers are
+ten times as much, for less arithmetic, so the link mostly bounds such a step.
 
-With `layers` only the first few of a stack send theirs; neither TRL nor transformers has that. The others'
-copies are never made, and there is more time for each copy: until as many layers more have run as keep theirs
-on the device, and as long in the backward pass (`features/offload/activations.py`). A few layers travel for
-nothing. A layer that is recomputed as well keeps nothing but its input, which is all that waits there then.
+With `layers` only the first few of a stack are offloaded; neither TRL nor transformers supports that. The
+other layers need no copies, and each copy has more time. It may last until as many further layers have run as
+are not offloaded, and as long in the backward pass (`features/offload/activations.py`). A few layers are
+offloaded for free. A layer that is recomputed as well saves only its input, so only that is offloaded.
 """
 
 from __future__ import annotations
@@ -55,48 +55,53 @@ class Host(Technique):
     )
 
     what: What
-    """What waits there: `checkpoints` (inputs of recomputed layers) or `all` (whatever layers keep). Tensors
-    of less than 1 MiB stay on the device."""
+    """Offloaded tensors: `checkpoints` (inputs of recomputed layers) or `all` (all that layers save).
+
+    Tensors of less than 1 MiB stay on the device.
+    """
 
     layers: int | None = between(1, 10_000, default=None)
     """Layers whose activations wait there, from the first; of an encoder and a decoder so many each. None are
     all of them."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has these activations copied to the host and back."""
+        """Request copies of these activations to the host and back."""
         return setup.with_fields(activation_offload=OffloadWish(what=self.what, first=self.layers))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Where no layer is recomputed, none has an input that is kept for it; the compiler decides what its
-        layers keep."""
+        """Yield objections to compiled layers, and to `checkpoints` without recomputed layers.
+
+        The compiler decides which tensors its layers save. A layer that is not recomputed has no saved input.
+        """
         if recipe[Slot.ENGINE].install(Setup()).compile is not None:
             yield f"what layers of {recipe[Slot.ENGINE]} keep is not moved. Try 'uncompiled'."
         if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].install(Setup()).checkpoint is None:
             yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """That all layers send theirs where there are no more."""
+        """Yield a warning if `layers` is at least the model's number of layers."""
         most = job.model.layers
         if self.layers and most and self.layers >= most:
             yield f"{job.model.name} has {most} layers, so all of them send what they keep."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Without the number of layers there is nothing to choose among."""
+        """Return an objection if the number of layers is unknown, because there is no choice then."""
         if job.model.layers > 1:
             return ""
         return f"its config says of no layers (--keep '{cls.last_resort}' plans with all of them)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """One layer and more, up to all but one."""
+        """Return the offloads of one layer and more, up to all but one."""
         return cls(what="all").lesser(job)
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """Of all layers, one and more of them."""
+        """Return the offloads of fewer layers: of one layer up to all but one."""
         return [replace(self, layers=k) for k in range(1, job.model.layers)] if self.layers is None else ()
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """All: where every layer is recomputed, that is their inputs."""
+        """Yield the offload of all activations; if every layer is recomputed, these are the layers'
+        inputs."""
         yield cls(what="all")

@@ -1,8 +1,8 @@
-"""Adafactor as the HF Trainer runs it: the second moment of a matrix is kept as its row and column means.
+"""Adafactor with the HF Trainer's settings: a matrix's second moment is stored as its row and column means.
 
 State of an m x n matrix: m + n numbers instead of 2mn. The update is computed one parameter at a time with
-temporaries of its size, so the largest parameter (the embedding table) sets the peak, twice over. A fixed
-learning rate is used: no scaling by the parameter and no relative step, as the HF Trainer sets them.
+temporaries of its size. So the largest parameter (the embedding table) sets the peak, twice over. The
+learning rate is fixed: no scaling by the parameter and no relative step, as the HF Trainer sets them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Adafactor(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adafactor"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """transformers' Adafactor with the HF Trainer's arguments."""
+        """Choose transformers' Adafactor with the HF Trainer's arguments."""
         factory = Call(
             path="transformers.optimization:Adafactor",
             arguments={"scale_parameter": False, "relative_step": False},

@@ -1,8 +1,8 @@
-"""Adafactor as torch has it: row and column means in place of a second moment, one parameter at a time.
+"""torch's Adafactor: row and column means in place of a second moment, one parameter at a time.
 
-(Unlike torch's other optimizers it does not choose lists by itself.) It scales each update by the parameter's
-own size, which transformers' can but, as the HF Trainer calls it, does not: the two have the same state and
-are not the same algorithm.
+Unlike torch's other optimizers it does not select foreach by default. It scales each update by the
+parameter's own size. transformers' Adafactor supports that too, but the HF Trainer turns it off. The two have
+the same state and are not the same algorithm.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ class AdafactorTorch(Technique):
     source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; torch.optim.Adafactor"
 
     def install(self, setup: Setup) -> Setup:
-        """torch's Adafactor as it comes."""
+        """Choose torch's Adafactor with its defaults."""
         factory = Call(path="torch.optim:Adafactor")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))

@@ -1,9 +1,10 @@
 """AdamW with both moments in 4 bits, in blocks of 128 that share one scale.
 
-State of a parameter of 4,096 elements or more: a byte an element and 8 bytes a block, 1.06 in all against
-AdamW's 8 and `adamw_8bit`'s 2.03. It is plain torch, widens some millions of numbers at a time, and takes a
-few times as long as `adamw_fused`; how it keeps moments stands in `updates/four_bit.py`. With
-sixteen values a moment is known to a tenth of its block's largest: it learns, but not as AdamW does.
+State of a parameter of 4,096 elements or more: a byte an element and 8 bytes a block. That is 1.06 bytes an
+element, against AdamW's 8 and `adamw_8bit`'s 2.03. It is plain torch, widens some millions of numbers at a
+time, and takes a few times as long as `adamw_fused`. `updates/four_bit.py` describes the storage of the
+moments. With sixteen values, a moment is accurate to a tenth of its block's largest: the model learns, but
+not as with AdamW.
 """
 
 from __future__ import annotations
@@ -36,6 +37,6 @@ class AdamW4bit(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """Takes our own optimizer; the HF Trainer has no name for it."""
+        """Choose our own optimizer; the HF Trainer has no name for it."""
         factory = Call(path="snugfit.features.optimizers.updates.four_bit:FourBitAdamW")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))

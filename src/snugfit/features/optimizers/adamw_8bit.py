@@ -1,8 +1,8 @@
 """AdamW of bitsandbytes: both moments in 8 bits, in blocks of 256 that share one scale.
 
-State of a parameter of 4,096 elements or more: 2 bytes an element and 8 bytes a block, 2.03 in all against
-AdamW's 8. `embeddings=32` keeps the moments of embedding tables at 32 bits, as the HF Trainer does; the
-reasons and the rest stand in `updates/bitsandbytes_states.py`.
+State of a parameter of 4,096 elements or more: 2 bytes an element and 8 bytes a block. That is 2.03 bytes an
+element, against AdamW's 8. `embeddings=32` stores the moments of embedding tables in 32 bits, as the HF
+Trainer does. `updates/bitsandbytes_states.py` gives the reasons and the rest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""AdamW for weights of bfloat16 that rounds by chance, so that small updates are not lost.
+"""AdamW for bfloat16 weights with stochastic rounding, so that small updates are not lost.
 
-State: two moments in 16 bits, 4 bytes an element, and no copy of the weights in 32 bits: with weights and
-gradients 8 bytes, where AdamW in 32 bits has 16. The update is computed in 32 bits, some millions of numbers
-at a time, and takes a few times as long as `adamw_fused`; how it rounds stands in
-`updates/stochastic.py`.
+State: two moments in 16 bits, 4 bytes an element, and no copy of the weights in 32 bits. With weights and
+gradients that is 8 bytes, where AdamW in 32 bits has 16. The update is computed in 32 bits, some millions of
+numbers at a time. It takes a few times as long as `adamw_fused`. `updates/stochastic.py` describes the
+rounding.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class AdamWStochastic(Technique):
     elsewhere: ClassVar = ("bf16_stochastic", "bf16_stochastic_round", "stochastic_rounding")
 
     def install(self, setup: Setup) -> Setup:
-        """Takes our own optimizer; the HF Trainer has no name for it."""
+        """Choose our own optimizer; the HF Trainer has no name for it."""
         factory = Call(path="snugfit.features.optimizers.updates.stochastic:StochasticAdamW")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Nothing is rounded where weights have 32 bits."""
+        """Yield an objection if weights have 32 bits, because nothing is rounded then."""
         setup = recipe[Slot.ADAPTERS].install(recipe[Slot.PRECISION].install(Setup()))
         if job.trains and (dtype := setup.trained_dtype(job)) != "bfloat16":
             yield (

@@ -1,9 +1,10 @@
-"""APOLLO: gradients of hidden layers' matrices, scaled by what AdamW does to a small projection of them.
+"""APOLLO: gradients of hidden layers' matrices, scaled by factors that AdamW yields on a small projection.
 
-State of an m x n matrix, m the smaller: two moments and a projection, rank x (2n + m) numbers against AdamW's
-2mn; of rank 64 in a matrix of 4,096 x 4,096 a fortieth. Embedding tables, the head, biases, normalisations
-and matrices no larger than the rank keep AdamW's two moments. An update multiplies each matrix once with the
-projection and needs one temporary of its size. How it works stands in `updates/apollo.py`.
+State of an m x n matrix, m the smaller: two moments and a projection. That is rank x (2n + m) numbers,
+against AdamW's 2mn. With rank 64 and a matrix of 4,096 x 4,096 it is a fortieth. Embedding tables, the head,
+biases, normalisations and matrices no larger than the rank keep AdamW's two moments. An update multiplies
+each matrix once with the projection and needs one temporary of its size. `updates/apollo.py` describes the
+algorithm.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Apollo(Projected):
     """Steps after which another projection is drawn."""
 
     def install(self, setup: Setup) -> Setup:
-        """APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        """Choose APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
         wish = OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.apollo:ApolloWithAdamW",

@@ -10,8 +10,11 @@ from snugfit.techniques.technique import Slot
 
 ONE_STATE = " of one state"
 TENSORS_OF_TWO_STATES = 8
-"""How many tensors bitsandbytes' update with two states in 8 bits has: weight, gradient, and of each state
-its bytes, scales and code book. Its arithmetic bounds it: one state takes 0.59 of two."""
+"""Number of tensors in bitsandbytes' 8-bit update with two states: weight, gradient, and for each state its
+bytes, scales and code book.
+
+The update is bound by arithmetic: with one state it takes 0.59 of the time of two.
+"""
 
 
 class Optimizers(Feature):

@@ -1,11 +1,12 @@
 """GaLore: AdamW on projections of the gradients of hidden layers' matrices, onto their singular vectors.
 
-State of an m x n matrix, m the smaller: two moments of rank x n numbers and the projection's m x rank,
-rank x (2n + m) against AdamW's 2mn; of rank 128 in a matrix of 4,096 x 4,096 a twentieth. Embedding tables,
-the head, biases, normalisations and matrices no larger than the rank keep AdamW's two moments. An update
-multiplies each matrix's gradient with the projection and back, and makes nothing of the matrix's size. The
-singular values are decomposed in the first step and every `update_proj_gap` steps, one matrix after the
-other, which takes copies of the largest one and many seconds. How it works stands in `updates/galore.py`.
+State of an m x n matrix (m the smaller): two moments of rank x n numbers and a projection of m x rank. That
+is rank x (2n + m) numbers, against AdamW's 2mn. With rank 128 and a matrix of 4,096 x 4,096 that is a
+twentieth. Embedding tables, the head, biases, normalisations and matrices no larger than the rank keep
+AdamW's two moments. An update multiplies each matrix's gradient with the projection and back, and creates no
+tensor of the matrix's size. The singular values are decomposed in the first step and every `update_proj_gap`
+steps, one matrix after the other. A decomposition copies the largest matrix and takes many seconds.
+`updates/galore.py` describes the algorithm.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OTHERWISE = (
     "snugfit's own GaLore is meant. galore-torch, which TrainingArguments run, keeps all singular vectors of "
     "weights in fp32 and so takes more memory than is predicted, and its checkpoints do not resume"
 )
-"""How what `TrainingArguments` run differs."""
+"""Difference to the GaLore that `TrainingArguments` run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +61,21 @@ class Galore(Projected):
     """Singular vectors of a projection; matrices with no more rows or columns stay AdamW's."""
 
     update_proj_gap: int = between(1, 1_000_000, default=200)
-    """Steps after which the singular vectors are found anew."""
+    """Steps between two searches for the singular vectors."""
 
     scale: float = between(1e-6, 1e6, default=0.25)
-    """Factor of what is projected back."""
+    """Factor of the update after it is projected back."""
 
     proj_type: Literal["std", "reverse_std", "right", "left", "full"] = "std"
-    """Which singular vectors: of the shorter side, the longer one, one side of every matrix, or both."""
+    """Singular vectors to project onto: those of the shorter side, of the longer one, one side of every
+    matrix, or both."""
 
     targets: tuple[str, ...] | None = None
-    """Words in the names of the linear layers that are projected, or `all-linear`, the head with them; by
-    default the matrices of hidden layers."""
+    """Words in the names of projected linear layers, or `all-linear` (with the head); by default the matrices
+    of hidden layers."""
 
     def install(self, setup: Setup) -> Setup:
-        """GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        """Choose GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
         wish = OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.galore:GaloreWithAdamW",
@@ -92,7 +94,7 @@ class Galore(Projected):
         return setup.with_fields(optimizer=wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to projections of matrices that are thin."""
+        """Yield an objection to projections of thin matrices."""
         thin = recipe[Slot.ADAPTERS].trained_rank
         if thin is not None and thin <= self.rank:
             yield (
@@ -101,7 +103,7 @@ class Galore(Projected):
             )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What a step with a decomposition takes is not known."""
+        """Yield one warning: the time and the workspace of a decomposition are not predicted."""
         yield (
             "its singular value decompositions, one after the other in the first step and every "
             f"{self.update_proj_gap} steps, take seconds that are not predicted (minutes of large models), "

@@ -1,8 +1,8 @@
 """AdamW on the host: both moments in its memory, and the update by its CPU.
 
-The GPU keeps weights and gradients and no states at all: 8 bytes a parameter less in fp32. For it every step
-waits: weights and gradients go to the host, the CPU reads and writes seven numbers for each weight, and the
-new weights come back. Where a step has many micro-batches, that is a small part of it.
+The GPU stores weights and gradients and no states at all: 8 bytes a parameter less in fp32. Every step waits
+for the host. Weights and gradients are copied there. The CPU reads and writes seven numbers for each weight.
+Then the new weights are copied back. In a step of many micro-batches that is a small part of the time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostAdamW(Technique):
     elsewhere: ClassVar = ("host_states", "cpu_offload_optimizer", "cpu_adam", "deepspeed_cpu_adam")
 
     def install(self, setup: Setup) -> Setup:
-        """Takes torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
+        """Choose torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
         return setup.with_fields(
             optimizer=OptimizerWish(
                 factory=Call(path="snugfit.features.optimizers.updates.host:AdamWOnHost")

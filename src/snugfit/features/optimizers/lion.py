@@ -1,8 +1,8 @@
-"""Lion of bitsandbytes: the sign of a momentum is the update, so one 32-bit moment is all its state.
+"""Lion of bitsandbytes: the update is the sign of a momentum, so one 32-bit moment is the whole state.
 
 State: 4 bytes an element, half of AdamW's, and no temporaries. Every element moves by the learning rate
-itself, so it wants one that is a tenth to a third of AdamW's, with as much more decay (Chen et al.,
-section 5).
+itself. So the learning rate should be a tenth to a third of AdamW's (Chen et al., section 5). The weight
+decay should be larger by the same factor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lion of bitsandbytes with its one moment in 8 bits, in blocks of 256 that share one scale.
 
-State of a parameter of 4,096 elements or more: a byte an element and 4 bytes a block, 1.02 in all against
-AdamW's 8 and Lion's 4. `embeddings=32` keeps that of embedding tables at 32 bits; the rest stands in
-`updates/bitsandbytes_states.py`. The learning rate is Lion's, not AdamW's (`lion.py`).
+State of a parameter of 4,096 elements or more: a byte an element and 4 bytes a block. That is 1.02 bytes an
+element, against AdamW's 8 and Lion's 4. `embeddings=32` stores the moment of embedding tables in 32 bits.
+`updates/bitsandbytes_states.py` describes the rest. The learning rate is Lion's, not AdamW's (`lion.py`).
 """
 
 from __future__ import annotations

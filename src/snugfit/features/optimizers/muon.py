@@ -1,11 +1,12 @@
-"""Muon of torch: momentum made orthogonal, for the matrices of hidden layers; AdamW for all else.
+"""Muon of torch: orthogonalized momentum for the matrices of hidden layers, and AdamW for all other
+parameters.
 
 State of such a matrix: its momentum, 4 bytes an element of fp32 weights against AdamW's 8. Embedding tables,
-the head, biases and normalisations keep AdamW's two moments, as Muon's authors have it; of a model whose
-table is large that is most of the state. An update multiplies each matrix with its own transpose in bf16,
-five times over, one matrix after the other: temporaries of the largest one, and products that no other
-optimizer has. So it is for what is learnt in a step, and a plan, which does not know that, never chooses it
-by itself.
+the head, biases and normalisations keep AdamW's two moments, as Muon's authors recommend. In a model with a
+large table that is most of the state. An update multiplies each matrix with its own transpose in bf16, five
+times over, one matrix after the other. It needs temporaries of the largest one, and products that no other
+optimizer has. The benefit is faster learning per step. A plan does not predict learning, so it never chooses
+Muon by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Muon(OfMatrices):
     """Share of the last momentum in the next one."""
 
     def install(self, setup: Setup) -> Setup:
-        """torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
+        """Choose torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
         wish = OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.matrices:MuonWithAdamW",

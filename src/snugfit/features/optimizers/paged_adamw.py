@@ -1,12 +1,13 @@
 """AdamW of bitsandbytes with its moments in managed memory, which the driver moves between host and GPU.
 
-The state is that of AdamW, in 32 bits or in 8 (`adamw_8bit`), but for parameters of 100,000 elements or more
-it is none of torch's allocator: it stays on the GPU while there is room, and goes to the host, page by page,
+The state is that of AdamW, in 32 bits or in 8 (`adamw_8bit`). For parameters of 100,000 elements or more it
+is outside torch's allocator. It stays on the GPU while there is room. It moves to the host, page by page,
 when activations need the room (Dettmers et al., arXiv 2305.14314, section 3). So a step fits whose states do
-not fit beside its activations; each page that went is brought back in the update, over the link to the host.
-How many go depends on all else that the GPU holds, and is not predicted. Measured: a step of Llama-3.2-1B
-(2 x 512 tokens, 9.2 GiB of states) took 66 to 73 ms on an H200 with room for all, and 73 to 87 ms where other
-tensors left 2 GiB for the states (`results/h200-2026-11-23/optimizers`).
+not fit beside its activations. The update brings each moved page back over the link to the host.
+
+The number of moved pages depends on all other memory in use on the GPU, and is not predicted. A step of
+Llama-3.2-1B (2 x 512 tokens, 9.2 GiB of states) was measured on an H200. It took 66 to 73 ms with room for
+all. With 2 GiB left for the states it took 73 to 87 ms (`results/h200-2026-11-23/optimizers`).
 """
 
 from __future__ import annotations

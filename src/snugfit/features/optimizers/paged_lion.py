@@ -1,7 +1,7 @@
 """Lion of bitsandbytes with its moment in managed memory, which the driver moves between host and GPU.
 
-The state is that of Lion, in 32 bits or in 8 (`lion`, `lion_8bit`); where it is, and what is not predicted of
-it, stands in `paged_adamw.py`.
+The state is that of Lion, in 32 bits or in 8 (`lion`, `lion_8bit`). `paged_adamw.py` describes its location
+and the cost that is not predicted.
 """
 
 from __future__ import annotations

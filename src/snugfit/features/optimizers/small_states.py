@@ -25,8 +25,10 @@ LION_RATE = "it needs a third to a tenth of AdamW's learning rate, so no plan ex
 def bitsandbytes_wish(
     name: str, trainer_name: str, arguments: Mapping[str, Any], embeddings: Literal[32, 8] | None = None
 ) -> OptimizerWish:
-    """Return the wish for this class of `bitsandbytes.optim`. A width for `embeddings` is set before it is
-    made; the Trainer's own is 32 bits."""
+    """Return the setting for this class of `bitsandbytes.optim`.
+
+    The width for `embeddings` is set before the optimizer is created; the Trainer's own is 32 bits.
+    """
     keep = Call(path=f"{STEPS}:keep_embeddings", arguments={"bits": embeddings})
     return OptimizerWish(
         factory=Call(path=f"bitsandbytes.optim:{name}", arguments=arguments),
@@ -96,12 +98,12 @@ class PagedStates(OfBitsandbytes):
     """Bits of the moments of embedding tables, where the others have 8."""
 
     def paged_wish(self, name: str, arguments: Mapping[str, Any]) -> OptimizerWish:
-        """Return the wish for this class of bitsandbytes, with its states in pages."""
+        """Return the setting for this class of bitsandbytes, with its states in pages."""
         arguments = {**arguments, "optim_bits": self.bits, "is_paged": True}
         trainer_name = f"paged_{name.lower()}_{self.bits}bit"
         return bitsandbytes_wish(name, trainer_name, arguments, self.embeddings)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to a width of embeddings where all have 32 bits."""
+        """Yield an objection to a width of embeddings if all states have 32 bits."""
         if self.bits == 32 and self.embeddings == 8:
             yield "embeddings=8 needs bits=8."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from snugfit.techniques.wish import Wish
 
 FLOAT8_MULTIPLE = 16
-"""Of which both sizes of a matrix in 8-bit floats must be one (`native/cuda/ScaledBlas.cpp`)."""
+"""Divisor that both sizes of a matrix in 8-bit floats must have (`native/cuda/ScaledBlas.cpp`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class QuantizeWish:
     """Weights of linear layers in 4 bits, which do not train."""
 
     double: bool = True
-    """Whether the scales are quantized too."""
+    """True quantizes the scales too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,11 @@ class Float8Wish:
     """Products of linear layers in 8-bit floats."""
 
     recipe: str = "tensorwise"
-    """torchao's name for the numbers that share one scale: all of a matrix, or each of its rows."""
+    """torchao's name for the range of one scale: a whole matrix, or each of its rows."""
 
 
 QUANTIZE = Wish[QuantizeWish | None]("quantize", QuantizeWish | None, None)
-"""Linear layers whose weights are 4-bit numbers; None leaves them as `weights_dtype` says."""
+"""Linear layers with 4-bit weights; None leaves them in `weights_dtype`."""
 
 FLOAT8 = Wish[Float8Wish | None]("float8", Float8Wish | None, None, touches=("passes",))
 """Linear layers whose products are computed in 8-bit floats; None computes them in

@@ -1,12 +1,12 @@
-"""The wish for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
+"""The setting for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
 
-Converted are the linear layers of the model's repeated layers, but for those whose weights do not train and
-those whose sizes are no multiple of 16, which the hardware asks for. The head stays as it is, as in
-torchtitan, and so does what lies around the layers. A converted layer has the same parameter under the same
-name, so optimizers and checkpoints know nothing of it.
+The linear layers of the model's repeated layers are converted. Exceptions are layers whose weights do not
+train, and sizes that are no multiple of 16, which the hardware requires. The head and the modules around the
+layers stay unchanged, as in torchtitan. A converted layer has the same parameter under the same name, so
+optimizers and checkpoints need no change.
 
-The inner dimension of a weight's gradient is the number of tokens. `pad_inner_dim` fills it up to a multiple
-of 16, as accelerate does by default; else a batch of another length would end a run.
+The inner dimension of a weight's gradient is the number of tokens. `pad_inner_dim` pads it to a multiple of
+16, as accelerate does by default. Without it, a batch of another length would end a run.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ class Float8Handler(Handler):
     wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
 
     def import_code(self, value: Float8Wish | None) -> None:
-        """torchao is imported before anything is timed or overridden."""
+        """Import torchao before anything is timed or overridden."""
         if value is not None:
             import_torchao()
 
     def wrap(self, value: Float8Wish | None, model: Any) -> None:
-        """Linear layers are put in the place of others, around the same parameters."""
+        """Replace linear layers by torchao's, around the same parameters."""
         if value is not None:
             convert(model, value)
 
     def change(self, value: Float8Wish | None, live: LiveTraining) -> Iterator[str]:
-        """As when it is built; what was converted for another recipe is put back first."""
+        """Convert a running model as at its construction, after undoing the conversion of another recipe."""
         put_back(live.model)
         self.wrap(value, live.model)
         if value is not None:
             yield f"products of linear layers are those of {live.technique(self.slot)}"
 
     def script(self, value: Float8Wish | None, context: ScriptContext) -> dict[str, Any]:
-        """As a call of torchao's own function, on the layers of the same names."""
+        """Return the script's lines: a call of torchao's own function, on the layers of the same names."""
         if value is None:
             return {}
         return {"converting": script_lines(value, context.job)}
 
 
 def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
-    """Has torchao compute this model's linear layers. Raises `RecipeError` where it has none that may be."""
+    """Convert this model's linear layers to torchao's. Raises `RecipeError` if none can be converted."""
     import_torchao()
     from torch.utils._python_dispatch import _disable_current_modes
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -73,7 +73,7 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
     chosen = {id(module) for module in convertible(model)}
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
     before = {name: module for name, module in model.named_modules() if id(module) in chosen}
-    # torchao makes each layer on `meta` first, which a rehearsal would take for a tensor of its device
+    # torchao creates each layer on `meta` first, which a simulation would count as a tensor of its device
     with _disable_current_modes():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
     for name, module in before.items():
@@ -83,7 +83,8 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The linear layers that may be converted: torch's own, whose weights train, of the repeated layers."""
+    """Yield the linear layers that may be converted: torch's own, with trained weights, of the repeated
+    layers."""
     import torch
 
     for layers in layer_stacks(model):
@@ -107,7 +108,7 @@ def why_unconverted(model: torch.nn.Module) -> str:
 
 
 def put_back(model: torch.nn.Module) -> None:
-    """Undoes it. What a user has converted stays converted."""
+    """Undo the conversion of this module. Layers that a user has converted stay converted."""
     if "torchao" not in sys.modules:
         return
     for name, module in list(model.named_modules()):
@@ -117,11 +118,11 @@ def put_back(model: torch.nn.Module) -> None:
 
 
 _BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
-"""Layers that were converted, each with what stood in its place."""
+"""Each converted layer with the original layer that it replaced."""
 
 
 def script_lines(wish: Float8Wish, job: Job) -> tuple[str, ...]:
-    """Python that converts the same layers of this job's `model`, for scripts that run without snugfit."""
+    """Return Python that converts the same layers of this job's `model`, for scripts without snugfit."""
     return (
         "from dataclasses import replace",
         "",

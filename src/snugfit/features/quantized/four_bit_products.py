@@ -1,11 +1,13 @@
-"""Products with bitsandbytes' 4-bit weights, as its code for the policy's device runs them.
+"""Products with bitsandbytes' 4-bit weights, simulated as its code for the policy's device runs them.
 
-`bitsandbytes::gemm_4bit` is one operator whose shape function gives its result alone. What it does on a GPU
-(`backends/cuda/ops.py`): few rows go through a kernel that unpacks as it multiplies; for more, the scales and
-then the whole weight are made again, and cuBLAS multiplies. These are operators with shape functions of their
-own, so they are run instead, in that order and holding what it holds. Which of the two runs depends on rows,
-shapes and architecture by a table of measurements, in the function `_gemm_4bit_use_custom_cuda`; its file
-cannot be imported where torch has no CUDA, so that function is taken out of its source.
+`bitsandbytes::gemm_4bit` is one operator whose shape function returns its result alone. On a GPU it has two
+paths (`backends/cuda/ops.py`). Few rows use a kernel that unpacks while it multiplies. For more rows, the
+scales and then the whole weight are dequantized, and cuBLAS multiplies. The operators of the second path have
+shape functions of their own. So they run instead, in that order and with the same memory.
+
+The choice depends on rows, shapes and architecture by a table of measurements, in the function
+`_gemm_4bit_use_custom_cuda`. Its file cannot be imported where torch has no CUDA, so this module extracts the
+function from the source.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _NESTED_BLOCK = 256
 
 @contextlib.contextmanager
 def four_bit_products(policy: Policy) -> Iterator[None]:
-    """Within it, products with 4-bit weights run on shapes as on the policy's device. Nothing where
-    bitsandbytes is not imported.
+    """Run products with 4-bit weights on shapes as on the policy's device, within this context.
 
-    They are a kernel of torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must stay what it is:
-    the dispatcher remembers what stands there at the first call, and holds no reference to it
-    (`getTorchApiFunction`, torch 2.13)."""
+    Without an imported bitsandbytes the context has no effect. The products are registered as a kernel of
+    torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must not be replaced. The dispatcher caches
+    that object at the first call, without a reference to it (`getTorchApiFunction`, torch 2.13).
+    """
     import torch
 
     if "bitsandbytes" not in sys.modules:
@@ -97,7 +99,10 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
-    """Whether one kernel does it. Raises `PoliciesDiffer` where GPUs that are rehearsed together differ."""
+    """Return True if one kernel computes the product.
+
+    Raises `PoliciesDiffer` where GPUs that are simulated together differ.
+    """
     if shape[1] % blocksize:
         return False
 
@@ -108,7 +113,8 @@ def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int],
 def fuses(
     multiprocessors: int, major: int, minor: int, dtype: Any, rows: int, columns: int, inner: int
 ) -> bool:
-    """Whether bitsandbytes unpacks a (columns, inner) weight while it multiplies so many rows with it."""
+    """Return True if bitsandbytes unpacks a (columns, inner) weight in the kernel of a product with so many
+    rows."""
     names = _bitsandbytes_choice()
     names["_gpu_dispatch_props"] = lambda device_index: (multiprocessors, major, minor)
     return rows <= names[_MOST_ROWS] and bool(names[_CHOICE](0, dtype, rows, columns, inner))
@@ -116,8 +122,10 @@ def fuses(
 
 @functools.cache
 def _bitsandbytes_choice() -> dict[str, Any]:
-    """The names that the function needs, and itself, run from bitsandbytes' source. Raises `AttributeError`
-    where its source has another form."""
+    """Return bitsandbytes' function and the names that it needs, run from bitsandbytes' source.
+
+    Raises `AttributeError` where the source has another form.
+    """
     import torch
 
     spec = find_spec("bitsandbytes")
@@ -127,7 +135,7 @@ def _bitsandbytes_choice() -> dict[str, Any]:
     names: dict[str, Any] = {"torch": torch, "functools": functools}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name == _CHOICE:
-            node.decorator_list = []  # its cache would answer for the GPU that was asked first
+            node.decorator_list = []  # its cache would return the first GPU's answer for every GPU
             exec(compile(ast.Module([node], []), spec.origin, "exec"), names)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             target = ast.unparse(node.targets[0])

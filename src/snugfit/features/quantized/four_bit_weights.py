@@ -1,12 +1,12 @@
-"""Models whose linear layers hold their weights in 4 bits, as bitsandbytes and transformers make them.
+"""Models with 4-bit weights in their linear layers, built as bitsandbytes and transformers build them.
 
-From a folder, `from_pretrained` quantizes tensor by tensor as it loads. With random weights the same is done
-here, for transformers has no way to it: the model is made without data, its linear layers are replaced by
-transformers' own quantizer, and then one weight after another is drawn on the device, quantized, and dropped.
-A rehearsal goes the same way on shapes.
+From a folder, `from_pretrained` quantizes tensor by tensor as it loads. transformers cannot do so with random
+weights, so this module does. It builds the model without data, and transformers' own quantizer replaces the
+linear layers. Then it draws one weight after another on the device, quantizes it, and drops the original. A
+simulation takes the same path on shapes.
 
-Everything else (embeddings, normalisations, the head) is loaded in the dtype in which products are computed,
-and widened afterwards where the weights are to be wider, as peft's `prepare_model_for_kbit_training` does.
+All other weights (embeddings, normalisations, the head) are loaded in the dtype of the products. They are
+widened afterwards where the weights are to be wider, as peft's `prepare_model_for_kbit_training` does.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ SPREAD = 0.02
 """Standard deviation of random weights where a config names none (`initializer_range`)."""
 
 HEADS = ("classifier", "score")
-"""What transformers calls the heads of classification models."""
+"""transformers' names of the heads of classification models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FourBitConstruction(Construction):
-    """Linear layers are quantized: NF4 in blocks of 64."""
+    """Construction of a model with quantized linear layers: NF4 in blocks of 64."""
 
     double: bool
-    """Whether the blocks' scales are quantized too."""
+    """True quantizes the blocks' scales too."""
 
     def config(self, model: Any) -> Any:
-        """transformers' `BitsAndBytesConfig` for a model like this one: what transformers itself leaves, and
-        classifiers, which peft trains whole."""
+        """Return transformers' `BitsAndBytesConfig` for a model like this one.
+
+        Its `llm_int8_skip_modules` are transformers' own exceptions, and classifiers, which peft trains
+        whole.
+        """
         import torch
         from transformers import BitsAndBytesConfig
         from transformers.quantizers.base import get_keys_to_not_convert
@@ -63,7 +66,7 @@ class FourBitConstruction(Construction):
         return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The model that `make` gives, quantized and with random weights, on the ambient device."""
+        """Return the model from `make`, quantized and with random weights, on the ambient device."""
         import torch
         from torch.utils._python_dispatch import _disable_current_modes
         from transformers.quantizers import AutoHfQuantizer
@@ -83,7 +86,7 @@ class FourBitConstruction(Construction):
         return self.finish(model)
 
     def _materialize(self, model: Any, device: torch.device) -> None:
-        """Gives each tensor of a model without data its place on the device, in the order of its modules."""
+        """Allocate each tensor of a model without data on the device, in the order of its modules."""
         import torch
 
         spread = getattr(model.config.get_text_config(), "initializer_range", SPREAD)
@@ -105,8 +108,10 @@ class FourBitConstruction(Construction):
                     module._buffers[name] = torch.empty_like(buffer, device=device)
 
     def _random_weight(self, parameter: Any, device: torch.device, spread: float) -> nn.Parameter:
-        """A quantized weight of random numbers in place of this one, which has none. `_quantize` is what
-        bitsandbytes does when such a weight first comes to a device, `meta` excepted."""
+        """Return a quantized weight of random numbers in place of this one, which has no data.
+
+        bitsandbytes calls `_quantize` when such a weight first moves to a device other than `meta`.
+        """
         import torch
         from bitsandbytes.nn import Params4bit
 
@@ -117,7 +122,8 @@ class FourBitConstruction(Construction):
         return weight  # type: ignore[no-any-return]
 
     def finish(self, model: Any) -> nn.Module:
-        """The model, what is not quantized in `dtype`; it forgets the map of its devices, which is one."""
+        """Return the model with unquantized weights in `dtype`, without its device map, which lists one
+        device."""
         import torch
 
         vars(model).pop("hf_device_map", None)
@@ -129,9 +135,11 @@ class FourBitConstruction(Construction):
 
 
 def scales_in_order(weight: Any) -> list[tuple[Any, str]]:
-    """Owners and names of the tensors that bitsandbytes keeps beside a quantized weight, in the order in
-    which `QuantState.to` (bitsandbytes 0.50) moves them: code book and scales, and those of the scales. Of
-    any other weight there are none."""
+    """Return owners and names of the tensors that bitsandbytes stores beside a quantized weight.
+
+    The order is that of `QuantState.to` (bitsandbytes 0.50): code book and scales, then those of the scales.
+    The list is empty for any other weight.
+    """
     state = getattr(weight, "quant_state", None)
     if state is None:
         return []
@@ -147,8 +155,10 @@ def _is_quantized(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_initialization() -> Iterator[None]:
-    """A model without data is given none, also in a rehearsal, where transformers is told that it builds on a
-    device."""
+    """Disable transformers' weight initialization for a model without data.
+
+    A simulation needs this too, because there transformers is given a device to build on.
+    """
     from unittest.mock import patch
 
     from transformers import PreTrainedModel
@@ -159,9 +169,12 @@ def _without_initialization() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_code_books(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """bitsandbytes keeps the first code book of 8 bits that it makes for the rest of a process, on whatever
-    device that is. One without data would be left to a real model, so a model on `meta` keeps its own, in
-    which nothing is written: `torch.tensor`, which makes it elsewhere, is no operator that a trace shows."""
+    """Give a model on `meta` an 8-bit code book of its own within this context.
+
+    bitsandbytes caches the first 8-bit code book for the rest of a process, on its first device. A code book
+    without data would then be used by a real model. The book of a `meta` model is left unwritten:
+    `torch.tensor`, which creates it elsewhere, is not an operator in a trace.
+    """
     import torch
     from bitsandbytes import functional
 

@@ -1,20 +1,20 @@
-"""Products of linear layers in 8-bit floats, by torchao; all else as with `bf16`.
+"""Products of linear layers in 8-bit floats, by torchao; everything else as with `bf16`.
 
-A product's two matrices are scaled so that their largest element is the largest that 8 bits hold, rounded to
-8 bits (e4m3: 3 bits of mantissa; gradients with `tensorwise` e5m2: 2), multiplied, and scaled back. All
-three products of a linear layer are: forward, the gradient of the input and that of the weight. From Ada
-Lovelace and Hopper on, tensor cores do that at twice the rate of 16 bits. `tensorwise` has one scale for a
-matrix, `rowwise` one for each row, which keeps more where few elements are large, and is slower: two of its
-three products are scaled afterwards by kernels of their own.
+Both matrices of a product are scaled so that their largest element is the largest that 8 bits represent. Then
+they are rounded to 8 bits (e4m3: 3 bits of mantissa; gradients with `tensorwise` e5m2: 2), multiplied, and
+scaled back. All three products of a linear layer run so: forward, the gradient of the input and that of the
+weight. From Ada Lovelace and Hopper on, tensor cores compute them at twice the rate of 16 bits. `tensorwise`
+has one scale for a matrix, `rowwise` one for each row. `rowwise` is more accurate where few elements are
+large, and slower: separate kernels rescale two of its three products.
 
-The base is `bf16`: autocast, around weights as they are loaded. So it is with accelerate (and the Trainer
-over it) where `mixed_precision` is `fp8`, and what is not a linear layer of the repeated layers (embeddings,
-norms, attention, the head, the loss) is computed as without it. Weights stay in 16 or 32 bits, and so do
-gradients, optimizer states and what is saved for the backward pass: it spares no memory.
+The base is `bf16`: autocast, around weights in their loaded dtype. accelerate (and the Trainer over it) does
+the same where `mixed_precision` is `fp8`. Everything but the linear layers of the repeated layers
+(embeddings, norms, attention, the head, the loss) is computed as without it. It saves no memory: weights,
+gradients, optimizer states and saved activations stay in 16 or 32 bits.
 
-Looking for the largest element, scaling and rounding are kernels of their own, which read and write each
-matrix about ten times over. Compiled (`compiled`) they become two; uncompiled they take longer than the
-faster products spare, unless matrices are very large. So torchao advises to compile.
+Separate kernels find the largest element, scale and round, and read and write each matrix about ten times.
+Compilation (`compiled`) fuses them into two. Uncompiled they take longer than the faster products save,
+unless matrices are very large. So torchao recommends compilation.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Fp8(Technique):
     )
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """What shares one scale: all of a matrix, or each of its rows."""
+    """Range of one scale: a whole matrix, or each of its rows."""
 
     def install(self, setup: Setup) -> Setup:
-        """Autocast as with bf16, and linear layers converted."""
+        """Choose autocast as with bf16, and converted linear layers."""
         return setup.with_fields(
             weights_dtype=None,
             autocast="bfloat16",
@@ -72,7 +72,7 @@ class Fp8(Technique):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Weights must train, and operators be what they are."""
+        """Yield an objection if weights do not train or another technique replaces the operators."""
         checkpoint = recipe[Slot.CHECKPOINTING].alone.checkpoint
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
@@ -107,4 +107,4 @@ def _why_unconverted(job: Job) -> str:
 
 
 _ANSWERS: dict[str, str] = {}
-"""By task and config: building a model without data takes up to a second."""
+"""Objections by task and config, cached because building a model without data takes up to a second."""

@@ -1,16 +1,16 @@
 """QLoRA: the frozen weights in 4 bits, and LoRA's adapters beside them (Dettmers et al., arXiv 2305.14314).
 
-bitsandbytes keeps each linear layer's weight as 4-bit numbers of NF4, two to a byte, with one scale for 64
-of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a weight in all, else 0.5625. For
-each product, forward and backward, the whole weight is made again in the dtype of the computation, a
-temporary as large as the largest layer; small batches go through a kernel that makes none. Embeddings,
-normalisations and the head are not quantized.
+bitsandbytes stores each linear layer's weight as 4-bit numbers of NF4, two to a byte, with one scale for 64
+of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a weight in all, else 0.5625. Each
+product, forward and backward, dequantizes the whole weight into the dtype of the computation. That temporary
+is as large as the largest layer. Small batches use a kernel without a temporary. Embeddings, normalisations
+and the head are not quantized.
 
-The precision slot says the rest. With `bf16` or `fp16`, everything that is not quantized is fp32 and products
-are computed in 16 bits, which is `prepare_model_for_kbit_training` of peft and `bf16=True` of the Trainer, as
-transformers' and peft's guides and axolotl do it. With `bf16_pure` it is all bfloat16, and the adapters fp32,
-as TRL and LLaMA-Factory load it: embeddings and head are half as large. Weights are quantized from the dtype
-of the computation, one by one, so no more than one of them is ever whole on the GPU.
+The precision slot sets the other dtypes. With `bf16` or `fp16`, all unquantized weights are fp32 and products
+are computed in 16 bits. That is `prepare_model_for_kbit_training` of peft and `bf16=True` of the Trainer, as
+in axolotl and the guides of transformers and peft. With `bf16_pure` everything is bfloat16 but the adapters,
+which are fp32, as TRL and LLaMA-Factory load it. Then embeddings and head are half as large. Weights are
+quantized from the dtype of the computation, one by one. So at most one of them is ever whole on the GPU.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ class Qlora(LowRank):
     )
 
     double: bool = True
-    """Whether the scales are quantized too."""
+    """True quantizes the scales too."""
 
     def install(self, setup: Setup) -> Setup:
-        """Weights are quantized as the model is built; peft's wrapper comes around it."""
+        """Request weights that are quantized as the model is built, and peft's wrapper around it."""
         return setup.with_fields(quantize=QuantizeWish(double=self.double), adapt=self.adapters())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to modules that transformers does not build, and to code that reads weights or products."""
+        """Yield objections to modules that transformers does not build, and to code that reads weights or
+        products."""
         if job.model.module is not None:
             yield (
                 "weights are quantized while transformers loads a model, and this module is "
@@ -86,6 +87,6 @@ class Qlora(LowRank):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Ranks in use, on every matrix, as the paper does it."""
+        """Yield ranks in use, on every matrix, as in the paper."""
         if job.model.module is None:
             yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

@@ -1,4 +1,4 @@
-"""The wish for frozen weights in 4 bits: they are quantized by bitsandbytes while the model is built."""
+"""The setting for frozen weights in 4 bits: bitsandbytes quantizes them while the model is built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class QuantizeHandler(Handler):
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
 
     def import_code(self, value: QuantizeWish | None) -> None:
-        """bitsandbytes is imported before anything is timed or overridden."""
+        """Import bitsandbytes before anything is timed or overridden."""
         if value is not None:
             from snugfit.hub_kernels import import_bitsandbytes
 
@@ -42,8 +42,11 @@ class QuantizeHandler(Handler):
         return {"construct": partial(FourBitConstruction, double=value.double)} if value is not None else {}
 
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
-        """As `quantization_config` of `from_pretrained`. What is not quantized is loaded in the dtype of the
-        computation, and widened afterwards where autocast narrows it again."""
+        """Return the setting as `quantization_config` of `from_pretrained`.
+
+        Unquantized weights are loaded in the dtype of the computation. They are widened afterwards where
+        autocast narrows them again.
+        """
         if value is None:
             return {}
         setup = context.setup

@@ -1,4 +1,5 @@
-"""LoRA's dropout costs what a real step with it allocates (law 1), and it is more than without."""
+"""LoRA's dropout is predicted to allocate as much as a real step does (law 1), and more than without
+dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules that get adapters where a recipe names none, and names that no module has."""
+"""Default modules for adapters without targets in a recipe, and errors for names without a module."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`snugfit check`: each finding is held against the library that it speaks of, and a file whose fixes
-are applied is free of what could be fixed."""
+"""`snugfit check`: each finding is verified with the library that it concerns.
+
+A file whose fixes are applied has no finding left that could be fixed.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def found(folder: Path, name: str, content: Any) -> Checked:
 
 
 def correct(checked: Checked) -> Document:
-    """The file with every fix applied to its values, and those that only then come to light."""
+    """Return the file with every fix applied, including fixes that earlier ones reveal."""
     for _ in range(4):
         values: dict[str, Any] = deepcopy(dict(checked.document.values))
         fixes = [finding.fix for finding in checked.findings if finding.fix]
@@ -137,7 +139,7 @@ def test_scripts_in_one_line(tmp_path: Path, script: str, values: dict[str, Any]
 
 
 def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
-    """As the guide wrote them; what only running would tell is left to the user."""
+    """The cases are the guide's own; a value computed at run time is left to the user."""
     checked = found(tmp_path, "a.py", "accelerator = Accelerator(cpu=False, fp16=True)")
     assert about(checked, "renamed") == {"fp16"}
     assert correct(checked).values == {"cpu": False, "mixed_precision": "fp16"}
@@ -146,7 +148,7 @@ def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
 
 
 def test_a_corrected_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
-    """And the one before was not."""
+    """The class refuses the file before its correction."""
     from transformers import TrainingArguments
 
     def taken(arguments: dict[str, Any]) -> TrainingArguments:
@@ -186,8 +188,10 @@ def test_a_conflict_is_one_that_the_real_class_refuses(tmp_path: Path, arguments
 
 
 def test_names_that_are_said_to_be_gone_are_gone() -> None:
-    """The installed class has none of the old names (but as an alias), and all of the new ones; an older one
-    has the old name of checkpointing alone."""
+    """The installed class has none of the old names (but as an alias), and all of the new ones.
+
+    An older one has the old name of checkpointing alone.
+    """
     facts = module._facts("trainer")
     for old, entry in facts["renamed"].items():
         if entry["to"].startswith(CHECKPOINTING) and checkpointing_name() == OLD_CHECKPOINTING:
@@ -340,11 +344,11 @@ ODD = [
     None, True, False, 0, -3, 2.5, "", "no", "auto", "x y", "1e-5", [], ["a"], {}, {"a": 1},
     {"enabled": True}, [{"b": None}], 10**30, "NO", "steps", "lora", "é",
 ]  # fmt: skip
-"""What stands in a file where something else belongs."""
+"""Values of the wrong kind in a file."""
 
 
 def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
-    """Keys of one library's table with values that mostly do not belong to them."""
+    """Return keys of one library's table, mostly with values of the wrong kind."""
     document: dict[str, Any] = {}
     for key in rng.sample(dialect(name).words(), 8):
         *outer, last = key.split(".")
@@ -359,8 +363,8 @@ def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
 def test_odd_values_are_read_checked_and_fixed_without_an_accident(
     tmp_path: Path, name: str, suffix: str
 ) -> None:
-    """Seeded: a reading or a message, never a traceback; and nothing that can be fixed is left in a corrected
-    file."""
+    """The result is a reading or a message, never a traceback; a corrected file has no fixable finding
+    left."""
     rng = random.Random(f"{name}.{suffix}")
     file = tmp_path / f"odd.{suffix}"
     for _ in range(15):

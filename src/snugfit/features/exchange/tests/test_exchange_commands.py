@@ -1,4 +1,5 @@
-"""`check`, `export`, `--arguments`, `--export` and transformers' flags: typed, understood or refused."""
+"""`check`, `export`, `--arguments`, `--export` and transformers' flags on the command line: read or
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compiled, in the words of other libraries: what is written, read, and refused by name."""
+"""Compilation in the words of other libraries: written, read, and refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiers import slow_but
 COMPILED = Recipe.parse("compiled + every_layer")
 WHOLE = "compiled(what=model)"
 WITHIN = "compiled(what=model, autocast=within)"
-"""What the Trainer and accelerate do when they are told to compile."""
+"""The Trainer's and accelerate's own way of compilation."""
 
 
 @pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
@@ -110,7 +110,7 @@ OTHERS = ["mode=reduce-overhead", "mode=max-autotune", "mode=max-autotune-no-cud
 
 @pytest.mark.parametrize("setting", OTHERS)
 def test_modes_and_backends_are_read_where_they_are_written(tmp_path: Path, setting: str) -> None:
-    """Of a whole model in the Trainer's arguments; of layers where a script calls `compile`."""
+    """The Trainer's arguments set them for a whole model, a script's calls of `compile` for layers."""
     job = job_in(tmp_path / "model", "llama")
     name, _, value = setting.partition("=")
     within = f"compiled(what=model, {setting}, autocast=within)"
@@ -138,7 +138,7 @@ def test_modes_and_backends_are_read_where_they_are_written(tmp_path: Path, sett
 
 
 def script_in(folder: Path, text: str) -> Path:
-    """A file with this script."""
+    """Return a file with this script."""
     file = folder / "a.py"
     file.write_text(text)
     return file
@@ -161,7 +161,7 @@ def test_a_launch_file_of_accelerate_says_the_same(tmp_path: Path, setting: str)
 
 
 def test_the_trap_of_a_mode_that_switches_compiling_on_is_one_recipe(tmp_path: Path) -> None:
-    """The mode goes with the backend that has it, said or not."""
+    """The mode is matched with its backend, even without a backend argument."""
     file = tmp_path / "a.json"
     file.write_text(
         '{"output_dir": "x", "torch_compile_mode": "max-autotune", "torch_compile_backend": "inductor"}'

@@ -1,4 +1,4 @@
-"""What people bring: TRL's, LLaMA-Factory's and unsloth's configurations, and command lines of scripts."""
+"""Users' files: TRL's, LLaMA-Factory's and unsloth's configurations, and command lines of scripts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def dtype_of(folder: Path, name: str, text: str) -> str | None:
 
 
 def test_trl_loads_a_model_that_it_is_named_in_float32(tmp_path: Path) -> None:
-    """`create_model_from_path` of TRL: without a dtype in `model_init_kwargs`, and by the command line."""
+    """The source is TRL's `create_model_from_path`. Cases have no dtype in `model_init_kwargs`, or a command
+    line."""
     chosen = SFT.replace("packing=True", "model_init_kwargs={{'dtype': {}}}")
     assert dtype_of(tmp_path, "named.py", SFT) == "float32"
     assert dtype_of(tmp_path, "said.py", chosen.format("torch.bfloat16")) == "bfloat16"
@@ -145,7 +146,7 @@ def test_trl_loads_a_model_that_it_is_named_in_float32(tmp_path: Path) -> None:
 
 
 def test_llama_factory_casts_what_trains(tmp_path: Path) -> None:
-    """Its `init_adapter`: what trains is cast to 32 bits unless pure_bf16; what is frozen stays as loaded."""
+    """Its `init_adapter` casts trained weights to 32 bits unless pure_bf16; frozen ones stay as loaded."""
     full = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full")
     assert dtype_of(tmp_path, "lora.yaml", LLAMA_FACTORY) is None
     assert dtype_of(tmp_path, "full.yaml", full) == "float32"
@@ -167,7 +168,8 @@ def test_llama_factory_checkpoints_by_re_entry_unless_told(tmp_path: Path) -> No
 
 
 def test_no_switch_of_llama_factory_is_overlooked(tmp_path: Path) -> None:
-    """Each `use_...` of its source, and what makes the embeddings larger, is known, and mostly refused."""
+    """Each `use_...` of its source, and each switch that enlarges the embeddings, is in the table, mostly
+    refused."""
     needs_techniques("lora")
     tools = json.loads((Path(__file__).parent / "data" / "finetuning_tools.json").read_text())
     switches = [key for key in tools["llamafactory"]["keys"] if key.startswith("use_")]

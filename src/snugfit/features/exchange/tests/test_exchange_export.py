@@ -1,5 +1,7 @@
-"""Exports, each loaded by the library it is for, and run beside our own loop of that name: the same losses,
-bit for bit, in fp32 without dropout from one seed."""
+"""Exports, each loaded by its library, and run beside our own loop of that name.
+
+The losses are the same, bit for bit, in fp32 without dropout from one seed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ WITHOUT_DROPOUT = {
 
 
 class Silent:
-    """An observer that looks away."""
+    """An observer without effect."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None
@@ -48,14 +50,14 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Any:
-    """The scripts set torch's precision for their process; here it is put back."""
+    """Restore torch's precision, which the scripts set for their process."""
     with matmul_precision("ieee"):
         yield
 
 
 @pytest.fixture
 def seeded_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """peft's fresh matrices are drawn from a seed of their own, whoever has built what before them."""
+    """Draw peft's fresh matrices from a seed of their own, independent of earlier models."""
     import peft
 
     real = peft.get_peft_model
@@ -68,8 +70,10 @@ def seeded_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job_in(folder: Path, family: str = "bert", recipe: str = "", **changes: Any) -> Job:
-    """A job on a tiny model whose weights lie in `folder`, drawn from the seed that `ours` uses, in the
-    weights' dtype of the recipe: in bfloat16 torch 2.11 draws other numbers for a normal that is cut off."""
+    """Return a job on a tiny model whose weights are in `folder`, drawn from the seed of `ours`.
+
+    The weights have the recipe's dtype: in bfloat16 torch 2.11 draws other numbers for a truncated normal.
+    """
     facts, task, keys = FAMILIES[family]
     whole = {"model_type": family, **facts, **dict.fromkeys(keys, 2), **WITHOUT_DROPOUT[family]}
     folder.mkdir(exist_ok=True)
@@ -149,7 +153,7 @@ def test_any_family_and_precision_runs_alike(tmp_path: Path, family: str, recipe
 
 @pytest.mark.whole
 def test_a_decoder_that_classifies_is_told_its_padding(tmp_path: Path) -> None:
-    """As `Model.settings` tells it, or transformers refuses batches of more than one."""
+    """`Model.settings` sets it too; without it transformers refuses batches of more than one."""
     job = job_in(tmp_path / "model", "gpt2", task="sequence-classification", labels=3)
     made = export(job, Recipe(), "torch")
     assert "num_labels=3" in made.files["train.py"]
@@ -194,7 +198,8 @@ def test_accelerate_loads_the_launch_config(tmp_path: Path, precision: str) -> N
 
 
 def trainer_losses(made: Export, job: Job, recipe: str, folder: Path) -> list[float]:
-    """The exported arguments, as JSON, in the real Trainer, with what a test needs beside them."""
+    """Return the losses of the real Trainer with the exported arguments as JSON, and arguments for the
+    test."""
     import transformers
 
     arguments = json.loads(made.files["training_arguments.json"]) | {
@@ -293,7 +298,7 @@ def test_what_the_installed_version_calls_checkpointing_is_read_from_its_source(
 def test_an_older_transformers_is_told_in_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As 5.17 has it: the old name, and no way to leave layers out."""
+    """Version 5.17 has the old name, and no option to leave layers out."""
     from snugfit.features.exchange import installed
 
     monkeypatch.setattr(installed, "checkpointing_name", lambda: "gradient_checkpointing")
@@ -309,8 +314,10 @@ def test_an_older_transformers_is_told_in_its_own_words(
 
 @pytest.mark.parametrize("technique", roster.techniques(), ids=lambda each: each.name)
 def test_what_a_technique_says_of_itself_reads_back(technique: Any, tmp_path: Path) -> None:
-    """Over the whole roster: exported to hf and read again, it is the same recipe for the same job. What
-    casts the weights stands beside the recipe then, in the dtype that they are loaded in."""
+    """Each technique of the roster, exported to hf and read again, is the same recipe for the same job.
+
+    A technique that casts the weights then appears beside the recipe, as the dtype that they are loaded in.
+    """
     job = job_in(tmp_path / "model")
     each = next(iter(technique.settings(job)), None)
     if each is None and technique.needs_several_gpus:

@@ -1,4 +1,4 @@
-"""What users have, read into a job and a recipe: nothing silent, nothing executed, nothing guessed."""
+"""Users' files, read into a job and a recipe: nothing silent, nothing executed, nothing guessed."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_other_libraries_techniques_are_refused_by_name(
 
 
 def test_what_is_computed_must_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A batch that only running the script would tell is asked for; an output folder is not."""
+    """A batch that is computed at run time must be given; an output folder need not be."""
     file = tmp_path / "train.py"
     file.write_text(
         "size = int(input())\nargs = TrainingArguments(output_dir=sys.argv[1], "
@@ -336,7 +336,7 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_every_argument_of_the_installed_class_is_known() -> None:
-    """A new version's new argument turns this red: it must be taken, passed by with a reason, or refused."""
+    """A new argument of a new version fails here until it is taken, ignored with a reason, or refused."""
     table = dialect("trainer")
     decided = {
         key for technique in roster.techniques() for one in technique.counterparts for key in one.arguments
@@ -360,13 +360,13 @@ def test_the_plain_defaults_ask_for_exactly_one_technique_a_slot() -> None:
 
 
 OWNERS = {"layers": "fp8", "lora": "lora"}
-"""By the beginning of a word, the technique of a feature that has it."""
+"""Technique of a feature, by the beginning of its arguments."""
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_tables_translate_into_words_that_exist(name: str) -> None:
-    """What a table's keys become is a field of TrainingArguments or of the job, known to a technique, or
-    refused by name."""
+    """Each translation is a field of TrainingArguments or of the job, a technique's argument, or refused by
+    name."""
     from dataclasses import fields
 
     from snugfit.job.job import Job

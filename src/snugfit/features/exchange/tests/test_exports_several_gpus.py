@@ -1,5 +1,8 @@
-"""Exports for several GPUs: run by the library that each is for, on two processes of the CPU, with the losses
-of one process that takes the whole batch; and read back into the same recipe for as many GPUs."""
+"""Exports for several GPUs: run by their libraries on two processes of the CPU, and read back.
+
+Their losses are those of one process with the whole batch. Read back, they are the same recipe for as many
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ from tiers import few_of, slow_but
 PROCESSES = Path(exported_processes.__file__)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 TIME_LIMIT = 400
-"""Seconds after which processes that wait for one another are taken to wait for ever."""
+"""Seconds after which processes that wait for one another count as a deadlock."""
 
 
 def written(job: Job, recipe: str, to: str, gpus: int, folder: Path) -> Path:
-    """The folder with the files of an export and the samples that its processes train on."""
+    """Return the folder with the files of an export and the samples that its processes train on."""
     folder.mkdir(parents=True)
     for name, text in export(job, Recipe.parse(recipe), to, gpus).files.items():
         (folder / name).write_text(text)
@@ -63,7 +66,8 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def alone(job: Job, recipe: str) -> list[float]:
-    """What one process's plain loop loses with the whole batch, and without what is for several GPUs."""
+    """Return the losses of one process's plain loop with the whole batch, without techniques for several
+    GPUs."""
     one = Recipe(tuple(each for each in Recipe.parse(recipe) if each.slot is not Slot.SHARDING))
     return ours(job, str(one), "plain")
 
@@ -108,7 +112,7 @@ def run_all(
 @pytest.mark.whole
 @pytest.mark.parametrize("by_torchrun", slow_but([False, True], 1))
 def test_a_torch_script_on_two_processes_has_the_losses_of_one(tmp_path: Path, by_torchrun: bool) -> None:
-    """torchrun sets the variables that forks are given (`exported_processes.one_rank`)."""
+    """Forks have the variables that torchrun sets (`exported_processes.one_rank`)."""
     cases = [
         ("bert", "ddp"),
         ("llama", "ddp(bucket_views=true) + micro_batches(2)"),
@@ -143,8 +147,10 @@ BY_ACCELERATE = ["fsdp + micro_batches(2) + every_layer", "ddp(bucket_views=true
     slow_but([(BY_ACCELERATE[0], False), *((recipe, True) for recipe in BY_ACCELERATE)], 1),
 )
 def test_accelerate_launch_trains_by_its_file(tmp_path: Path, recipe: str, launches: bool) -> None:
-    """BERT: transformers says not to split its embeddings, and accelerate cannot make a group of those. Forks
-    have the variables that `accelerate launch` sets."""
+    """The model is BERT: transformers forbids splitting its embeddings, and accelerate cannot group those.
+
+    Forks have the variables that `accelerate launch` sets.
+    """
     job = job_in(tmp_path / "model", batch_size=8, clip=1.0)
     folder = written(job, recipe, "accelerate", 2, tmp_path / "case")
     config = folder / "accelerate_config.yaml"
@@ -169,7 +175,7 @@ def variables_of_launch(config: Path) -> dict[str, str]:
 
 @pytest.mark.whole
 def test_the_trainer_trains_by_its_arguments(tmp_path: Path) -> None:
-    """BERT's loss is not divided by the number of labels, and is the mean all the same."""
+    """BERT's loss is not divided by the number of labels, but is still the mean."""
     cases = [
         ("llama", "ddp + micro_batches(2)"),
         ("llama", "fsdp + every_layer"),
@@ -195,7 +201,7 @@ def _has_deepspeed() -> bool:
     return find_spec("deepspeed") is not None
 
 
-# ---- what is written -------------------------------------------------------------------------------------
+# ---- written files -----------------------------------------------------------------------------------------
 
 
 def made(tmp_path: Path, recipe: str, to: str, gpus: int, **changes: Any) -> Export:
@@ -264,7 +270,7 @@ def test_a_loss_that_the_trainer_would_count_per_gpu_is_not(tmp_path: Path) -> N
 
 
 def test_training_arguments_take_what_is_written(tmp_path: Path) -> None:
-    """FSDP2, whose layers are groups, and a mesh of accelerate's own class."""
+    """The cases are FSDP2, with layers as groups, and a mesh of accelerate's own class."""
     from transformers import TrainingArguments
 
     arguments = json.loads(

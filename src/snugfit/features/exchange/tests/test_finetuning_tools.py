@@ -1,6 +1,6 @@
-"""Exports to TRL, axolotl and LLaMA-Factory: taken by the tools' own parsers, and read back alike.
+"""Exports to TRL, axolotl and LLaMA-Factory: parsed by the tools' own parsers, and read back alike.
 
-Where a tool is not installed, its keys are those of `data/finetuning_tools.json`, read from its source.
+Without an installed tool, its keys are those of `data/finetuning_tools.json`, read from its source.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SUPPORTED = [
 
 
 def job_in(folder: Path, dtype: str = "float32", family: str = "llama") -> Job:
-    """A job on a tiny model whose checkpoint is in `dtype`; only its config lies in `folder`."""
+    """Return a job on a tiny model with a checkpoint in `dtype`; `folder` contains only its config."""
     facts, task, layers = FAMILIES[family]
     folder.mkdir(exist_ok=True)
     config = {"model_type": family, **facts, **dict.fromkeys(layers, 2), "dtype": dtype}
@@ -79,8 +79,10 @@ def exported(job: Job, recipe: str, to: str) -> str:
 
 
 def as_run(recipe: str, dtype: str) -> Setup:
-    """What a recipe does to weights of `dtype`. The allocator is a variable beside the file, and TRL has a
-    loss of its own."""
+    """Return a recipe's Setup with weights of `dtype`.
+
+    The allocator is a variable beside the file, and TRL has a loss of its own.
+    """
     setup = Recipe.parse(recipe).setup()
     dtype = setup.weights_dtype or dtype
     return replace(setup, weights_dtype=dtype, expandable_segments=False, logits=None)
@@ -141,14 +143,14 @@ def test_llama_factory_itself_takes_it(dtype: str, recipe: str, tmp_path: Path) 
 
 
 def scope_of(text: str) -> dict[str, Any]:
-    """An exported script's names, for a machine without a GPU."""
+    """Return an exported script's names, for a machine without a GPU."""
     scope: dict[str, Any] = {"__name__": "exported"}
     exec(compile(text.replace("SFTConfig(\n", "SFTConfig(use_cpu=True,\n"), "sft.py", "exec"), scope)
     return scope
 
 
 def trainer_of(folder: Path, dtype: str, recipe: str) -> Any:
-    """TRL's trainer as the exported script makes it, over a tiny model with weights."""
+    """Return TRL's trainer of the exported script, over a tiny model with weights."""
     datasets = pytest.importorskip("datasets")
     job = job_in(folder / "model", dtype)
     build_model(job, Recipe().setup(), torch.device("cpu")).save_pretrained(job.model.name)
@@ -227,7 +229,7 @@ def test_what_a_tool_cannot_do_is_refused_by_name(
 def test_axolotl_gets_4_bits_where_nothing_is_left_in_32(
     family: str, left: list[str], tmp_path: Path
 ) -> None:
-    """Biases, and embeddings and normalisations that axolotl does not find by their names."""
+    """Left in float32 are biases, and embeddings and normalisations that axolotl does not find by name."""
     needs_techniques("qlora")
     job = job_in(tmp_path / "model", "bfloat16", family)
     assert left_in_float32(job)[: max(1, len(left))] == left

@@ -1,4 +1,4 @@
-"""A plan ends in the arguments of a Trainer, and in a command that exports its recipe."""
+"""A plan's text ends with the arguments of a Trainer, and with a command that exports its recipe."""
 
 from __future__ import annotations
 

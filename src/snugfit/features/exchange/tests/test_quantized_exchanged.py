@@ -46,7 +46,7 @@ def test_files_of_llama_factory_and_unsloth_name_4_bit_weights(tmp_path: Path) -
 
 
 def test_a_qlora_script(tmp_path: Path) -> None:
-    """As they stand in many tutorials: what is known is taken, and each obstacle is named once."""
+    """Many tutorials have such a script: supported arguments are taken, and each obstacle is named once."""
     reading = read(
         tmp_path,
         "qlora.py",
@@ -107,7 +107,7 @@ def test_peft_widens_what_is_not_quantized_and_checkpoints(
 def test_the_dtype_of_products_with_4_bit_weights(
     config: str, differs: bool, given: str, tmp_path: Path
 ) -> None:
-    """transformers' own is float32, whatever autocast says: bitsandbytes casts the input to it."""
+    """transformers' own dtype is float32, also under autocast: bitsandbytes casts the input to it."""
     load = "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16', quantization_config=bnb)\n"
     within = "model_init_kwargs={'quantization_config': bnb}, "
     text = (

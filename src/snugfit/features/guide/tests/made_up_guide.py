@@ -1,4 +1,4 @@
-"""Results of the guide that no rehearsal and no GPU gave: made up, so that reports can be tested."""
+"""Invented results of the guide, without a simulation or a GPU, for tests of reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from snugfit.units import GIB, MIB
 
 
 def modern_row(row: GuideRow, today: GuideRow) -> ModernRow:
-    """An experiment with another one's recipe as today's; none where that is refused."""
+    """Return a row with another experiment's recipe as today's; none where that is refused."""
     if not row.predicted or not today.predicted:
         return ModernRow(name=row.name, memory_bytes=16160 * MIB, why_none="no recipe is as small")
     return ModernRow(
@@ -35,7 +35,7 @@ def modern_row(row: GuideRow, today: GuideRow) -> ModernRow:
 
 
 def large_model_row(model: LargeModel) -> LargeModelRow:
-    """A large model, predicted to fit."""
+    """Return a large model, predicted to fit."""
     return LargeModelRow(
         name=model.name,
         gpu="NVIDIA GeForce RTX 3090",
@@ -48,8 +48,10 @@ def large_model_row(model: LargeModel) -> LargeModelRow:
 
 
 def guide_result(*, measured: bool = False, modern: bool = False) -> GuideResult:
-    """The guide's rows, each half a GiB smaller than the one before, the tf32 row refused; `modern` with
-    today's recipes, which every second row has."""
+    """Return the guide's rows, each half a GiB smaller than the one before, the tf32 row refused.
+
+    With `modern` every second row has a recipe of today.
+    """
     known = machines()
     rows = []
     speed = speed_of(0.4, job(), measured_rates=False)

@@ -1,4 +1,4 @@
-"""`examples/hf_guide.sh` answers for a small model, and for BERT on a V100."""
+"""`examples/hf_guide.sh` runs for a small model, and for BERT on a V100."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["folder"]
 
 
 def check_guide(folder: Path, said: str) -> None:
-    """Its tables, plots and page are written, the published figures among them."""
+    """Check that tables, plots and page are written, with the published figures."""
     results = folder / "snugfit-examples"
     assert "As published, and predicted" in said
     guide = json.loads((results / "guide" / "guide.json").read_text())

@@ -1,4 +1,4 @@
-"""`snugfit guide --modern`: which recipe of a plan is shown for which experiment, and what is said of it."""
+"""`snugfit guide --modern`: the recipe of a plan for each experiment, and its text."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ def on_front(job: Job, recipe: str, gib: float, seconds: float) -> FrontRecipe:
 
 
 def plan_of(job: Job) -> PlannedJob:
-    """Two recipes for every job: a fast and a small one."""
+    """Return two recipes for every job: a fast and a small one."""
     front = (on_front(job, "fp16 + adamw_fused", 10, 0.1), on_front(job, "fp16 + every_layer", 8, 0.2))
     return PlannedJob(front=front, doubts=("It is made up.",))
 
 
 def test_each_experiment_gets_the_fastest_recipe_within_its_own_memory() -> None:
-    """The made-up experiments take 14 GiB and the context, then half a GiB less each; one step a tenth of a
-    second more each, from 0.4 s."""
+    """The made-up experiments take 14 GiB and the context, then half a GiB less each.
+
+    One step takes 0.4 s, and a tenth of a second more each.
+    """
     asked: list[Job] = []
     result = guide_result()
     modern = with_modern(result, lambda job: asked.append(job) or plan_of(job))  # type: ignore[func-returns-value]
@@ -96,7 +98,7 @@ def test_what_does_not_fit_may_use_the_whole_gpu() -> None:
 
 
 def test_large_models_are_valid_and_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on its own GPU; one that cannot be predicted says why."""
+    """Each runs on its own GPU; one without a prediction has the reason."""
     needs_techniques("qlora + adafactor")
     for model in large_models():
         gpu = find_gpu(model.gpu)

@@ -125,7 +125,7 @@ def test_what_the_guide_gives_no_figure_of_gets_none_here() -> None:
 
 
 def techniques_in(text: str) -> list[str]:
-    """Techniques with settings, separated by commas."""
+    """Return the techniques with settings in a comma-separated text."""
     return [f"{part.strip(' ,)')})" for part in text.split("),")]
 
 
@@ -143,7 +143,7 @@ def test_a_compiled_row_that_cannot_be_predicted_says_what_to_install() -> None:
 
 
 def test_backends_that_are_named_as_gone_are_gone() -> None:
-    """As the installed torch lists them."""
+    """The installed torch's list of backends is the reference."""
     from torch import _dynamo
 
     there = set(_dynamo.list_backends(exclude_tags=()))
@@ -166,7 +166,7 @@ def test_markdown_rows_have_as_many_cells_as_heads() -> None:
 
 
 def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
-    """`$\\bad{$` is no formula. Deterministic, so that a committed plot changes only with its figures."""
+    """The name `$\\bad{$` is not read as a formula. A committed plot changes only with its figures."""
 
     result = guide_result(measured=True)
     result = replace(result, gpu=EVIL.replace("\x1b", ""))
@@ -192,7 +192,7 @@ def test_the_plot_draws_each_known_figure() -> None:
 def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One question for each experiment on our GPU, one for each published row of a named GPU; none else."""
+    """There is one request for each experiment on our GPU, and one for each published row of a named GPU."""
     needs_techniques("adafactor + adamw_8bit")
     asked = []
 
@@ -273,7 +273,7 @@ def test_torch_of_2022_ran_on_a_gpu_that_today_s_does_not() -> None:
 
 
 def test_the_software_of_2022_holds_in_every_loop() -> None:
-    """The guide ran the Trainer: its step holds what the plain loop's holds, the batch's mask included."""
+    """The guide ran the Trainer: its step takes the plain loop's memory, the batch's mask included."""
     peaks = {
         loop: predict(small_job("bert", 2), gpu="v100-16gb", loop=loop, software="published-2022").footprint
         for loop in LOOPS

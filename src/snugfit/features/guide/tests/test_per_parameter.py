@@ -1,4 +1,5 @@
-"""Bytes per parameter: every optimizer of the roster stands in the guide's table, in a precision it takes."""
+"""Bytes per parameter: the guide's table has every optimizer of the roster, in a precision that it
+supports."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
 PUBLISHED = 0.01
-"""All but one of the V100's rows lie within so much of the printed figure."""
+"""Allowed relative error of the V100's rows, all but one."""
 
 SHOWN = ("vanilla", "fp16", "accumulation + checkpointing + fp16 + 8-bit Adam")
-"""The rows that stand for all ten, the one that lies outside among them."""
+"""Rows that represent all ten, including the outlier."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
 
 
 SPEED, APART = 0.35, 0.05
-"""How far from its published speed each row may lie on a GPU that was never measured, and from which
-difference on two rows must come in the published order."""
+"""Allowed relative error of a row's published speed on a GPU that was never measured.
+
+Two rows that differ by more than the second number must have the published order.
+"""
 
 
 def hold_to_published_speeds(speeds: list[tuple[str, float, float]]) -> None:

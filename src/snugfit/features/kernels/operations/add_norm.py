@@ -1,16 +1,16 @@
 """Dropout, residual and LayerNorm as one: y = norm(residual + dropout(x + bias)), forward and backward.
 
-The same kernel serves a model's embeddings: the residual may have fewer rows, which repeat (positions), and
-dropout may come last: y = dropout(norm(x + residual)).
+The same kernel serves a model's embeddings. There the residual may have fewer rows, which repeat (positions),
+and dropout may come last: y = dropout(norm(x + residual)).
 
-What is kept for the backward pass is the sum before the norm, in the dtype of the result, and its rows' means
-and inverse deviations in fp32, which are of the sum before it was rounded. Where the sum is wanted too, as in
-models that norm before a layer, the kernel gives both.
+The backward pass needs the sum before the norm, in the dtype of the result. It also needs the means and
+inverse deviations of its rows in fp32, from the sum before it was rounded. Models that norm before a layer
+need the sum as an output too; then the kernel returns both.
 
-Under autocast the result has autocast's dtype, where torch's norm would give fp32. Products read no more than
-that; but the next residual would be rounded again in each layer. So the result can be had a second time as
-what the next residual is (`gives_stream`), in fp32. Both have gradients of their own, which the backward
-kernel adds up: autograd would launch a kernel for that.
+Under autocast the result has autocast's dtype, where torch's norm would return fp32. That suffices for
+products, but the next residual would be rounded again in each layer. So `gives_stream` returns the result a
+second time in fp32, for the next residual. Each has a gradient of its own. The backward kernel adds them;
+autograd would launch a kernel for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from snugfit.features.kernels.operations.philox import keep_mask, scale, thresho
 from snugfit.features.kernels.operations.seeds import CARRIED
 
 TILE = 4096
-"""Elements that a program of the backward kernel has at hand at once (chosen)."""
+"""Elements in a tile of the backward kernel (chosen)."""
 
 add_norm_forward = define(
     "add_norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor shift, Tensor? bias, Tensor? seed, "
@@ -43,17 +43,17 @@ add_norm_backward = define(
 
 
 class Form(NamedTuple):
-    """What is constant in a call."""
+    """Constants of a call."""
 
     eps: float
     drops: int = 0
-    """Of 65,536 numbers, how many drop an element."""
+    """Numbers, out of 65,536, that drop an element."""
     site: int = 0
     drops_last: bool = False
     gives_sum: bool = False
     gives_stream: bool = False
     dtype: torch.dtype = torch.float32
-    """Of the result and of the sum."""
+    """Dtype of the result and of the sum."""
 
 
 def add_norm(
@@ -69,12 +69,14 @@ def add_norm(
     gives_sum: bool = False,
     gives_stream: bool = False,
 ) -> Any:
-    """The norm of `residual` plus `x` with its `bias`, of which `dropout` drops some by `seed` (one int64)
-    and the number of the call site; `drops_last` drops of the result instead. `x` is (..., H); `residual` is
-    as large, or has the last dimensions of `x`, and repeats; with None only `x` is normed. The result is
-    (..., H), in autocast's dtype or that of `x`; with `gives_sum` it is the result and the sum before the
-    norm, with `gives_stream` the result and the same in fp32 or wider, of which only the residual to come
-    may be made."""
+    """Return the norm of `residual` plus `x` with its `bias`, in autocast's dtype or that of `x`: (..., H).
+
+    `dropout` is a probability; its mask follows from `seed` (one int64) and the number of the call site.
+    `drops_last` drops elements of the result instead. `x` is (..., H). `residual` is as large, or has the
+    last dimensions of `x`, and repeats; with None only `x` is normed. `gives_sum` returns the result and the
+    sum before the norm. `gives_stream` returns the result and the same in fp32 or wider, which may be used
+    for the next residual only.
+    """
     drops = threshold(dropout) if seed is not None else 0
     form = Form(norm.eps, drops, site, drops_last, gives_sum, gives_stream, activation_dtype(x))
     return AddNorm.apply(  # type: ignore[no-untyped-call]
@@ -83,7 +85,7 @@ def add_norm(
 
 
 class Slopes(NamedTuple):
-    """Gradients that come in."""
+    """Incoming gradients of a backward pass."""
 
     of_result: torch.Tensor  # (..., H)
     of_stream: torch.Tensor | None  # (..., H)
@@ -91,17 +93,17 @@ class Slopes(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What of the gradients is asked for."""
+    """Requested gradients of a backward pass."""
 
     residual_dtype: torch.dtype
     x_dtype: torch.dtype
     has_bias: bool
     has_sums: bool
-    """Whether the norm's weights or the bias train."""
+    """True if the norm's weights or the bias train."""
 
 
 class AddNorm(torch.autograd.Function):
-    """Its forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
+    """Forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
 
     @staticmethod
     def forward(
@@ -114,7 +116,7 @@ class AddNorm(torch.autograd.Function):
         seed: torch.Tensor | None,
         form: Form,
     ) -> Any:
-        """The result, and the sum where that is wanted."""
+        """Return the result, and the sum if requested."""
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
@@ -140,7 +142,7 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None, other: torch.Tensor | None = None) -> Any:
-        """The gradients of `x`, the residual, the norm's weights and the bias."""
+        """Return the gradients of `x`, the residual, the norm's weights and the bias."""
         total, statistics, weight = ctx.saved_tensors
         seed, form = getattr(ctx, CARRIED), ctx.form
         if dy is None and form.gives_stream:
@@ -164,7 +166,7 @@ class AddNorm(torch.autograd.Function):
 
 
 def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
-    """For the result in fp32; None where it has that many bits."""
+    """Return an empty tensor for the result in fp32; None where the result has that many bits."""
     return torch.empty_like(y, dtype=torch.float32) if y.element_size() < 4 else None
 
 
@@ -193,12 +195,13 @@ def _backward_by_kernel(
 
 
 def rows_at_once(columns: int) -> int:
-    """Rows that a program of the backward kernel has at hand at once."""
+    """Return the number of rows that a program of the backward kernel loads at once."""
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 
 
 def repeated_sum(gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of what repeated along the first dimensions: (..., H) summed to this shape."""
+    """Return the gradient of a tensor that repeats along the first dimensions: (..., H) summed to this
+    shape."""
     if gradient.shape == shape:
         return gradient.to(dtype)
     return gradient.view(-1, *shape).sum(0, dtype=dtype)
@@ -212,7 +215,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mask(seed: torch.Tensor, form: Form, like: torch.Tensor) -> torch.Tensor:
-    """What dropout multiplies by: (rows, columns), zeros and the scale."""
+    """Return the factors of dropout: (rows, columns), zeros and the scale."""
     rows, columns = like.shape
     return keep_mask(seed, form.site, rows, columns, form.drops).to(like.dtype) * scale(form.drops)
 
@@ -226,8 +229,10 @@ def forward_in_torch(
     seed: torch.Tensor | None,
     form: Form,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The result, the stream if that is another tensor and the sum, shaped as `x`, and statistics (2, rows):
-    means and inverse deviations."""
+    """Return the result, the stream, the sum, and statistics (2, rows): means and inverse deviations.
+
+    The first three are shaped as `x`. The stream is None where it is the result.
+    """
     wide, columns = _wide(x.dtype), x.size(-1)
     value = x.reshape(-1, columns).to(wide)
     value = value if bias is None else value + bias.to(wide)
@@ -256,8 +261,10 @@ def backward_in_torch(
     form: Form,
     kinds: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of the residual, before it is summed where it repeats, and of `x`, both shaped as `x`,
-    and those of weight, shift and bias (2 or 3, columns)."""
+    """Return the gradients of the residual, of `x`, and of weight, shift and bias (2 or 3, columns).
+
+    The first two have the shape of `x`. That of the residual is not yet summed where the residual repeats.
+    """
     wide, columns = _wide(total.dtype), total.size(-1)
     mean, inverse = statistics.to(wide).unsqueeze(-1)
     slope, value = (one.reshape(-1, columns).to(wide) for one in (slopes.of_result, total))

@@ -1,8 +1,9 @@
-"""Queries, keys and values of a decoder's attention: one product, normed and rotated where it lies.
+"""Queries, keys and values of a decoder's attention: one product, normed and rotated in place.
 
-The three are views of one product (T, N), or where heads are normed of that and of what is rotated, as
-(B, heads, S, D): attention reads them as they lie. Backward their gradients become one of the product, and
-one more product gives the gradient of all three weights, whose parts are handed out, and one that of x.
+The three are views of one product (T, N). If heads are normed, queries and keys are views of the rotated
+tensor, as (B, heads, S, D). Attention reads the views without a copy. In the backward pass their gradients
+become one gradient of the product. One more product gives the gradient of all three weights, as slices, and
+another that of x.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, rot
 
 
 class Projections(NamedTuple):
-    """What makes queries, keys and values, in this order."""
+    """Weights and biases of queries, keys and values, in this order."""
 
     weights: Sequence[torch.Tensor]  # (heads * D, H) each
     biases: Sequence[torch.Tensor]  # (heads * D,) each; none of them, or three
@@ -33,7 +34,7 @@ def attention_inputs(
     projections: Projections,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values (B, heads, S, D) of hidden states (B, S, H)."""
+    """Return queries, keys and values (B, heads, S, D) of hidden states (B, S, H)."""
     scales: Sequence[torch.Tensor | None] = (None, None) if norms is None else norms[:2]
     kind = None if norms is None else norms[2:]
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
@@ -57,8 +58,10 @@ class AttentionInputs(torch.autograd.Function):
         key_scale: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Keeps the weights as they were multiplied, and the product where heads are normed; and of its input
-        that from which it is normed again."""
+        """Save the weights in the dtype of the product, and the source from which the input is normed again.
+
+        If heads are normed, save the product too.
+        """
         dtype = activation_dtype(hidden)
         batch, length, _ = hidden.shape
         rows = hidden.reshape(batch * length, -1).to(dtype)
@@ -82,7 +85,7 @@ class AttentionInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """One kernel over all three gradients, and a product for the weights and for the input each."""
+        """Run one kernel over all three gradients, and a product each for the weights and for the input."""
         matrix, cosines, sines, query_scale, key_scale, product, *source = ctx.saved_tensors
         of_query, of_key, of_value = gradients
         norms = _norms(ctx.kind, query_scale, key_scale)
@@ -104,7 +107,7 @@ class AttentionInputs(torch.autograd.Function):
 def _of_parameters(
     ctx: Any, of_product: torch.Tensor, source: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The gradients of weights, and of biases where there are some: parts of one tensor each."""
+    """Return the gradients of the weights, and of the biases if any: parts of one tensor each."""
     needed = ctx.needs_input_grad[7:]
     sizes, dtypes = zip(*ctx.parameters, strict=True)
     given: list[torch.Tensor | None] = [None] * len(needed)

@@ -1,7 +1,7 @@
 """A bias and GELU as one: y = gelu(x + bias), forward and backward, in its exact form and by tanh.
 
-What is kept for the backward pass is the product before the bias, which lies there already. The gradient of
-the bias is a by-product of the kernel that computes the product's.
+The backward pass needs the product before the bias, which is in memory already. The gradient of the bias is a
+by-product of the kernel that computes the product's gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_COLUMNS = 1024
 """Columns that a program computes, at most: with 512 its backward kernel took longer (docs/log.md)."""
 
 BLOCK_ROWS = 2
-"""Rows that it has at hand at once (chosen)."""
+"""Rows in a tile (chosen)."""
 
 bias_gelu_forward = define(
     "bias_gelu_forward(Tensor x, Tensor bias, bool by_tanh, *, Tensor(a!) y) -> ()", "bias_gelu"
@@ -31,17 +31,18 @@ bias_gelu_backward = define(
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, *, by_tanh: bool = False) -> torch.Tensor:
-    """GELU of `x` (..., H) plus `bias` (H), in the shape and dtype of `x`; `by_tanh` is its approximation."""
+    """Return GELU of `x` (..., H) plus `bias` (H), in the shape and dtype of `x`; `by_tanh` approximates
+    it."""
     y: torch.Tensor = BiasGelu.apply(x, bias, by_tanh)  # type: ignore[no-untyped-call]
     return y
 
 
 class BiasGelu(torch.autograd.Function):
-    """Its forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
+    """Forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torch.Tensor:
-        """The result, in the shape and dtype of `x`."""
+        """Return the result, in the shape and dtype of `x`."""
         x = x.contiguous()
         ctx.save_for_backward(x, bias)
         ctx.by_tanh = by_tanh
@@ -53,7 +54,7 @@ class BiasGelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        """The gradients of `x` and of the bias."""
+        """Return the gradients of `x` and of the bias."""
         x, bias = ctx.saved_tensors
         dy = dy.contiguous()
         dbias: torch.Tensor | None
@@ -71,7 +72,7 @@ class BiasGelu(torch.autograd.Function):
 
 
 def forward_in_torch(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torch.Tensor:
-    """The result, shaped as `x` (..., H)."""
+    """Return the result, shaped as `x` (..., H)."""
     value = _sum(x, bias)
     return torch.nn.functional.gelu(value, approximate="tanh" if by_tanh else "none").to(x.dtype)
 
@@ -79,7 +80,7 @@ def forward_in_torch(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torc
 def backward_in_torch(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `x` (..., H) and of `bias` (H)."""
+    """Return the gradients of `x` (..., H) and of `bias` (H)."""
     leaf = _sum(x, bias).detach().requires_grad_()
     with torch.enable_grad():
         y = torch.nn.functional.gelu(leaf, approximate="tanh" if by_tanh else "none")

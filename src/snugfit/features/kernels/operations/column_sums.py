@@ -1,8 +1,8 @@
-"""The second stage of sums over many rows: what each program of a kernel added up, together.
+"""Second stage of sums over many rows: the sum of the partial sums of all programs of a kernel.
 
-The first stage of a gradient of a norm's weight or of a bias is a by-product of the kernel that has its terms
-at hand: each of its programs adds up its own rows, in fp32. Sums in two stages are the same in every run,
-which sums by atomic additions are not.
+The gradients of a norm's weight and of a bias are such sums. Their first stage is a by-product of the kernel
+that computes the terms. Each of its programs adds up its own rows, in fp32. Sums in two stages are the same
+in every run; sums by atomic additions are not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ column_sums = define("column_sums(Tensor partials, *, Tensor(a!) sums) -> ()", "
 
 
 def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor:
-    """Return room (kinds, P, columns) for the sums of P programs over rows of `like` (..., columns), of which
-    a program has so many at hand at once."""
+    """Return an uninitialized tensor (kinds, P, columns) for the sums of P programs over rows of `like`.
+
+    `like` is (..., columns). A program loads `at_once` rows at a time.
+    """
     columns = like.size(-1)
     rows = like.numel() // columns
     programs = max(1, min(-(-rows // at_once), PARTIALS))
@@ -27,7 +29,7 @@ def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor
 
 
 def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sums of partials (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
+    """Return the sums of partials (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
     sums = partials.new_empty((partials.size(0), partials.size(2)), dtype=dtype)
     column_sums(partials, sums=sums)
     return sums

@@ -1,12 +1,12 @@
-"""Cross-entropy of logits in one kernel, which writes their gradient in their place.
+"""Cross-entropy of logits in one kernel, which overwrites the logits with their gradient.
 
-In plain torch logits of 16 bits are cast to 32, their softmax is kept, and its gradient and that of the cast
-follow: six tensors of their size, all in 32 bits but two. Here a program goes over a token's logits twice,
-once for the sum of their exponentials and once for the gradient, and writes one number of loss.
+In plain torch logits of 16 bits are cast to 32, and their softmax is saved. Its gradient and that of the cast
+follow. That is six tensors of their size, all in 32 bits but two. Here a program reads a token's logits
+twice, for the sum of their exponentials and for the gradient. It writes one number of loss.
 
-The gradients that a loss in chunks has put by are multiplied by the loss's own in the backward pass, which
-is one unless the batch is cut: then the kernel reads nothing else. torch's product of 16 bits with a number
-in 32 rounds that number to 16 bits on a GPU, and reads elements one by one.
+In the backward pass, the stored gradients of a loss in chunks are multiplied by the loss's own gradient. That
+is one unless the batch is split; then the kernel reads nothing else. On a GPU, torch's product of 16 bits
+with a number in 32 rounds that number to 16 bits. It also reads elements one by one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ _MULTIPLY = define("multiply(Tensor(a!) values, Tensor factor) -> ()", "cross_en
 
 
 def multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies a contiguous tensor in place by a scalar on its device, in 32 bits."""
+    """Multiply a contiguous tensor in place by a scalar on its device, in 32 bits."""
     _MULTIPLY(values, factor)
 
 
 def reference_multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
-    """The same in plain torch."""
+    """Multiply in plain torch."""
     values.copy_(values.to(torch.float32) * factor)
 
 
 def write_gradient(
     logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
-    """The loss of each token (T,) in 32 bits; logits (T, V) become the gradient of `share` times the sum of
-    the losses. Tokens with the ignored label have none of both."""
+    """Overwrite logits (T, V) with their gradient, and return the loss of each token (T,) in 32 bits.
+
+    The gradient is that of `share` times the sum of the losses. Tokens with the ignored label have zero of
+    both.
+    """
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     _CROSS_ENTROPY_GRADIENT(logits, labels, share, ignore_index, losses=losses)
     return losses
@@ -49,7 +52,7 @@ def write_gradient(
 def reference(
     logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """Compute losses and gradient in plain torch."""
     with torch.enable_grad():
         leaf = logits.detach().clone().requires_grad_()
         losses = functional.cross_entropy(

@@ -1,14 +1,13 @@
-"""The MLP of a decoder, down(act(gate(x)) * up(x)), which keeps the product of gate and up and nothing else,
-or not even that.
+"""The MLP of a decoder, down(act(gate(x)) * up(x)), which saves at most the product of gate and up.
 
-Gate and up are one product (T, 2 * I). What the third product takes is computed again in the backward pass:
-by the same kernel that makes the gradients of gate and up, in the place of its own gradient. Those gradients
-take the place of gate and up, so one more product gives the gradient of both weights, and one that of x,
-which is normed again for it. A second backward pass through the same step is refused by autograd, which sees
-that what it has kept is another.
+Gate and up are one product (T, 2 * I). The backward pass recomputes the input of the third product. The
+kernel for the gradients of gate and up does so, and writes it over the gradient of that input. The gradients
+of gate and up overwrite their product. So one more product gives the gradient of both weights, and another
+that of x, which is normed again for it. Autograd refuses a second backward pass through the same step,
+because a saved tensor has changed.
 
-Gate and up are the largest tensor that a decoder's layer keeps, and one product makes them again. So a module
-may be told to (`RECOMPUTES`), which frees more bytes for a second than recomputing whole layers does.
+The product of gate and up is the largest saved tensor of a decoder's layer, and one product recomputes it. A
+module with `RECOMPUTES` set does so, which frees more bytes for a second than recomputing whole layers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from snugfit.features.kernels.operations.products import weight_gradient
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 RECOMPUTES = "recomputes_gate_and_up"
-"""The attribute of a module whose MLP keeps no product."""
+"""Attribute that makes a module recompute its product of gate and up."""
 
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(
@@ -41,8 +40,11 @@ def gated_mlp(
     tanh: bool,
     keeps: bool = True,
 ) -> torch.Tensor:
-    """Of hidden states (..., H) and weights (I, H), (I, H) and (H, I); by SiLU, or with `tanh` by GELU's
-    approximation. It `keeps` the product of gate and up for the backward pass, or makes it again there."""
+    """Return the MLP's output (..., H) for hidden states (..., H) and weights (I, H), (I, H) and (H, I).
+
+    The activation is SiLU, or with `tanh` GELU's approximation. `keeps` saves the product of gate and up for
+    the backward pass; otherwise it is recomputed there.
+    """
     given: torch.Tensor = GatedMLP.apply(  # type: ignore[no-untyped-call]
         hidden, gate, up, down, tanh, keeps
     )
@@ -62,8 +64,10 @@ class GatedMLP(torch.autograd.Function):
         tanh: bool,
         keeps: bool,
     ) -> torch.Tensor:
-        """Keeps the product of gate and up where it is to, the weights as they were multiplied, and from what
-        its input is normed again."""
+        """Save the weights in the dtype of the product, and the source from which the input is normed again.
+
+        With `keeps`, save the product of gate and up too.
+        """
         dtype = activation_dtype(hidden)
         rows = hidden.reshape(-1, hidden.size(-1)).to(dtype)
         wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
@@ -77,8 +81,11 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Two products for the third weight, two for the first two together, and one kernel between; before
-        them the product that was not kept."""
+        """Compute two products for the third weight, two for the first two together, and one kernel between
+        them.
+
+        Recompute the product of gate and up first if it was not saved.
+        """
         product, wide, narrow, *source = ctx.saved_tensors
         needs_hidden, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
         rows = None
@@ -105,7 +112,7 @@ class GatedMLP(torch.autograd.Function):
 
 
 def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """act(gate) * up of rows (T, 2 * I) that have gate and up."""
+    """Return act(gate) * up of rows (T, 2 * I) of gate and up."""
     if not has_kernel(product):
         return reference(product, tanh)
     out = product.new_empty((len(product), product.size(1) // 2))
@@ -114,8 +121,10 @@ def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *, again: bool) -> None:
-    """Writes the gradients of gate and up in their place; with `again`, what `activate` gave in that of its
-    gradient (T, I)."""
+    """Write the gradients of gate and up in their place.
+
+    With `again`, overwrite the gradient (T, I) of `activate`'s output with that output.
+    """
     if has_kernel(product):
         _GATE_BACKWARD(product, of_out, tanh, again)
     else:
@@ -124,13 +133,13 @@ def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *
 
 
 def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """What the kernel computes, in plain torch."""
+    """Compute the forward kernel's result in plain torch."""
     gate, up = product.chunk(2, dim=1)
     return _act(gate, tanh) * up
 
 
 def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
-    """What the backward kernel writes, in plain torch."""
+    """Write the backward kernel's results in plain torch."""
     wide = torch.promote_types(product.dtype, torch.float32)
     gates, ups = product.chunk(2, dim=1)
     gate, up, slope = (one.to(wide) for one in (gates, ups, of_out))

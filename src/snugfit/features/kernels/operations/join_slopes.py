@@ -1,7 +1,7 @@
 """Gradients of queries, keys and values as one, and the gradient of their bias, which is its column sums.
 
-Attention's backward pass gives three tensors, the products before it want one. The kernel that copies them
-has what the bias needs at hand.
+Attention's backward pass returns three tensors, and the products before it need one. The kernel that copies
+them has the terms of the bias's gradient in registers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_COLUMNS = 1024
 """Columns that a program copies, at most (chosen)."""
 
 BLOCK_ROWS = 4
-"""Rows that it has at hand at once (chosen)."""
+"""Rows in a tile (chosen)."""
 
 copy_slopes = define(
     "copy_slopes(Tensor first, Tensor second, Tensor third, *, Tensor(a!) joint, Tensor(b!)? partials) -> ()",
@@ -28,8 +28,11 @@ copy_slopes = define(
 def join_slopes(
     slopes: Sequence[torch.Tensor], bias_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients (..., N each) of linear layers with one input as (rows, all columns), and that of their
-    biases together (all columns) in this dtype; None has none."""
+    """Join the gradients (..., N each) of linear layers with one input into (rows, all columns).
+
+    The second result is the gradient of their biases together (all columns) in `bias_dtype`; None without
+    biases.
+    """
     first = slopes[0]
     alike = len(slopes) == 3 and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in slopes)
     if not alike or not has_kernel(first):

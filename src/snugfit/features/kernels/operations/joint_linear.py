@@ -1,9 +1,8 @@
 """Several linear layers of one input as one product: queries, keys and values.
 
-The layers stay as they are, with weights and gradients of their own. Their weights are laid side by side in
-one buffer once, so that the joint weight is a view; where they were moved since, by a cast or another device,
-they are joined anew in every pass. In the backward pass one product makes all their gradients, of which each
-is a slice.
+The layers keep weights and gradients of their own. Their weights are copied once into adjacent parts of one
+buffer, so that the joint weight is a view. If a cast or another device moved them since, every pass joins
+them again. In the backward pass one product computes all their gradients, and each is a slice.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from snugfit.features.kernels.operations.operators import activation_dtype, auto
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether a linear layer is torch's own, with nothing around it."""
+    """Return True if a linear layer is torch's own, without a wrapper or hook."""
     is_own = type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
     return is_own and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
-    """Moves the data of parameters of one dtype and equal last dimensions into one buffer, in this order."""
+    """Move the data of parameters of one dtype and equal last dimensions into one buffer, in this order."""
     if joint_view(tensors) is not None or len({(one.dtype, one.device) for one in tensors}) > 1:
         return
     with torch.no_grad():
@@ -36,8 +35,7 @@ def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All of these as one tensor, along the first dimension, without a copy; None where they do not lie side
-    by side."""
+    """Return the tensors as one view along the first dimension; None where they are not adjacent."""
     first = tensors[0]
     at, storage = first.storage_offset(), first.untyped_storage()._cdata
     rows = 0
@@ -51,8 +49,10 @@ def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return all of them as one, along the first dimension, in this dtype: a view where they lie side by side
-    and have it."""
+    """Return all of them as one tensor of this dtype, along the first dimension.
+
+    It is a view where they are adjacent and have the dtype.
+    """
     view = joint_view(tensors)
     return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
 
@@ -60,9 +60,12 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
 def joint_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The results (..., N) of linear layers with these weights (N, H) and biases (N; all or none), for one
-    `x` (..., H). They are views of one tensor, so consecutive rows of each lie apart. In autocast's dtype,
-    where that is on."""
+    """Return the results (..., N) of linear layers for one `x` (..., H), in autocast's dtype where that is
+    on.
+
+    Weights are (N, H), biases (N; all or none). The results are views of one tensor, so their rows are
+    strided.
+    """
     results: tuple[torch.Tensor, ...] = JointLinear.apply(  # type: ignore[no-untyped-call]
         x, len(weights), *weights, *biases
     )
@@ -74,7 +77,7 @@ class JointLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:
-        """The results, as views of one tensor."""
+        """Return the results, as views of one tensor."""
         weights, biases = tensors[:count], tensors[count:]
         dtype = activation_dtype(x)
         weight = join_weights(weights, dtype)
@@ -89,7 +92,7 @@ class JointLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
-        """The gradients of `x`, and of each weight and bias a slice of one tensor."""
+        """Return the gradients of `x`, and of each weight and bias a slice of one tensor."""
         x, weight = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs = ctx.needs_input_grad

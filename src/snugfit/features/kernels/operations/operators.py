@@ -1,9 +1,9 @@
-"""How an operation gets its operators: a schema, the program that it launches on a GPU, nothing on shapes.
+"""Operators of the operations: a schema, the program that it launches on a GPU, and no work on shapes.
 
-Operators are defined by torch's plain `Library`, which costs the host less a call than `custom_op` does. They
-return nothing: results are written into arguments after the schema's `*`, which a rehearsal takes for written
-and not read. Their names begin with `triton::`, as traces name kernels that Triton compiles when they are
-first launched.
+Operators are defined by torch's plain `Library`, whose calls cost the host less than those of `custom_op`.
+They return nothing. Results are written into arguments after the schema's `*`, and a simulation counts these
+as written and not read. Their names begin with `triton::`, as traces name kernels that Triton compiles at
+their first launch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _ON_CPU: list[bool] = []
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:
-    """Whether a kernel computes with it: on a GPU, or in the rehearsal of one. Elsewhere plain torch does."""
+    """Return True if a kernel computes with it: on a GPU, or in the simulation of one. Elsewhere plain torch
+    does."""
     return tensor.is_cuda or (tensor.is_meta and not _ON_CPU)
 
 
 @contextlib.contextmanager
 def rehearsed_on_the_cpu() -> Iterator[None]:
-    """Within it, shapes go the way of a CPU: through plain torch."""
+    """Route shapes through plain torch, as on a CPU, within this context."""
     _ON_CPU.append(True)
     try:
         yield
@@ -40,7 +41,7 @@ def rehearsed_on_the_cpu() -> Iterator[None]:
 
 
 def activation_dtype(x: torch.Tensor) -> torch.dtype:
-    """What lies between a model's products: autocast's dtype where that is on, or that of `x`."""
+    """Return the dtype of tensors between a model's products: autocast's where that is on, or that of `x`."""
     import torch
 
     kind = autocast_device(x)
@@ -48,14 +49,17 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def autocast_device(x: torch.Tensor) -> str:
-    """The kind of device whose autocast counts; a rehearsal's is the CPU's."""
+    """Return the kind of device whose autocast applies; a simulation's is the CPU."""
     return "cpu" if x.is_meta else x.device.type
 
 
 def define(schema: str, program: str) -> Callable[..., None]:
-    """What runs the operator of this schema, without namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`.
-    On a GPU, where its first argument is, it calls the function of its name in `programs/PROGRAM.py` with all
-    of them, whose kernels write the tensors after `*`."""
+    """Define an operator and return the function that runs it.
+
+    `schema` has no namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`. With its first argument on a GPU,
+    the operator calls the function of its name in `programs/PROGRAM.py` with all arguments. The kernels of
+    that function write the tensors after `*`.
+    """
     import torch
 
     name = schema.partition("(")[0]
@@ -87,7 +91,7 @@ def _launch(program: str, name: str, *arguments: Any, **written: Any) -> None:
 
 @functools.cache
 def program_of(program: str, name: str) -> Callable[..., None]:
-    """The function that launches kernels. Raises `RecipeError` where Triton cannot be imported."""
+    """Return the function that launches kernels. Raises `RecipeError` if Triton cannot be imported."""
     try:
         module = importlib.import_module(f"{__package__}.programs.{program}")
     except ImportError as fault:
@@ -100,4 +104,4 @@ def program_of(program: str, name: str) -> Callable[..., None]:
 
 
 def _write_nothing(*arguments: Any, **written: Any) -> None:
-    """On shapes nothing is computed; what is written was allocated before."""
+    """Compute nothing on shapes: the caller has allocated the results already."""

@@ -1,9 +1,9 @@
-"""Which elements dropout keeps: Philox in counter mode, in plain torch, bit for bit what the programs draw.
+"""Dropout masks by Philox in counter mode, in plain torch, bit for bit those of the programs.
 
-An element's fate follows from a seed, the number of the call site in the model, its row and its column. So a
-backward pass draws the mask of its forward pass again, and nothing is kept. A draw of Philox has 128 bits,
-which decide for eight neighbours in a row, 16 bits each; a probability is rounded to 1/65,536 (0.1 to
-0.100006), and what is kept is scaled by the rounded one.
+The fate of an element depends on a seed, the number of the call site in the model, its row and its column. So
+a backward pass draws the mask of its forward pass again, and stores nothing. A draw of Philox has 128 bits,
+which decide for eight neighbours in a row, 16 bits each. A probability is rounded to 1/65,536 (0.1 to
+0.100006), and the remaining elements are scaled by the rounded one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 
 LEVELS = 1 << 16
-"""How finely a probability is told apart."""
+"""Number of distinct probabilities."""
 
 GROUP = 8
-"""Neighbours in a row that one draw decides for."""
+"""Neighbours in a row that share one draw."""
 
 _ROUNDS = 10
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
@@ -23,17 +23,18 @@ _MASK = 0xFFFFFFFF
 
 
 def threshold(probability: float) -> int:
-    """Of 65,536 equally likely numbers, how many drop an element; 0 to 65,535."""
+    """Return how many of 65,536 equally likely numbers drop an element; 0 to 65,535."""
     return min(round(probability * LEVELS), LEVELS - 1)
 
 
 def scale(drops: int) -> float:
-    """What is kept is multiplied by this, where so many numbers drop an element."""
+    """Return the factor for the remaining elements, if `drops` of 65,536 numbers drop an element."""
     return LEVELS / (LEVELS - drops)
 
 
 def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int) -> torch.Tensor:
-    """Which elements stay: (rows, columns), bool, on the seed's device. `seed` is one int64."""
+    """Return True for each remaining element: (rows, columns), bool, on the seed's device. `seed` is one
+    int64."""
     groups = -(-columns // GROUP)
     counters = torch.arange(rows * groups, device=seed.device)
     words = _philox(seed, counters, site)
@@ -43,7 +44,7 @@ def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int
 
 
 def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torch.Tensor, ...]:
-    """Four words of 32 bits for each counter, as int64 (Salmon et al., SC 2011, Philox-4x32-10)."""
+    """Return four words of 32 bits for each counter, as int64 (Salmon et al., SC 2011, Philox-4x32-10)."""
     low, high = seed & _MASK, (seed >> 32) & _MASK
     first, second = counters & _MASK, torch.full_like(counters, site)
     third, fourth = torch.zeros_like(counters), torch.zeros_like(counters)
@@ -57,6 +58,6 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
 
 
 def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 32 bits of products of numbers of 32 bits, which int64 cannot hold."""
+    """Return the upper and the lower 32 bits of products of 32-bit numbers, which exceed int64."""
     lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK

@@ -1,4 +1,4 @@
-"""Products within our operations: gradients of weights, and results that may be handed out again."""
+"""Products within our operations: gradients of weights, and a check for results that are reused."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from snugfit.features.kernels.operations.operators import has_kernel
 NARROW = (torch.bfloat16, torch.float16)
 
 _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-"""Classes of the modes by which `torch.utils.checkpoint` keeps results of operators and hands them out."""
+"""Modes in which `torch.utils.checkpoint` stores results of operators and returns them again."""
 
 
 def results_are_kept() -> bool:
-    """Whether selective checkpointing may hand out a product's result again, which then must not be changed:
-    whether one of its modes is on, of the forward pass or of the recomputation."""
+    """Return True if selective checkpointing may return a product's result again, so that it must not be
+    changed.
+
+    That is so while one of its modes is on, for the forward pass or for the recomputation.
+    """
     modes = _get_current_dispatch_mode_stack()
     return any(type(mode).__name__ in _KEEPING for mode in modes)
 
 
 def weight_gradient(of_product: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of a product rows (T, K) @ weight (N, K).T, the gradient of the weight in its own dtype. A GPU's
-    product of 16 bits writes its sums in 32 where that is the weight's dtype, and no cast follows."""
+    """Return the gradient of the weight of a product rows (T, K) @ weight (N, K).T, in the weight's dtype.
+
+    If the weight's dtype has 32 bits, a GPU's product of 16 bits writes its sums in 32, and no cast follows.
+    """
     if dtype is torch.float32 and rows.dtype in NARROW and has_kernel(rows):
         return torch.mm(of_product.t(), rows, out_dtype=dtype)
     return torch.mm(of_product.t(), rows).to(dtype)

@@ -1,15 +1,15 @@
-"""RMSNorm, with the addition of a residual before it: one kernel each way, which keeps the sum alone.
+"""RMSNorm, with the addition of a residual before it: one kernel each way, which saves the sum alone.
 
-A decoder adds what a branch gives to the stream of its tokens, and norms the sum for the next branch. The sum
-goes on as the stream, so it is there anyway; beside it one number a row is kept. Backward one kernel gives
-the gradient that the stream and the branch have in common, the stream's own added to it. The product that
-follows needs what it took once more, for its weight's gradient. It keeps none of it, but has it made again
-from the sum (`rows_again`), for a read and a write of its bytes.
+A decoder adds a branch's output to the stream of its tokens, and norms the sum for the next branch. The sum
+is the next stream, so it is in memory anyway; beside it one number a row is saved. In the backward pass one
+kernel computes the common gradient of the stream and the branch, and adds the stream's own. The product that
+follows needs its input once more, for its weight's gradient. It saves no copy, but recomputes the input from
+the sum (`rows_again`), for a read and a write of its bytes.
 
-Numbers are those of transformers' modules: the norm is computed in 32 bits, rounded to the stream's dtype and
-multiplied by its scale (Llama), or multiplied by one plus the scale and then rounded (Gemma, `from_one`).
-Under autocast the stream stays in 32 bits, as there; what is normed is given in the dtype of the products
-that take it, to which autocast would cast it.
+Numbers are those of transformers' modules. The norm is computed in 32 bits. Llama then rounds it to the
+stream's dtype and multiplies by its scale. Gemma multiplies it by one plus the scale and then rounds
+(`from_one`). Under autocast the stream stays in 32 bits, as there. The normed tensor has the dtype of the
+products that take it, to which autocast would cast it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = 528
 of sums."""
 
 _SOURCE = "normed_from"
-"""The attribute of a tensor that was normed which says of what."""
+"""Attribute of a normed tensor with the `Source` that it was computed from."""
 
 _RMS_NORM_AGAIN = define(
     "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, bool from_one, *, Tensor(a!) normed) -> ()",
@@ -51,7 +51,7 @@ _RMS_NORM_BACKWARD = define(
 
 
 class Source(NamedTuple):
-    """All that it takes to norm a stream again."""
+    """Tensors and settings to norm a stream again."""
 
     stream: torch.Tensor  # (..., H)
     scale: torch.Tensor  # (H,)
@@ -68,8 +68,10 @@ def add_rms_norm(
     *,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stream, residual + branch, and its norm in `dtype`, both (..., H); without a residual the branch
-    is the stream. What is normed knows its `Source`."""
+    """Return the stream, residual + branch, and its norm in `dtype`, both (..., H).
+
+    Without a residual the branch is the stream. The normed tensor carries its `Source`.
+    """
     stream, normed, roots = AddRMSNorm.apply(  # type: ignore[no-untyped-call]
         branch, residual, scale, eps, dtype, from_one
     )
@@ -78,8 +80,10 @@ def add_rms_norm(
 
 
 def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) -> Sequence[Any]:
-    """What a product of hidden states keeps for the gradient of its weight: where they come from, or the rows
-    (T, H) that it took; nothing where no weight is to have one."""
+    """Return the tensors that a product of hidden states saves for the gradient of its weight.
+
+    They are the source of its input, or the input's rows (T, H); nothing where no weight needs a gradient.
+    """
     source: Source | None = getattr(hidden, _SOURCE, None)
     if not needs_it:
         return (None,) * 4
@@ -87,8 +91,10 @@ def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) ->
 
 
 def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: torch.dtype) -> torch.Tensor:
-    """The rows that a product took, from what it kept. `from_one` says how they are normed again; None where
-    they are there."""
+    """Return the input rows of a product from its saved tensors.
+
+    `from_one` selects the form of the norm; None means that the rows themselves were saved.
+    """
     if from_one is None:
         return source[0]
     stream, scale, roots = source
@@ -101,7 +107,7 @@ def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: tor
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """`add_rms_norm`, whose backward pass gives one gradient for both that were added."""
+    """`add_rms_norm`, whose backward pass returns one gradient for both summands."""
 
     @staticmethod
     def forward(
@@ -113,7 +119,7 @@ class AddRMSNorm(torch.autograd.Function):
         dtype: torch.dtype,
         from_one: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keeps the stream and the inverse root of each row's mean square, which it gives too."""
+        """Save the stream and the inverse root of each row's mean square, and return both with the norm."""
         rows = _rows(branch)
         if residual is None:
             stream = branch
@@ -132,7 +138,7 @@ class AddRMSNorm(torch.autograd.Function):
     def backward(
         ctx: Any, of_stream: torch.Tensor | None, of_normed: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        """One kernel, and the sum of what its programs have of the scale's gradient."""
+        """Run one kernel, and add up its programs' parts of the scale's gradient."""
         stream, scale, roots = ctx.saved_tensors
         of_scale = None
         gradient, of_branch = of_stream, None
@@ -159,7 +165,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def _norm(
     stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of rows (T, H) in `dtype`, and their roots (T,)."""
+    """Return the norm of rows (T, H) in `dtype`, and their roots (T,)."""
     if has_kernel(stream):
         normed = torch.empty_like(stream, dtype=dtype)
         roots = stream.new_empty(len(stream), dtype=torch.float32)
@@ -176,7 +182,7 @@ def _add_and_norm(
     dtype: torch.dtype,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of rows (T, H), and of it what `_norm` gives."""
+    """Return the sum of rows (T, H), its norm and its roots."""
     if has_kernel(branch):
         stream = torch.empty_like(branch, dtype=torch.promote_types(branch.dtype, residual.dtype))
         normed = torch.empty_like(branch, dtype=dtype)
@@ -197,8 +203,8 @@ def _norm_backward(
     branch_dtype: torch.dtype,
     scales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of the stream; of the branch, where that has another dtype; and of the scale, where it
-    is asked for."""
+    """Return the gradients of the stream, of the branch if its dtype differs, and of the scale if
+    requested."""
     if not has_kernel(stream):
         gradient, of_scale = reference_backward(of_normed, of_stream, stream, scale, roots, from_one)
         return gradient, None, of_scale if scales else None
@@ -216,7 +222,7 @@ def _norm_backward(
 def reference(
     stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel computes, in plain torch."""
+    """Compute the forward kernel's result in plain torch."""
     wide = torch.promote_types(stream.dtype, torch.float32)
     roots = torch.rsqrt(stream.to(wide).square().mean(-1) + eps)
     return _scale_rows(stream, scale, roots, from_one, dtype), roots
@@ -240,7 +246,7 @@ def reference_backward(
     roots: torch.Tensor,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of stream and scale, in plain torch."""
+    """Compute the gradients of stream and scale in plain torch."""
     wide = roots.dtype
     value = stream.to(wide) * roots[:, None]
     slope = of_normed.to(wide)

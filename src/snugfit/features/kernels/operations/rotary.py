@@ -1,9 +1,9 @@
-"""Rotary embedding of queries and keys within the product that has them, and the norm of heads before it.
+"""Rotary embedding of queries and keys within their common product, and the norm of heads before it.
 
 A row of the product has the heads of queries, then of keys, then of values. Without norms the rotation is
-done in place, and backward needs the angles alone: it is the rotation the other way. With norms (Qwen3,
-Gemma 3) the product is kept, and what is rotated is written elsewhere. Backward one kernel gathers the
-gradients of queries, keys and values, however they lie, into one of the product.
+done in place. The backward pass then needs the angles alone: it is the rotation the other way. With norms
+(Qwen3, Gemma 3) the product is saved, and the rotated heads are written to another tensor. In the backward
+pass one kernel gathers the gradients of queries, keys and values, at any strides, into one of the product.
 
 Between norm and rotation nothing is rounded: both are computed in 32 bits.
 """
@@ -42,22 +42,22 @@ _NORM_AND_ROTATE_BACKWARD = define(
 
 
 class Heads(NamedTuple):
-    """How many heads a row of the product has."""
+    """Numbers of heads in a row of the product, and their width."""
 
     queries: int
     keys: int
-    """Of keys, and as many of values."""
+    """Number of heads of keys, and of values."""
     width: int
 
 
 class Norms(NamedTuple):
-    """The norm of each head before it is rotated."""
+    """Norm of each head before its rotation."""
 
     queries: torch.Tensor  # (D,)
     keys: torch.Tensor  # (D,)
     eps: float
     from_one: bool
-    """Whether what is learnt is added to 1."""
+    """True if the learned scale is added to 1."""
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -67,8 +67,10 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 def rotate(
     product: torch.Tensor, angles: Angles, length: int, heads: Heads, norms: Norms | None
 ) -> torch.Tensor:
-    """Rotated queries and keys (T, heads * D) of sequences of this length: in place, or with `norms`
-    apart."""
+    """Return rotated queries and keys (T, heads * D) of sequences of this length.
+
+    They are rotated in place, or with `norms` in another tensor.
+    """
     count = (heads.queries + heads.keys) * heads.width
     if not has_kernel(product):
         turned = reference(product[:, :count], angles, length, heads, norms)
@@ -90,8 +92,10 @@ def rotate_backward(
     product: torch.Tensor | None,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """From gradients of queries, keys and values (B, heads, S, D), that of the product (T, N), and with
-    `norms` those of both scales."""
+    """Return the gradient of the product (T, N), and with `norms` those of both scales.
+
+    The input is the gradients of queries, keys and values (B, heads, S, D).
+    """
     if not has_kernel(gradients[0]):
         return reference_backward(gradients, angles, product, norms)
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in gradients)
@@ -112,7 +116,7 @@ def rotate_backward(
 def reference(
     product: torch.Tensor, angles: Angles, length: int, heads: Heads, norms: Norms | None
 ) -> torch.Tensor:
-    """What the forward kernel computes of queries and keys (T, heads * D), in plain torch."""
+    """Compute the forward kernel's queries and keys (T, heads * D) in plain torch."""
     wide = torch.promote_types(product.dtype, torch.float32)
     value = product.reshape(-1, length, heads.queries + heads.keys, heads.width).to(wide)  # (B, S, heads, D)
     if norms is not None:
@@ -128,7 +132,7 @@ def reference_backward(
     product: torch.Tensor | None,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """What the backward kernel computes, in plain torch."""
+    """Compute the backward kernel's results in plain torch."""
     query, key, value = (one.transpose(1, 2) for one in gradients)  # (B, S, heads, D)
     heads = Heads(query.size(2), key.size(2), query.size(3))
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -155,7 +159,7 @@ def _norm_heads(value: torch.Tensor, norms: Norms, wide: torch.dtype) -> tuple[t
 
 
 def _scales(norms: Norms, heads: Heads, wide: torch.dtype) -> torch.Tensor:
-    """The factor of each head's norm (heads, D)."""
+    """Return the factor of each head's norm (heads, D)."""
     parts = norms.queries.expand(heads.queries, -1), norms.keys.expand(heads.keys, -1)
     scale = torch.cat(parts).to(wide)
     return 1.0 + scale if norms.from_one else scale

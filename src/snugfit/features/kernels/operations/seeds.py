@@ -1,13 +1,13 @@
 """The seeds of a model's dropout: one for each forward pass, drawn by torch's own generator on the device.
 
-A draw on the device, so that a captured step draws anew in each replay, and by torch's generator, so that
-what keeps and restores that keeps dropout too. The seed travels with the residual stream: an operation that
-was given one keeps it at its node of autograd's graph (`CARRIED`), and the next one finds it there. So a
-layer that is recomputed finds the seed of its own forward pass, whatever passes began since: checkpoints give
-it its inputs with the nodes that made them.
+A draw on the device lets each replay of a captured step draw a new seed. With torch's generator, code that
+saves and restores that generator covers dropout too. The seed travels with the residual stream. An operation
+stores its seed at its node of autograd's graph (`CARRIED`), and the next one finds it there. So a recomputed
+layer finds the seed of its own forward pass, even after later passes began. Checkpoints give it its inputs
+with their nodes.
 
-Where nothing was carried (the first layer of some models), the pass's seed is taken, and by a layer that is
-recomputed one of its own, which it draws again when recomputation restores the generator.
+If no seed was carried (the first layer of some models), the layer takes the pass's seed. A layer that is
+recomputed draws one of its own, and draws it again when recomputation restores the generator.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from __future__ import annotations
 import torch
 
 HIGHEST = 1 << 62
-"""Seeds are below it (chosen: half of what int64 holds)."""
+"""Upper bound of seeds (chosen: half of int64's range)."""
 
 CARRIED = "dropout_seed"
 """The attribute of a node of autograd's graph that holds the seed of its pass."""
 
 
 class Seeds:
-    """Gives out seeds to the call sites of one model."""
+    """Source of seeds for the call sites of one model."""
 
     def __init__(self) -> None:
         self._of_pass: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Start a forward pass."""
         self._of_pass = None
 
     def draw(self, stream: torch.Tensor) -> torch.Tensor:
-        """The seed of a call site whose residual stream this is: one int64 on its device."""
+        """Return the seed of a call site with this residual stream: one int64 on its device."""
         device, checkpoint = stream.device, checkpoint_around()
         if checkpoint is REENTRANT:
             return _draw(device)  # nothing is carried there, forward or again
@@ -54,10 +54,12 @@ HOOKS, REENTRANT = "hooks", "reentrant"
 
 
 def checkpoint_around() -> str:
-    """Which of torch's checkpoints stands around what runs now, for the first time or again: one that takes
-    what is kept by hooks (`torch/utils/checkpoint.py`); the reentrant one, which runs without gradients first
-    and within the backward pass again; or none, an empty word. Where torch does not tell, hooks may stand
-    there."""
+    """Return the kind of torch's checkpoint around the current code, in its first or its second run.
+
+    One kind saves tensors by hooks (`torch/utils/checkpoint.py`). The reentrant one runs without gradients
+    first, and within the backward pass again. An empty string means no checkpoint. If torch does not expose
+    its hooks, the answer is hooks.
+    """
     if not torch.is_grad_enabled():
         return REENTRANT
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

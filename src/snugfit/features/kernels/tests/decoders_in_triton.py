@@ -1,8 +1,9 @@
-"""The kernels of decoders beside their references in plain torch, forward and backward.
+"""The kernels of decoders against their references in plain torch, forward and backward.
 
-Run as a process: with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, on the CPU in its
-interpreter; with the argument `cuda` on a GPU; with `cuda time` it says there besides how long each takes at
-the shapes of Llama-3.2-1B, 2 x 2048 tokens in bfloat16, beside plain torch, a line of JSON each."""
+Run as a process. With `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, it runs on the CPU
+in Triton's interpreter. With the argument `cuda` it runs on a GPU. With `cuda time` it also prints the time
+of each and of plain torch, as lines of JSON. Shapes are those of Llama-3.2-1B, 2 x 2048 tokens in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """Largest error by dtype, of a number and a sixteenth of the largest: in 16 bits two roundings."""
 
 CUT_OFF = 4
-"""So many times as large is that of bfloat16 in the interpreter, which cuts numbers off and rounds none."""
+"""Factor of bfloat16's bound in the interpreter, which truncates instead of rounding."""
 
 FILES = {
     rms_norm: "rms_norm",
@@ -41,12 +42,14 @@ FILES = {
 USES_KERNELS = [True]
 
 Case = tuple[str, Callable[[], list[torch.Tensor]]]
-"""A name, and what gives tensors that are the same by the kernel and by the reference."""
+"""A name, and a function whose tensors are the same by the kernel and by the reference."""
 
 
 def launch_on_the_cpu() -> None:
-    """Has operators launch their programs also for tensors on the CPU, in Triton's interpreter. They stand
-    under their own names, as constants or not."""
+    """Make operators launch their programs also for tensors on the CPU, in Triton's interpreter.
+
+    The programs are attributes under their own names, as constants or not.
+    """
     for file, programs in FILES.items():
         there = importlib.import_module(f"snugfit.features.kernels.operations.programs.{programs}")
         for name in list(vars(file)):
@@ -57,7 +60,7 @@ def launch_on_the_cpu() -> None:
 
 @contextlib.contextmanager
 def by_kernels(wanted: bool) -> Iterator[None]:
-    """Within it kernels run, or plain torch."""
+    """Run kernels within this context, or plain torch."""
     USES_KERNELS.append(wanted)
     with contextlib.ExitStack() as undo:
         for file in FILES:
@@ -67,7 +70,7 @@ def by_kernels(wanted: bool) -> Iterator[None]:
 
 
 def drawn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal numbers, the same for the same seed."""
+    """Return normal numbers, the same for the same seed."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=draw).to(device, dtype)
 
@@ -76,7 +79,7 @@ def drawn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.
 
 
 def combined(device: str, dtype: torch.dtype, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """One of each axis, in all ways; or so that each is met once, beside others in 16 bits than in 32."""
+    """Yield combinations of the axes: all of them, or each value once, other ones in 16 bits than in 32."""
     if asks_all(device):
         yield from itertools.product(*axes)
         return
@@ -86,8 +89,10 @@ def combined(device: str, dtype: torch.dtype, *axes: Sequence[Any]) -> Iterator[
 
 
 def norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of sizes that are no powers of two, of fewer rows than programs and of more; added and not, and to a
-    stream of 32 bits."""
+    """Yield norms of sizes that are no powers of two, of fewer rows than programs and of more.
+
+    They run with and without the addition, and with a stream of 32 bits.
+    """
     streams = (None, *dict.fromkeys((dtype, torch.float32)))
     sizes = ((1, 8), (17, 100), (3, 1029))
     with patch.object(rms_norm, "PROGRAMS", 7):
@@ -104,7 +109,7 @@ def norm(
     stream_dtype: torch.dtype | None,
     from_one: bool,
 ) -> list[torch.Tensor]:
-    """Both results and all gradients."""
+    """Return both results and all gradients."""
     scale_dtype = stream_dtype or dtype
     branch = drawn(device, dtype, rows, columns).requires_grad_()
     scale = drawn(device, scale_dtype, columns, seed=2).requires_grad_()
@@ -121,7 +126,7 @@ def norm(
 
 
 def gated_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of less than a block and of more, by both activations."""
+    """Yield gated activations of less than a block and of more, by both activations."""
     sizes = ((1, 8), (5, 100), (3, 2100))
     for (rows, columns), tanh, again in combined(device, dtype, sizes, (False, True), (False, True)):
         given = functools.partial(gate, device, dtype, rows, columns, tanh, again)
@@ -131,7 +136,7 @@ def gated_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def gate(
     device: str, dtype: torch.dtype, rows: int, columns: int, tanh: bool, again: bool
 ) -> list[torch.Tensor]:
-    """The result, and what stands in the place of the product and of the result's gradient."""
+    """Return the result, and the tensors written over the product and over the result's gradient."""
     product = 2 * drawn(device, dtype, rows, 2 * columns)
     of_out = drawn(device, dtype, rows, columns, seed=1)
     out = gated_mlp.activate(product, tanh)
@@ -140,7 +145,8 @@ def gate(
 
 
 def rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of heads in groups and not, of three heads and of heads 2 * 3 wide; with norms and without."""
+    """Yield rotations of heads in groups and not, of three heads and of heads 2 * 3 wide; with norms and
+    without."""
     with patch.object(rotary, "PROGRAMS", 7):
         kinds = (Heads(2, 2, 8), Heads(4, 1, 6), Heads(3, 3, 64))
         for heads, batch, from_one in combined(device, dtype, kinds, (1, 2), (None, False, True)):
@@ -151,8 +157,10 @@ def rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def turn(
     device: str, dtype: torch.dtype, heads: Heads, batch: int, from_one: bool | None
 ) -> list[torch.Tensor]:
-    """What is rotated, and the gradients of the product and of the norms' scales; keys lie otherwise than
-    queries do."""
+    """Return the rotated tensor, and the gradients of the product and of the norms' scales.
+
+    Keys have other strides than queries.
+    """
     length, (queries, keys, width) = 5, heads
     product = drawn(device, dtype, 2 * length, (queries + 2 * keys) * width)
     before = product.clone()
@@ -172,7 +180,7 @@ def turn(
 
 
 def loss_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of less than a block of logits and of more, and of tokens that are ignored."""
+    """Yield losses of less than a block of logits and of more, and of tokens that are ignored."""
     sizes = ((1, 5), (7, 1000), (3, 9001)) if asks_all(device) else ((1, 5), (2, 9001))
     for rows, columns in sizes:
         yield f"loss {rows} x {columns}", functools.partial(lose, device, dtype, rows, columns)
@@ -181,7 +189,7 @@ def loss_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def multiplied(device: str, dtype: torch.dtype, factor: float) -> list[torch.Tensor]:
-    """More elements than a block, whose last one is not full."""
+    """Return the product of more elements than a block, whose last block is not full."""
     values = drawn(device, dtype, 3, 5001)
     by_kernel = cross_entropy.multiply if USES_KERNELS[-1] else cross_entropy.reference_multiply
     by_kernel(values, torch.tensor(factor, device=device))
@@ -189,7 +197,7 @@ def multiplied(device: str, dtype: torch.dtype, factor: float) -> list[torch.Ten
 
 
 def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
-    """The losses, and the gradient in the place of the logits."""
+    """Return the losses, and the gradient that overwrote the logits."""
     logits = 3 * drawn(device, dtype, rows, columns)
     labels = torch.arange(rows, device=device) * 991 % columns
     labels[rows // 2 :: 3] = -100 if rows > 1 else 2
@@ -199,7 +207,7 @@ def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch
 
 
 def compare(device: str) -> bool:
-    """Prints a line for each case, and says whether all are close."""
+    """Print a line for each case, and return True if all are close."""
     close = True
     bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
     for (dtype, bound), cases in itertools.product(
@@ -219,7 +227,8 @@ def compare(device: str) -> bool:
 
 
 def largest_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the numbers of a tensor, each relative to itself and a sixteenth of the largest."""
+    """Return the largest error of a tensor's elements, each relative to itself plus a sixteenth of the
+    largest."""
     assert got.dtype is expected.dtype
     one, other = got.detach().double(), expected.detach().double()
     size = other.abs()
@@ -233,7 +242,7 @@ LLAMA = Heads(32, 8, 64)
 
 
 def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """A name, the bytes that it must move, and what is timed."""
+    """Yield a name, the least bytes to move, and the function to time."""
     given = functools.partial(drawn, "cuda", torch.bfloat16)
     stream, branch, scale = given(TOKENS, HIDDEN), given(TOKENS, HIDDEN, seed=1), given(HIDDEN)
     row = 2 * TOKENS * HIDDEN
@@ -278,7 +287,7 @@ def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """The median of 20 runs."""
+    """Return the median of 20 runs."""
     times = []
     for repeat in range(25):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -291,7 +300,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def time_all() -> None:
-    """A line of JSON for each operation, by the kernel and by plain torch."""
+    """Print a line of JSON for each operation, by the kernel and by plain torch."""
     for name, moved, run in timed_cases():
         line: dict[str, Any] = {"operation": name}
         for way, wanted in (("kernel", True), ("torch", False)):

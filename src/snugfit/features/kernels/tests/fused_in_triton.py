@@ -1,9 +1,10 @@
-"""The kernels of encoders beside plain torch: forward and backward, over odd sizes and dtypes.
+"""The kernels of encoders against plain torch: forward and backward, over odd sizes and dtypes.
 
-Run as a process: with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, on the CPU in its
-interpreter; with the argument `cuda` on a GPU, and with `cuda time` it also says how long they take there, at
-the shapes of BERT-large (4 x 512), as lines of JSON. Without it a line for each case says the largest
-difference, as a share of the largest number; the exit status is 1 where one is too large."""
+Run as a process. With `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, it runs on the CPU
+in Triton's interpreter. With the argument `cuda` it runs on a GPU. With `cuda time` it also prints the times
+there, at the shapes of BERT-large (4 x 512), as lines of JSON. Without `time` it prints a line for each case
+with the largest difference, as a share of the largest number. The exit status is 1 if one is too large.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ from snugfit.features.kernels.operations.joint_linear import joint_linear, lay_s
 from triton_cases import asks_all
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""Of a number's share of the largest: some roundings of results, which programs and torch round once each."""
+"""Allowed error as a share of the largest number: some roundings of results, one in a program and one in
+torch."""
 
 SHAPES = ((1, 1, 8), (3, 43, 33), (1, 3, 1000))
-"""Rows and columns that are and are not multiples of what a program has at hand."""
+"""Rows and columns that are and are not multiples of a program's tile."""
 
 FEW_ROWS = (5, 3, 33)
-"""In the place of many in the interpreter, where a kernel has a few rows at hand: its two programs take turns
-all the same."""
+"""Shape for the interpreter in place of many rows.
+
+There a kernel loads a few rows at a time, so its two programs take turns all the same.
+"""
 
 MORE_SHAPES = (
     (5, 60, 33),
@@ -44,12 +48,12 @@ MORE_SHAPES = (
     (40, 700, 96),
     (1, 2049, 257),
 )
-"""On a GPU alone, since the interpreter is slow; some have more rows than all programs have at hand."""
+"""Shapes for a GPU alone, since the interpreter is slow; some have more rows than all programs' tiles."""
 
 
 @contextlib.contextmanager
 def by_kernel(device: str, *, kernels: bool) -> Iterator[None]:
-    """Within it the kernels compute, on a GPU or in the interpreter, or plain torch does."""
+    """Run the kernels within this context, on a GPU or in the interpreter, or plain torch."""
     with contextlib.ExitStack() as undo:
         for module in (norms, gelus, joins):
             undo.enter_context(patch.object(module, "has_kernel", lambda tensor: kernels))
@@ -75,7 +79,7 @@ def by_kernel(device: str, *, kernels: bool) -> Iterator[None]:
 
 
 def results_of(run: Callable[..., Any], operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """What it gives, and the gradients of its operands under a slope that the operands decide."""
+    """Return the results, and the gradients of the operands under output gradients from a fixed seed."""
     leaves = [None if one is None else one.clone().requires_grad_() for one in operands]
     out = run(*leaves)
     results = list(out) if isinstance(out, tuple) else [out]
@@ -90,7 +94,7 @@ def results_of(run: Callable[..., Any], operands: list[torch.Tensor | None]) -> 
 def check(
     name: str, device: str, dtype: torch.dtype, run: Callable[..., Any], operands: list[torch.Tensor | None]
 ) -> bool:
-    """Prints the largest difference; whether it is small."""
+    """Print the largest difference, and return True if it is small."""
     found = []
     for kernels in (False, True):
         with by_kernel(device, kernels=kernels):
@@ -106,7 +110,7 @@ def check(
 
 
 def norm_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
-    """Residual and norm in the ways that models use them."""
+    """Yield results for residual and norm in the forms that models use."""
     columns = shape[-1]
     seed = torch.tensor([(1 << 61) + 12345], device=device)
 
@@ -147,7 +151,7 @@ def norm_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Itera
 
 
 def join_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
-    """Three gradients as one, and their column sums."""
+    """Yield results for three gradients joined, and their column sums."""
     draw = torch.Generator().manual_seed(7)
     slopes = [torch.randn(shape, generator=draw).to(device, dtype) for _ in range(3)]
     found = []
@@ -171,7 +175,7 @@ def slopes_in_fp32(slopes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gelu_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
-    """Both forms, of numbers that are large too."""
+    """Yield results for both forms, with large numbers too."""
     draw = torch.Generator().manual_seed(6)
     x = (torch.randn(shape, generator=draw) * 3).to(device, dtype)
     x.view(-1)[:2] = torch.tensor([60.0, -60.0])
@@ -185,7 +189,7 @@ def gelu_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Itera
 
 
 def sums_are_those_of_torch(device: str) -> bool:
-    """The second stage of sums, over more rows than a program adds up at once."""
+    """Compare the second stage of sums with torch, over more rows than a program adds up at once."""
     partials = torch.randn((3, 150, 70), generator=torch.Generator().manual_seed(2)).to(device)
     with by_kernel(device, kernels=True):
         found = sums.add_partials(partials, torch.float32)
@@ -195,7 +199,7 @@ def sums_are_those_of_torch(device: str) -> bool:
 
 
 def padded_attention_is_that_under_a_mask() -> bool:
-    """On a GPU: what tokens give, and the gradients, without dropout."""
+    """Compare results at tokens and gradients on a GPU, without dropout."""
     from snugfit.features.kernels import attention
 
     mask = torch.ones((4, 77), dtype=torch.int64, device="cuda")
@@ -227,7 +231,7 @@ def padded_attention_is_that_under_a_mask() -> bool:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """The median of 20 runs, after 5."""
+    """Return the median of 20 runs, after 5."""
     times = []
     for repeat in range(25):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -241,7 +245,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The same kernels in a CUDA graph, without what the host takes to launch them."""
+    """Return a function that replays the same kernels from a CUDA graph, without the host's launch times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -256,7 +260,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 def compare(
     name: str, moved: int, ours: Callable[..., Any], plain: Callable[..., Any], operands: list[Any]
 ) -> None:
-    """Prints the milliseconds of both, forward, and forward with backward."""
+    """Print the milliseconds of both, forward, and forward with backward."""
     said: dict[str, Any] = {"name": name, "bytes": moved}
     for label, run in (("ours", ours), ("torch", plain)):
         slope = torch.randn_like(run(*operands))
@@ -275,7 +279,7 @@ def compare(
 
 
 def time_kernels() -> None:
-    """At the shapes of a layer of BERT-large, 4 x 512 tokens, in bfloat16."""
+    """Time kernels at the shapes of a layer of BERT-large, 4 x 512 tokens, in bfloat16."""
     functional = torch.nn.functional
     rows, wide, size = (4, 512, 1024), (4, 512, 4096), 2
     make = {"device": "cuda", "dtype": torch.bfloat16}
@@ -327,7 +331,7 @@ def time_kernels() -> None:
 
 
 def main() -> int:
-    """All cases on the device that was named; 1 where one is wrong."""
+    """Run all cases on the given device; return 1 if one is wrong."""
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     good = True
     good &= sums_are_those_of_torch(device)

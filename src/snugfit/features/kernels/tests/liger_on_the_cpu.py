@@ -1,8 +1,9 @@
-"""A step with Liger's kernels on the CPU, in Triton's interpreter, beside its rehearsal and the plain model.
+"""A step with Liger's kernels on the CPU, in Triton's interpreter, against its simulation and the plain
+model.
 
 Run as a process with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined. The interpreter of
-Triton 3.7 leaves two things out: numbers that are no whole numbers stay Python's, and functions of CUDA's
-library give nothing. And it holds what it was given in cycles of references, which are collected here.
+Triton 3.7 lacks two things: floats stay Python's, and functions of CUDA's library return nothing. It also
+holds its arguments in cycles of references, which are collected here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CLOSE = 1e-6
 
 
 def complete_the_interpreter() -> None:
-    """Gives it what it leaves out."""
+    """Add the missing conversions and functions to the interpreter."""
     as_it_is = interpreter._implicit_cvt
 
     def with_numbers(argument: Any) -> Any:
@@ -51,7 +52,7 @@ def complete_the_interpreter() -> None:
 
 
 def compare_gradients() -> None:
-    """Those of a small Llama are the plain model's, and none is nothing."""
+    """Check that the gradients of a small Llama are the plain model's, and that none is zero."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -71,7 +72,7 @@ def compare_gradients() -> None:
 
 
 def compare_allocations() -> None:
-    """Those of a real third step are the rehearsal's, in order."""
+    """Check that allocations of a real third step are the simulation's, in order."""
     from aligned import compare, peak
     from cpu_scratch import compared
 

@@ -1,4 +1,4 @@
-"""The technique `fused`: what it goes with, what a rehearsal allocates and launches, and its kernels."""
+"""The technique `fused`: its combinations, a simulation's allocations and launches, and its kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace_of(recipe: str, family: str = "bert") -> Trace:
 
 
 def launches(trace: Trace) -> Counter[tuple[str, str]]:
-    """How often each of our kernels is launched, by name and phase."""
+    """Return the number of launches of each of our kernels, by name and phase."""
     return Counter(
         (kernel.operator.removeprefix(TRITON), kernel.phase)
         for kernel in trace.kernels
@@ -46,14 +46,14 @@ def launches(trace: Trace) -> Counter[tuple[str, str]]:
     )
 
 
-# ---- what it goes with -----------------------------------------------------------------------------------
+# ---- combinations ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("family", "recipe", "says"),
     [
         ("t5", "fused", r"no kernels for t5\. It covers bert, .*vit.*'torch_kernels'"),
-        ("bert", "fused + compiled", r"compiled.* compiles what it would replace"),
+        ("bert", "fused + compiled", r"compiled.* compiles the code that it would replace"),
         ("bert", "fused + eager", r"wants torch's attention, and eager is another"),
         ("bert", "fused + fsdp", "several processes do not share"),
     ],
@@ -86,7 +86,7 @@ def test_a_copy_of_a_model_computes_with_its_own_weights(family: str, way: str) 
     hold_copy(model, way)
 
 
-# ---- a rehearsal -----------------------------------------------------------------------------------------
+# ---- simulation --------------------------------------------------------------------------------------------
 
 
 def test_every_kernel_that_should_run_is_launched() -> None:
@@ -111,8 +111,10 @@ def test_layers_that_are_recomputed_launch_theirs_again() -> None:
 
 
 def test_bytes_are_those_of_what_a_kernel_reads_and_writes() -> None:
-    """The activation reads a product and a bias and writes as much as the product; its backward pass reads
-    two, and writes one and the partial sums of the bias."""
+    """The activation reads a product and a bias and writes as much as the product.
+
+    Its backward pass reads two, and writes one and the partial sums of the bias.
+    """
     job, trace = small_job("bert", LAYERS), trace_of("bf16_pure + fused")
     width = int(job.transformers_config().intermediate_size)
     rows = job.batch_size * job.sequence_length
@@ -131,7 +133,7 @@ def test_it_launches_less_and_keeps_less() -> None:
 
 
 def most_activations(trace: Trace) -> int:
-    """The most bytes of what the last forward pass has made that are alive at once."""
+    """Return the most bytes of tensors from the last forward pass that are alive at once."""
     alive = most = 0
     for event in trace.events:
         block = trace.blocks[abs(event) - 1]
@@ -153,7 +155,7 @@ def test_padded_batches_have_no_mask_and_no_wait() -> None:
 
 @pytest.mark.parametrize("recorded", ["", " + captured"])
 def test_attention_over_padded_rows_computes_what_their_stretches_hold(recorded: str) -> None:
-    """Tokens and padding of a row each for itself, in whole squares of 128, nothing of empty stretches."""
+    """Tokens and padding of a row are separate, in whole squares of 128; empty stretches cost nothing."""
     batch, width = 3, 64
     facts = {"max_position_embeddings": 512}
     job = small_job("bert", 2, facts, batch_size=batch, sequence_length=512, padding=0.25)
@@ -187,7 +189,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kernels_do_what_their_references_do(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The kernels run in Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     told = script_in_triton(Path(__file__).with_name("fused_in_triton.py"), device, tmp_path / "told")

@@ -51,7 +51,7 @@ PARTS = {"Attention", "MLP", "DecoderLayer", "RMSNorm"}
 
 
 def small(family: str, attention: str = "eager") -> Any:
-    """A small model of this family in training, its norms' scales no ones."""
+    """Return a small model of this family in training, with norms' scales other than one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def ids(length: int = 7) -> torch.Tensor:
 
 
 def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and gradients by name."""
+    """Return the logits, and the gradients by name."""
     tokens = ids()
     out = model(input_ids=tokens, labels=tokens, **inputs)
     out.loss.backward()
@@ -77,7 +77,7 @@ def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor
 
 
 def hold(plain: Any, fused: Any, bound: float, **inputs: Any) -> None:
-    """Logits and all gradients are close, and no gradient is nothing."""
+    """Check that logits and all gradients are close, and that no gradient is zero."""
     expected, got = run(plain, **inputs), run(fused, **inputs)
     torch.testing.assert_close(got[0], expected[0], rtol=bound, atol=bound)
     for name, gradient in expected[1].items():
@@ -103,8 +103,10 @@ def test_a_fused_model_is_the_model(family: str) -> None:
 
 
 def hold_errors(plain: Any, *, autocast: bool) -> None:
-    """Gradients in 16 bits are as close to those in 32 as those of the model's own code are, all together:
-    over twelve draws of weights their errors were 0.80 to 0.95 of its, and one draw may be beyond."""
+    """Check the total error of 16-bit gradients against the error of the model's own code.
+
+    Over twelve draws of weights the errors were 0.80 to 0.95 of its own, and one draw may exceed it.
+    """
     exact, fused = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     use_fused(fused)
     _, expected = run(exact)
@@ -188,7 +190,7 @@ def test_where_no_mlp_is_gated_nothing_can_be_computed_again() -> None:
     ("keep", "family"), crossed(["attention", "products", "every_other_product"], ["llama", "qwen3"])
 )
 def test_products_that_are_kept_are_not_changed(family: str, keep: str) -> None:
-    """Selective checkpointing hands a product out again, which is rotated once more."""
+    """Selective checkpointing returns a product again, which is then rotated once more."""
     fused = small(family, "sdpa")
     use_fused(fused)
     again = copy.deepcopy(fused)
@@ -208,7 +210,7 @@ def test_padding_is_masked_as_ever() -> None:
 
 
 def test_where_sequences_end_is_no_encoder_s_business() -> None:
-    """A collator of packed rows says it; sdpa reads the mask, which is causal, and not that."""
+    """A collator of packed rows passes the ends; sdpa reads the causal mask and ignores them."""
     plain = small("llama", "sdpa")
     fused = copy.deepcopy(plain)
     use_fused(fused)
@@ -281,7 +283,7 @@ def test_frozen_weights_get_no_gradients() -> None:
 
 
 def test_weights_lie_together_and_may_be_taken_apart(tmp_path: Path) -> None:
-    """Moved or cast they give the same; saved, each is itself."""
+    """Moved or cast weights give the same results, and each is saved separately."""
     from transformers import AutoModelForCausalLM
 
     fused = small("qwen2")
@@ -305,7 +307,7 @@ def test_weights_lie_together_and_may_be_taken_apart(tmp_path: Path) -> None:
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    """What the MLP kept has become its gradients."""
+    """The gradients have overwritten the MLP's saved tensor."""
     fused = small("llama")
     use_fused(fused)
     loss = fused(input_ids=ids(), labels=ids()).loss
@@ -331,7 +333,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 
 
 def test_without_a_gpu_its_kernels_are_predicted() -> None:
-    """Each is launched as often as there are layers, and moves what it reads and writes."""
+    """Each is launched as often as there are layers, and moves the bytes that it reads and writes."""
     job = small_job("llama", 3, batch_size=2)
     assert predict(job, "bf16_master + adamw_fused + fused", gpu="h200").timing is not None
     trace = rehearse(job, Recipe.parse("bf16_master + adamw_fused + fused").setup(), CudaPolicy())
@@ -351,8 +353,7 @@ def test_without_a_gpu_its_kernels_are_predicted() -> None:
 
 @pytest.mark.parametrize(("family", "by_kernel"), [("llama", True), ("gemma2", False)])
 def test_a_loss_in_chunks_has_a_kernel(family: str, by_kernel: bool) -> None:
-    """One launch a chunk, where the model does no more to its logits than cast them; and no second tensor of
-    their size."""
+    """Each chunk takes one launch if the model only casts its logits, and no second tensor of their size."""
     job = small_job(family, 2, batch_size=4)
     trace = rehearse(job, Recipe.parse("bf16_pure + fused + chunked_loss(tokens=16)").setup(), CudaPolicy())
     launched = Counter(kernel.operator for kernel in trace.kernels)
@@ -365,7 +366,7 @@ def test_a_loss_in_chunks_has_a_kernel(family: str, by_kernel: bool) -> None:
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(
     tokens: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what the kernel does in plain torch; some tokens are ignored."""
+    """Plain torch replaces the kernel, and some tokens are ignored."""
     kernel = cross_entropy.CrossEntropyKernel
     monkeypatch.setattr(kernel, "write_gradient", staticmethod(cross_entropy.reference))
     monkeypatch.setattr(kernel, "multiply", staticmethod(cross_entropy.reference_multiply))
@@ -396,7 +397,7 @@ def test_what_it_keeps_is_less_than_the_model_s_own_code_keeps() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_kernels_do_what_the_references_do(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The kernels run in Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     script_in_triton(Path(__file__).with_name("decoders_in_triton.py"), device, tmp_path / "told")

@@ -41,7 +41,7 @@ DROPOUTS = (
 
 
 def build(family: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Any:
-    """A model, in training, whose weights are all unlike zero and one."""
+    """Return a model in training with weights other than zero and one."""
     from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification
 
     config = AutoConfig.for_model(family, **CONFIGS[family])
@@ -76,7 +76,7 @@ def batch_for(family: str, *, mask: bool = False) -> dict[str, torch.Tensor]:
 def pass_of(
     model: Any, batch: dict[str, torch.Tensor], seed: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The logits and the gradients of one pass."""
+    """Return the logits and the gradients of one pass."""
     model.zero_grad()
     torch.manual_seed(seed)
     out = model(**batch)
@@ -98,7 +98,7 @@ def close(left: Any, right: Any, rtol: float = 1e-9) -> None:
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_outputs_and_gradients_are_those_of_the_model_s_own_code(family: str, mask: bool) -> None:
-    """In 64 bits, and every gradient that is one."""
+    """The comparison is in 64 bits and covers every gradient."""
     model = build(family)
     fused = copy.deepcopy(model)
     use_fused(fused)
@@ -219,7 +219,7 @@ def test_dropout_follows_torch_s_generator(family: str) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_masks_of_the_backward_pass_are_those_of_the_forward_pass(family: str) -> None:
-    """The slope along a direction is that of losses nearby, with one seed."""
+    """The directional derivative matches finite differences of the loss, with one seed."""
     model, batch = fused_with_dropout(family), batch_for(family)
     gradients = pass_of(model, batch, 4)[1]
     weights = dict(model.named_parameters())
@@ -245,7 +245,7 @@ def by_layers(model: Any) -> Any:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_layers_that_are_recomputed_drop_the_same(family: str) -> None:
-    """Also where another pass begins before the backward pass of the first."""
+    """They do so even if another pass begins before the backward pass of the first."""
     batch = batch_for(family)
     model = by_layers(fused_with_dropout(family))
     expected = pass_of(model if family in ("electra", "vit") else fused_with_dropout(family), batch, 6)

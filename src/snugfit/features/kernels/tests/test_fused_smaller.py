@@ -1,4 +1,4 @@
-"""Plans that look for the fewest layers whose product of gate and up is computed again."""
+"""Plans that search for the fewest layers that recompute their product of gate and up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL = "bf16_master + fused + captured + expandable + workers"
 
 
 def deep() -> Job:
-    """Activations are more than all else."""
+    """Return a job whose activations exceed all other memory."""
     return small_job("llama", LAYERS, batch_size=8, sequence_length=2048)
 
 

@@ -1,6 +1,6 @@
-"""Liger's kernels: which models take them, what a rehearsal notes of them, and what stays as it was.
+"""Liger's kernels: the models that support them, their records in a simulation, and the unchanged rest.
 
-Where liger-kernel or Triton is not installed, what needs them is skipped and says so.
+Tests that need liger-kernel or Triton are skipped without it, and give that reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def trace_of(recipe: str, policy: CudaPolicy | None = None) -> Trace:
 
 
 def launches(trace: Trace) -> Counter[tuple[str, str]]:
-    """How often each kernel of Triton's is launched, by name and phase."""
+    """Return the number of launches of each of Triton's kernels, by name and phase."""
     return Counter(
         (kernel.operator.removeprefix(TRITON), kernel.phase)
         for kernel in trace.kernels
@@ -104,7 +104,7 @@ def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: st
     ],
 )
 def test_adapters_of_experts_do_not_go_with_its_code_for_them(recipe: str, fails: bool) -> None:
-    """peft wraps the module whose code Liger exchanges: a drawn run on an H100 died of it."""
+    """peft wraps the module whose code Liger replaces: a random run on an H100 failed for that reason."""
     job, parsed = small_job("mixtral", 2), Recipe.parse(recipe)
     if not fails:
         parsed.check(job, installed=False)
@@ -118,7 +118,7 @@ def test_adapters_of_experts_do_not_go_with_its_code_for_them(recipe: str, fails
     [("mixtral", "liger", True), ("mixtral", "liger(swiglu=false)", False), ("llama", "liger", False)],
 )
 def test_minutes_of_timing_kernels_for_experts_are_said(family: str, recipe: str, said: bool) -> None:
-    """Two drawn runs of a Mixtral on an H200 took so long before their first step."""
+    """Two random runs of a Mixtral on an H200 took minutes before their first step."""
     told = Recipe.parse(recipe).check(small_job(family, 2), installed=False)
     assert any("first step of each process" in line for line in told) == said
 
@@ -153,7 +153,8 @@ def test_the_packaged_table_is_liger_s_own() -> None:
     assert {name: frozenset(parts) for name, parts in packaged.items()} == liger_table.parts_by_model_type()
 
 
-# ---- a rehearsal -------------------------------------------------------------------------------------------
+# ---- simulation
+# ---------------------------------------------------------------------------------------------
 
 
 @installed
@@ -193,7 +194,7 @@ def test_bytes_are_those_of_what_a_kernel_loads_and_stores() -> None:
 
 @installed
 def test_nothing_of_the_process_is_another_afterwards() -> None:
-    """Liger changes names in transformers' files; a model that is rehearsed later has its own code."""
+    """Liger changes names in transformers' files, but a model that is simulated later has its own code."""
     from transformers.models.llama import modeling_llama
 
     before, names = trace_of("bf16"), dict(vars(modeling_llama))
@@ -215,14 +216,18 @@ def test_partial_sums_have_a_row_for_each_multiprocessor() -> None:
 
 @installed
 def test_the_host_waits_where_liger_reads_values() -> None:
-    """It counts the labels, and asks whether the loss was scaled."""
+    """It counts the labels, and checks the scale of the loss."""
     assert trace_of("liger").syncs == trace_of("plain").syncs + 2
 
 
 @installed
 def test_timing_the_kernels_of_experts_takes_a_buffer_in_the_first_step() -> None:
-    """256 MiB, dropped after each of them, once for each of its keys whatever the layers: as the allocator's
-    history of a Mixtral on an H100 has it, where the buffer's segment stayed reserved."""
+    """The buffer has 256 MiB, and is freed after each kernel, once for each of its keys with any number of
+    layers.
+
+    The allocator's history of a Mixtral on an H100 shows the same; there the buffer's segment stayed
+    reserved.
+    """
     policy, recipe = CudaPolicy(), Recipe.parse("liger(fused_linear_cross_entropy=false)").setup()
     counts = []
     for layers in (2, 3):
@@ -245,7 +250,8 @@ def test_compiling_its_kernels_is_part_of_the_start_up() -> None:
     assert more == pytest.approx(len(compiled) * (STARTUP_RATES.triton + STARTUP_RATES.kernel))
 
 
-# ---- what was measured -------------------------------------------------------------------------------------
+# ---- measured runs
+# ------------------------------------------------------------------------------------------
 
 MEASURED = Path(__file__).parents[5] / "results" / "h200-2026-11-23" / "liger" / "runs.json"
 RUNS = [
@@ -254,11 +260,11 @@ RUNS = [
     if are_in_roster(run["recipe"])
 ]
 SECONDS = 0.08
-"""The error allowed of a step that the GPU decides, as a share of what was measured."""
+"""Allowed relative error of a step that the GPU bounds."""
 
 
 def step_of(run: Measurement) -> tuple[Replay, StepSeconds]:
-    """The bytes and the seconds of a measured run, predicted again."""
+    """Return the bytes and the seconds of a measured run, predicted again."""
     gpu, setup = find_gpu(run.device.name or ""), run.recipe.setup()
     trace = rehearse(run.job, setup, policy_for(gpu, Software()))
     seconds = step_seconds(trace, gpu, batch_size=run.job.batch_size, rates=packaged_rates(gpu))
@@ -272,7 +278,7 @@ def with_liger() -> list[Measurement]:
 @installed
 @pytest.mark.parametrize("run", slow_but(with_liger(), 2), ids=lambda run: f"{run.recipe} {run.job.dtype}")
 def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
-    """To the byte; and the seconds, where the GPU decides them."""
+    """Bytes match exactly, and seconds within tolerance where the GPU bounds the step."""
     seen, timing = run.footprint, run.timing
     assert seen is not None
     assert timing is not None
@@ -286,12 +292,14 @@ def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
 
 AGAIN = json.loads((MEASURED.parent / "again.json").read_text(encoding="utf-8"))
 RELATIVE = 0.1
-"""The error allowed of how much longer a step that the host decides takes with Liger than without: their
-prediction and their measurement share a host, but not its moments."""
+"""Allowed error of the ratio of steps with and without Liger that the host bounds.
+
+Prediction and measurement share a host, but not its moments.
+"""
 
 
 def pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """By name, steps of small models with Liger, each with the same without."""
+    """Return steps of small models with Liger, each with the same step without, by name."""
     runs = {(run["job"]["model"]["name"], run["recipe"]): run for run in AGAIN["host"]}
     found = {}
     for (name, recipe), run in runs.items():
@@ -336,7 +344,7 @@ def test_liger_is_faster_or_slower_as_it_was_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.whole
 def test_on_the_cpu_gradients_and_allocations_are_those_of_a_real_step() -> None:
-    """In Triton's interpreter, which a process of its own is told of."""
+    """The step runs in Triton's interpreter, which needs a process of its own."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("liger_on_the_cpu.py"))],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

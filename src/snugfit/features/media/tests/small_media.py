@@ -26,7 +26,7 @@ WHISPER = {
     "decoder_ffn_dim": 32, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 16,
     "vocab_size": 96, "decoder_start_token_id": 5, "bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 0,
 }  # fmt: skip
-"""It hears one second: 50 positions of two frames."""
+"""The model takes one second: 50 positions of two frames."""
 
 
 def pixels(seed: int, *, size: tuple[int, ...] = (12, 10, 3)) -> np.ndarray:
@@ -40,7 +40,7 @@ def picture(file: Path, seed: int = 0, *, mode: str = "RGB", size: tuple[int, in
 
 
 def pets(folder: Path, each: int = 3) -> Path:
-    """`cat/0.png` ... `dog/2.png`, each another picture."""
+    """Write `cat/0.png` ... `dog/2.png`, all different."""
     for number, name in enumerate(("cat", "dog")):
         for count in range(each):
             picture(folder / name / f"{count}.png", 10 * number + count)
@@ -52,7 +52,7 @@ def tone(seconds: float = 0.5, hertz: float = 440.0, *, rate: int = RATE) -> np.
 
 
 def sound(file: Path, heard: np.ndarray | None = None, *, rate: int = RATE, width: int = 2) -> Path:
-    """A PCM .wav of one channel, or of those in (N, C)."""
+    """Write a PCM .wav of one channel, or of those in (N, C)."""
     heard = tone() if heard is None else heard
     file.parent.mkdir(parents=True, exist_ok=True)
     whole = np.round(heard.astype(np.float64) * ((1 << (8 * width - 1)) - 1)).astype(np.int64)
@@ -66,7 +66,7 @@ def sound(file: Path, heard: np.ndarray | None = None, *, rate: int = RATE, widt
 
 
 def vit(folder: Path, **changes: Any) -> Path:
-    """A folder with a model's config and its image processor's."""
+    """Write a folder with a model's config and its image processor's."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "image_processor_type": "ViTImageProcessor",
@@ -81,7 +81,7 @@ def vit(folder: Path, **changes: Any) -> Path:
 
 
 def whisper(folder: Path, **changes: Any) -> Path:
-    """A folder with a model's config, its feature extractor's, and a tokenizer."""
+    """Write a folder with a model's config, its feature extractor's, and a tokenizer."""
     tokenizer("t5").save_pretrained(str(folder))
     settings = {
         "feature_extractor_type": "WhisperFeatureExtractor",

@@ -105,7 +105,8 @@ HEARING: list[tuple[dict[str, Any], Task, dict[str, tuple[int, ...]]]] = [
 def test_models_that_hear_take_thirty_seconds(
     config: dict[str, Any], task: Task, shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """A language model that hears counts the tokens that a sound takes the place of, and refuses others."""
+    """A language model with sound input counts the tokens that a sound replaces, and refuses other
+    numbers."""
     job = job_of(config, task)
     batch = synthetic(job, 2)
     assert {name: tuple(value.shape) for name, value in batch.items()} == shapes

@@ -1,4 +1,4 @@
-"""Pictures: from files, folders, datasets and memory to what the model takes; each mistake with its file."""
+"""Pictures: from files, folders, datasets and memory to the model's input; each error names its file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from snugfit.training.run.run import Data
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model and its image processor."""
+    """Return the folder of a model and its image processor."""
     return vit(tmp_path_factory.mktemp("vit"))
 
 
@@ -53,7 +53,7 @@ def data(source: Any, folder: Path, *, processor: Any = None, like: Data | None 
 
 
 def by_hand(seed: int) -> torch.Tensor:
-    """What the processor is set to make: resized by Pillow, to [0, 1], less 0.5, over 0.25."""
+    """Return a picture processed by hand: resized by Pillow, to [0, 1], less 0.5, over 0.25."""
     small = Image.fromarray(pixels(seed)).resize((SIDE, SIDE), Image.Resampling.BILINEAR)
     return torch.from_numpy((np.asarray(small, dtype=np.float32) / 255 - 0.5) / 0.25).permute(2, 0, 1)
 
@@ -127,7 +127,7 @@ def test_pictures_come_in_the_channels_of_the_model(tmp_path: Path, folder: Path
         file = picture(tmp_path / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}", mode=mode)
         assert made([{"image": file, "label": 0}], folder)[0]["pixel_values"].shape == (3, SIDE, SIDE)
     turned = Image.Exif()
-    turned[0x0112] = 3  # lies on its head
+    turned[0x0112] = 3  # upside down
     Image.fromarray(pixels(0)).rotate(180).save(tmp_path / "turned.png", exif=turned)
     sample = made([{"image": tmp_path / "turned.png", "label": 0}], folder)[0]
     torch.testing.assert_close(sample["pixel_values"], by_hand(0), atol=1e-6, rtol=0)
@@ -168,7 +168,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_broken_picture_is_one_error_with_its_file(
     name: str, workers: int, tmp_path: Path, folder: Path
 ) -> None:
-    """Also out of a worker, whose own error would be its traceback."""
+    """The same holds in a worker process, whose own error would be its traceback."""
     pets(tmp_path / "pets", each=1)
     file = tmp_path / "pets" / "dog" / "broken.png"
     BROKEN[name][0](file)
@@ -262,7 +262,7 @@ def test_pictures_have_no_texts_to_pack_or_lengths(folder: Path) -> None:
 
 
 def test_a_fingerprint_decodes_nothing(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And knows another picture, another label and another processor."""
+    """A change of a picture, a label or the processor changes it."""
     samples = data(pets(tmp_path / "pets"), folder)
     others = [
         data(tmp_path / "pets", folder, processor=vit(tmp_path / "vit", image_mean=[0.5, 0.5, 0.4])),
@@ -326,7 +326,7 @@ def test_pictures_are_trained_on_and_resumed(tmp_path: Path, folder: Path) -> No
 def test_pictures_from_the_command_line(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The processor lies in the model's folder; what was left out of the data is told."""
+    """The processor is in the model's folder, and ignored files of the data are reported."""
     pets(tmp_path / "pets")
     (tmp_path / "pets" / "cat" / "notes.md").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -346,7 +346,7 @@ def test_pictures_from_the_command_line(
 
 @pytest.mark.whole
 def test_samples_in_memory_may_hold_numbers_and_arrays(tmp_path: Path) -> None:
-    """They are trained on as tensors are, bit for bit."""
+    """Training on them equals training on tensors, bit for bit."""
     from snugfit.training.digits import digits, digits_job
 
     tensors = digits()[0][:64]

@@ -1,5 +1,4 @@
-"""Sounds and what is said in them: to what a speech model takes; wrong rates, lengths and files
-are told."""
+"""Sounds and their spoken text as a speech model's input; errors for wrong rates, lengths and files."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ SAID = ("one two", "three")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model that hears one second, its feature extractor and its tokenizer."""
+    """Return the folder of a model of one second's input, its feature extractor and its tokenizer."""
     return whisper(tmp_path_factory.mktemp("whisper"))
 
 
@@ -89,7 +88,7 @@ def _rows(*values: Any, **more: Any) -> list[dict[str, Any]]:
 
 
 def _decoder(heard: np.ndarray) -> Any:
-    """As torchcodec's: (C, N), and its rate."""
+    """Return a decoder like torchcodec's: (C, N), and its rate."""
     found = SimpleNamespace(data=torch.from_numpy(np.stack([heard, heard])), sample_rate=RATE)
     return SimpleNamespace(get_all_samples=lambda: found)
 
@@ -129,7 +128,7 @@ def test_every_width_of_pcm_and_every_number_of_channels(width: int, tmp_path: P
 
 
 def raw() -> SoundPreprocessor:
-    """Of a model that hears sounds as they are, of any length."""
+    """Return the preprocessor of a model with raw sound input of any length."""
     from transformers import Wav2Vec2FeatureExtractor
 
     extractor = Wav2Vec2FeatureExtractor(do_normalize=False, return_attention_mask=True)
@@ -137,7 +136,7 @@ def raw() -> SoundPreprocessor:
 
 
 def test_the_start_token_is_the_models_to_write(tmp_path: Path, folder: Path) -> None:
-    """A tokenizer that writes it (Whisper's) has it taken away, for the model puts it before the labels."""
+    """It is removed if a tokenizer adds it (Whisper's), because the model adds it before the labels."""
     config = {**Model.find(folder).config, "decoder_start_token_id": 2}
     job = replace(
         speech_job(folder, target_length=4), model=Model.from_config(config, name="starts with [CLS]")
@@ -321,7 +320,7 @@ def test_half_weights_hear_in_their_own_dtype(tmp_path: Path, folder: Path) -> N
 def test_a_column_with_a_rate_is_left_to_datasets_where_it_can_hear(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here it cannot, and says so; its error names the row."""
+    """Without torchcodec `datasets` cannot decode it, and the error names the row."""
     import datasets
 
     source = _dataset(tmp_path)

@@ -1,5 +1,7 @@
-"""Activations that wait on the host: the gradients are the same bit for bit, a real step allocates what its
-trace says, memory is used again, and a step is as long as the link makes it."""
+"""Activation offloading leaves the gradients unchanged bit for bit, and a real step allocates as its trace.
+
+Freed memory is used again, and the link bounds the time of a step.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Bytes of each storage that goes to the host, by what goes together."""
+    """Return the bytes of each storage copied to the host, by group of copies."""
     batches: list[list[int]] = []
     send = activation_offload.link_to_host(CPU).__class__.send
 
@@ -75,7 +77,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
-    """Of a model with its dropout, of two micro-batches from one seed, with padding."""
+    """Return the gradients of a model with its dropout, of two micro-batches from one seed, with padding."""
     this = job(family)
     torch.manual_seed(0)
     model = build_model(this, Recipe.parse(recipe).setup(), CPU).train()
@@ -123,7 +125,7 @@ def test_gradients_are_the_same_bit_for_bit(
     assert all(torch.equal(plain[name], travelled[name]) for name in plain)
 
 
-# ---- what travels ----------------------------------------------------------------------------------------
+# ---- offloaded tensors -------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -189,14 +191,14 @@ class SaveInput(torch.autograd.Function):
 def checkpoint(x):
     return SaveInput.apply(torch.empty((0,), requires_grad=True), x).grad_fn
 """
-"""How torch before 2.12 saves the inputs of a checkpoint: through an autograd function of its module."""
+"""The inputs of a checkpoint in torch before 2.12: saved through an autograd function of its module."""
 
 
 @pytest.mark.parametrize("rehearsed", [False, True])
 def test_inputs_of_a_checkpoint_travel_where_functions_are_counted_too(
     rehearsed: bool, sent: list[list[int]]
 ) -> None:
-    """A rehearsal calls autograd functions from a frame of its own."""
+    """A simulation calls autograd functions from a frame of its own."""
     code: dict[str, Any] = {"__name__": activation_offload.CHECKPOINTS, "torch": torch}
     exec(OLDER_CHECKPOINT, code)
 
@@ -286,7 +288,7 @@ def test_what_cannot_be_is_refused() -> None:
         Recipe.parse("host(checkpoints)").check(job("bert"))
 
 
-# ---- rehearsed -------------------------------------------------------------------------------------------
+# ---- simulation --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.whole
@@ -343,7 +345,7 @@ def on_a_gpu(this: Job, recipe: str) -> Trace:
 
 
 def deeper(**facts: Any) -> Job:
-    """BERT of six layers."""
+    """Return a job on BERT of six layers."""
     this = job("bert")
     config = this.model.config | {"num_hidden_layers": 6}
     return replace(this, model=Model.from_config(config, name="bert"), **facts)
@@ -377,7 +379,7 @@ def test_micro_batches_share_the_hosts_memory() -> None:
 
 
 def queue(roles: list[int], seconds: list[float]) -> float:
-    """Of a step whose host takes no time; the moments say the same."""
+    """Return the seconds of a step whose host takes no time, and check them against `queue_moments`."""
     launches = [0.0] * len(roles)
     length = simulate_queue(seconds, launches, (), FREE, roles)
     moments = queue_moments(seconds, launches, (), FREE, roles)
@@ -424,7 +426,7 @@ def test_a_slow_link_makes_the_step_longer_and_is_named() -> None:
 
 
 def test_a_plan_knows_how_long_the_link_takes() -> None:
-    """What it judges is simulated with its copies; a lower bound leaves them out."""
+    """A candidate is simulated with its copies; a lower bound leaves them out."""
     gpu = find_gpu("h200")
     trace = on_a_gpu(deeper(batch_size=64), "bf16 + host(all)")
     slow = replace(gpu, key="no-rates-of-its-own", host_link={"bytes_per_second": 1e9})

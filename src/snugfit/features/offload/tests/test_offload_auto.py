@@ -1,4 +1,4 @@
-"""`auto` sends layers to the host where that is faster than recomputing, or all that fits."""
+"""`auto` offloads layers if that is faster than recomputation, or the only recipe that fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snugfit.techniques.technique import Slot
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 MORE_LAYERS = 8
-"""The first and the last layers keep some of what they save on the device."""
+"""Layers enough for offloading: the first and the last ones leave some saved tensors on the device."""
 REST = "lora(r=4) + bf16"
 HOST = Slot.ACTIVATION_OFFLOAD
 

@@ -1,4 +1,4 @@
-"""What offloading is combined with, and what it refuses."""
+"""Techniques that offloading is combined with, and those that it refuses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Runs with activations on the host that an H200 measured are predicted again: their bytes, to the byte but
-for what the installed transformers lays out anew, their seconds where the link decides, and what starting
-takes."""
+"""Runs with offloaded activations that an H200 measured are predicted again.
+
+Bytes match exactly, except where the installed transformers has another layout. Seconds match where the link
+bounds the step, and start-up memory matches too.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,20 @@ RESERVED_ANEW = {
     "qwen-checkpoints-accelerate-again": 6 * MIB,
     "qwen-chunked-accelerate": -54 * MIB,
 }
-"""Bytes more that are reserved under a transformers later than the measured one, with which the first is
-predicted to the byte. In the three of Qwen3 in chunks autograd's thread held on to some chunks' gradients,
-which it cannot any more: when these died stands in recorded histories, and replayed with that the last two
-are met to the byte under their own transformers, without it 3.4 % too few and 1.4 % too many."""
+"""More reserved bytes under a transformers later than the measured one, under which the first run is exact.
+
+In the three of Qwen3 in chunks, autograd's thread once delayed the release of some chunks' gradients, and no
+longer does. Recorded histories contain the times of these releases. Replayed with them, the last two match to
+the byte under their own transformers. Without them they are 3.4 % too low and 1.4 % too high.
+"""
 FIRST_CONTEXT = 551_092_224
-"""What NVML counted of a context that had done nothing, in the process that the constants were read in; in
-others it was up to 3.25 MiB more."""
+"""NVML bytes of an idle context, in the process that measured the constants; elsewhere up to 3.25 MiB
+more."""
 
 
 @cache
 def pair(name: str) -> tuple[Prediction, Measurement]:
-    """A run predicted, and as measured."""
+    """Return the prediction and the measurement of a run."""
     measured = Measurement.from_json(json.loads((RUNS / name / "measurement.json").read_text()))
     return predict(measured.job, measured.recipe, gpu="h200", loop=measured.loop), measured
 

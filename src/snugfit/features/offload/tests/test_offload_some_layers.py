@@ -1,5 +1,7 @@
-"""Activations of the first k layers on the host: gradients bit for bit, which tensors travel and when, bytes
-and copies between none and all, and each front-end."""
+"""Offloading the first k layers: gradients bit for bit, copied tensors and their times, and each front-end.
+
+Bytes and copies are between those of none and of all layers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ LAYERS = 6
 
 @pytest.fixture(autouse=True)
 def small_tensors_travel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of plans are large."""
+    """Offload small tensors too, except in tests of plans, whose tensors are large."""
     if request.node.get_closest_marker("stored_rehearsals"):
         return
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1024)
@@ -53,7 +55,7 @@ def small_tensors_travel(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Bytes of each storage that goes to the host, by what goes together."""
+    """Return the bytes of each storage copied to the host, by group of copies."""
     batches: list[list[int]] = []
     link = activation_offload.link_to_host(torch.device("cpu")).__class__
     send = link.send
@@ -110,7 +112,7 @@ def test_a_span_of_layers_belongs_to_its_last_one(sent: list[list[int]]) -> None
     assert not sent
 
 
-# ---- what travels, and when --------------------------------------------------------------------------------
+# ---- offloaded tensors, and times of their copies ----------------------------------------------------------
 
 
 def on_the_device() -> int:
@@ -139,7 +141,8 @@ def test_the_first_layers_send_what_they_save_and_all_of_it_leaves(sent: list[li
 def test_they_come_back_as_early_as_there_is_room(
     depth: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers: the second begins to come back when the last layer is done, whose memory it may have."""
+    """With two offloaded layers, the second one's fetch starts when the last layer is done and frees its
+    memory."""
     model = Stack(depth)
     offload_activations(model, OffloadWish(what="all", first=2))
     events: list[str] = []
@@ -164,8 +167,11 @@ def test_they_come_back_as_early_as_there_is_room(
 
 
 def test_a_copy_has_as_long_as_there_is_room() -> None:
-    """With one layer of six on the host no more is live than if its copy were awaited at once, and a link at
-    which a copy takes as long as three layers does not make the step longer; computing it again does."""
+    """Offloading one layer of six raises the peak no further than awaiting its copy at once.
+
+    A link on which a copy takes as long as three layers does not make the step longer. Recomputing the layer
+    does.
+    """
     this, gpu = small_job("llama", LAYERS, batch_size=16, sequence_length=8192), find_gpu("h200")
     plain, early = on_a_gpu(this, "bf16"), on_a_gpu(this, "bf16 + host(all, layers=1)")
     again = on_a_gpu(this, "bf16 + first_layers(1)")
@@ -191,7 +197,7 @@ def _leave_at_once(self: activation_offload.Window) -> None:
 
 
 def test_a_stack_may_run_several_times(sent: list[list[int]]) -> None:
-    """As in models whose layers go round."""
+    """Models that loop over their layers do so."""
     model, plain = Stack(5), Stack(5)
     plain.load_state_dict(model.state_dict())
     offload_activations(model, OffloadWish(what="all", first=2))
@@ -215,11 +221,12 @@ def test_the_wish_goes_through_json() -> None:
         Recipe.parse("host(all, layers=0)")
 
 
-# ---- rehearsed ---------------------------------------------------------------------------------------------
+# ---- simulation
+# ---------------------------------------------------------------------------------------------
 
 
 def deep(family: str) -> Job:
-    """Activations are more than all else."""
+    """Return a job whose activations exceed all other memory."""
     return small_job(family, LAYERS, batch_size=32, sequence_length=256)
 
 
@@ -321,7 +328,7 @@ KEEP = (
 
 
 def planned(memory: int, more: str) -> Recipe:
-    """The answer, held to what a prediction of it says."""
+    """Return the planned recipe after checks against its own prediction."""
     this = small_job("llama", DEPTH, batch_size=16, sequence_length=8192)
     found = plan(this, gpu="h200", memory_bytes=memory, keep=f"{KEEP} + {more}", workers=1)
     assert found.best is not None
@@ -343,7 +350,7 @@ OF = "lora(r=4) + bf16 + adamw_fused"
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for all layers but one, whose copy is done beside the others."""
+    """The memory suffices for all layers but one, whose copy overlaps the others."""
     memory = needed(f"{OF} + host(all, layers=1)")
     recipe = planned(memory, "default")
     wish = recipe.setup().activation_offload

@@ -1,4 +1,5 @@
-"""APOLLO: columns are scaled as AdamW scales them, in a space of a few rows; rehearsed as it runs."""
+"""APOLLO: columns are scaled as AdamW scales them, in a space of a few rows, and a simulation matches a
+run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def seeded() -> None:
 
 
 def updates_of(gradients: list[torch.Tensor], rank: int, beta: float = 0.9) -> list[torch.Tensor]:
-    """What each step takes from a matrix, in learning rates."""
+    """Return the decrease of a zero matrix in each step, in units of the learning rate."""
     weight = torch.nn.Parameter(torch.zeros_like(gradients[0]))
     optimizer = ApolloWithAdamW([weight], **{**NUMBERS, "betas": (beta, 0.999)}, rank=rank, renew=2)
     taken = []
@@ -39,7 +40,7 @@ def updates_of(gradients: list[torch.Tensor], rank: int, beta: float = 0.9) -> l
 @pytest.mark.whole
 @pytest.mark.parametrize("shape", [(400, 600), (600, 400)])
 def test_an_update_is_the_gradient_with_columns_as_long_as_adamw_s(shape: tuple[int, int]) -> None:
-    """Of the longer side; to a tenth, with a projection of 128 rows."""
+    """Columns are those along the longer side. The tolerance is a tenth, with a projection of 128 rows."""
     long = shape.index(max(shape))
     sizes = torch.logspace(-3, 3, max(shape))
     gradient = torch.randn(shape) * (sizes if long == 1 else sizes[:, None])

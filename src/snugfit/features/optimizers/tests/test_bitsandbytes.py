@@ -61,7 +61,7 @@ def test_adamw_8bit_waits_for_the_device_after_each_parameter() -> None:
 
 @pytest.mark.parametrize("bits", [32, 8])
 def test_paged_states_are_no_part_of_a_gpu_s_trace_and_are_told(bits: int) -> None:
-    """On a CPU bitsandbytes makes ordinary ones of them."""
+    """On a CPU bitsandbytes creates ordinary states instead."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     job = small_job("bert", layers=1, facts={"hidden_size": 320, "intermediate_size": 320})
     large = 4 * 320 * 320  # attention's four matrices have 102,400 elements each
@@ -104,7 +104,7 @@ def states(trace: Any) -> int:
 
 @pytest.mark.whole
 def test_adamw_8bit_leaves_nothing_behind() -> None:
-    """Overrides of one run do not reach the next, and a rehearsal's none of the process's own."""
+    """Overrides of one run do not reach the next, and those of a simulation do not reach the process."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from bitsandbytes.optim import GlobalOptimManager
 

@@ -1,5 +1,7 @@
-"""AdamW with moments of 4 bits: each is kept as the nearest of sixteen values, the update is torch's, and it
-is rehearsed as it runs."""
+"""AdamW with 4-bit moments stores each as the nearest of sixteen values and applies torch's update.
+
+Its simulation matches a run.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_each_number_is_kept_as_the_nearest_value_of_its_block(values: tuple[flo
 
 
 def test_nothing_stays_nothing() -> None:
-    """Also before the first step, when codes and scales are zeros."""
+    """This holds before the first step too, when codes and scales are zeros."""
     for values in (SIGNED, UNSIGNED):
         tables = tables_of(values, CPU)
         codes, scales = pack(torch.zeros(2 * BLOCK), tables.borders)
@@ -58,8 +60,11 @@ def test_nothing_stays_nothing() -> None:
 
 
 def of_many_shapes() -> list[torch.nn.Parameter]:
-    """Packed ones, also transposed, with rows that end within a block, and of more rows than are updated at
-    once; and small ones, which keep 32 bits."""
+    """Return parameters that are packed in 4 bits, and small ones that stay in 32 bits.
+
+    Packed ones include a transposed one, rows that end within a block, and more rows than are updated at
+    once.
+    """
     draw = torch.Generator().manual_seed(7)
     shapes = ((64, 128), (33, 384), (512, 20), (3, 32, 64, 2), (100,), ())
     made = [torch.randn(size, generator=draw) for size in shapes]

@@ -1,4 +1,5 @@
-"""GaLore: AdamW on projected gradients, as the authors' package computes it; rehearsed as it runs."""
+"""GaLore: AdamW on projected gradients, as the authors' package computes it, and a simulation matches a
+run."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def seeded() -> None:
 
 
 def stepped(gradients: list[torch.Tensor], rank: int, renew: int = 2, side: str = "std") -> Any:
-    """A matrix and its optimizer, after a step by each gradient."""
+    """Return a matrix and its optimizer, after a step by each gradient."""
     weight = torch.nn.Parameter(torch.ones_like(gradients[0]))
     optimizer = GaloreWithAdamW([weight], **NUMBERS, rank=rank, renew=renew, side=side)
     for gradient in gradients:
@@ -48,8 +49,10 @@ def stepped(gradients: list[torch.Tensor], rank: int, renew: int = 2, side: str 
 
 
 def by_the_paper(gradients: list[torch.Tensor], rank: int, renew: int, side: str) -> torch.Tensor:
-    """Algorithm 2 in fp64, with torch's own AdamW of the projection; its P and Q are fp32's, for the signs of
-    singular vectors are a library's choice."""
+    """Return the weight after algorithm 2 in fp64, with torch's own AdamW on the projection.
+
+    P and Q are computed in fp32, because the signs of singular vectors depend on the library.
+    """
     rows, columns = gradients[0].shape
     weight = torch.ones(rows, columns, dtype=torch.float64)
     named = {
@@ -98,7 +101,7 @@ def test_an_update_is_of_the_rank_and_the_singular_vectors_are_found_anew_in_tim
 @pytest.mark.parametrize("rank", [1, 7])
 @pytest.mark.parametrize("side", SIDES)
 def test_a_state_holds_no_more_than_the_rank(side: str, rank: int) -> None:
-    """Of a matrix's singular vectors a slice would hold them all."""
+    """A slice of a matrix's singular vectors would keep all of them alive."""
     _, state = stepped([torch.randn(40, 60)], rank, side=side)
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     assert all(one.untyped_storage().nbytes() == one.nbytes for one in tensors)

@@ -1,5 +1,7 @@
-"""AdamW on the host: the numbers are those of torch's fused AdamW on the CPU, its states are the host's, and
-a rehearsal knows what travels, what the host computes, and what it holds."""
+"""AdamW on the host matches torch's fused AdamW on the CPU, and its states are in host memory.
+
+A simulation includes the copies, the host's computation and the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ H200 = find_gpu("h200")
 
 
 def weights() -> list[torch.nn.Parameter]:
-    """Of many sizes and layouts: a transposed one, channels last, one that is empty, in two dtypes."""
+    """Return weights of many sizes and layouts: transposed, channels last, empty, and in two dtypes."""
     generator = torch.Generator().manual_seed(7)
     made = [torch.randn(size, generator=generator) for size in ((33, 20), (1000,), (3, 4, 5, 6), (), (0, 3))]
     made[0] = made[0].t()
@@ -44,7 +46,7 @@ def weights() -> list[torch.nn.Parameter]:
 
 
 def step_both(ours: Any, theirs: Any, seed: int) -> None:
-    """The same gradients for two optimizers, and a step of each."""
+    """Step both optimizers with the same gradients."""
     generator = torch.Generator().manual_seed(seed)
     pairs = zip(*(one.param_groups[0]["params"] for one in (ours, theirs)), strict=True)
     for left, right in pairs:
@@ -81,7 +83,7 @@ def test_weights_larger_than_what_is_staged_go_in_parts(monkeypatch: pytest.Monk
 
 @pytest.mark.whole
 def test_states_that_a_library_laid_out_anew_go_on() -> None:
-    """As after `load_state_dict`, or from a checkpoint that keeps no strides."""
+    """`load_state_dict` and checkpoints without strides leave such states."""
     ours, theirs = AdamWOnHost(weights()), torch.optim.AdamW(weights(), fused=True)
     step_both(ours, theirs, 0)
     for state in ours.state.values():
@@ -103,7 +105,7 @@ def test_what_cannot_be_is_refused() -> None:
         AdamWOnHost(sparse.parameters()).step()
 
 
-# ---- rehearsed -------------------------------------------------------------------------------------------
+# ---- simulation -------------------------------------------------------------------------------------------
 
 
 def trace_of(recipe: str, **changes: Any) -> Trace:
@@ -169,8 +171,10 @@ def test_a_plan_takes_it_only_where_it_is_kept() -> None:
 
 MEASURED = Path(__file__).parents[5] / "results" / "h200-2026-11-23" / "host-adamw"
 WITHIN = {"llama-every-layer": 0.02, "gpt2-accelerate": 0.02, "bert-micro-batches": 0.13}
-"""The error allowed of a measured step, as a share of it; the last one's passes are the host's too, which
-took 0.9 of what is predicted."""
+"""Allowed relative error of a measured step.
+
+In the last run the passes ran on the host too, and took 0.9 of the predicted time.
+"""
 
 
 @pytest.mark.parametrize("name", slow_but(list(WITHIN), 1))

@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer: who updates what, and that each does what torch's own does alone."""
+"""Muon and AdamW as one optimizer: their shares of the parameters, each with the updates of torch's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def muons(model: torch.nn.Module) -> set[str]:
-    """The names of what Muon updates."""
+    """Return the names of the parameters that Muon updates."""
     leave_to_adamw(model)
     names = {weight: name for name, weight in model.named_parameters()}
     [group] = MuonWithAdamW(model.parameters()).param_groups

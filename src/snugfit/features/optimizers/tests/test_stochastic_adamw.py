@@ -1,5 +1,8 @@
-"""AdamW that rounds weights of bfloat16 by chance: right on average where rounding to the nearest stands
-still, torch's AdamW otherwise, and rehearsed as it runs."""
+"""AdamW with stochastic rounding of bfloat16 weights is right on average, where nearest rounding makes no
+progress.
+
+Otherwise it equals torch's AdamW, and its simulation matches a run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tiers import crossed, slow_but
 
 RECIPE = "bf16_pure + adamw_stochastic"
 GAP = 2.0**-7
-"""Between neighbours of bfloat16 from 1 to 2."""
+"""Distance of neighbours of bfloat16 between 1 and 2."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +55,7 @@ def test_what_bfloat16_has_stays_what_it_is() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
 def test_no_weight_that_is_not_a_number_becomes_one(bits: int) -> None:
-    """CUDA's has all bits set, to which nothing can be added."""
+    """CUDA's NaN has all bits set, so that an addition would overflow."""
     weight = torch.nn.Parameter(torch.ones(500, dtype=torch.bfloat16))
     weight.grad = torch.full((500,), bits >> 16, dtype=torch.int16).view(torch.bfloat16)
     optimizer = StochasticAdamW([weight])
@@ -63,7 +66,7 @@ def test_no_weight_that_is_not_a_number_becomes_one(bits: int) -> None:
 
 
 def moved(kind: type[torch.optim.Optimizer], dtype: torch.dtype, *, steps: int = 200) -> torch.Tensor:
-    """Weights that began at 1, after steps of 1/10,000 each in one direction."""
+    """Return weights that began at 1, after steps of 1/10,000 each in one direction."""
     weight = torch.nn.Parameter(torch.ones(4096, dtype=dtype))
     optimizer = kind([weight], lr=1e-4, weight_decay=0.0)  # type: ignore[call-arg]
     draw = torch.Generator().manual_seed(1)
@@ -83,7 +86,7 @@ def test_small_updates_move_weights_as_they_do_in_32_bits() -> None:
 
 @pytest.mark.whole
 def test_the_second_moment_follows_gradients_that_fall() -> None:
-    """By a thousandth of itself in each step, which bfloat16 cannot hold to the nearest."""
+    """Each step shrinks the moment by a thousandth, which bfloat16 cannot represent with nearest rounding."""
     held = {}
     for kind in (StochasticAdamW, torch.optim.AdamW):
         weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
@@ -100,7 +103,7 @@ def test_the_second_moment_follows_gradients_that_fall() -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 def test_digits_are_learned_at_a_small_rate_as_in_32_bits(tmp_path: Path) -> None:
-    """Where weights of bfloat16 that are rounded to the nearest learn half of it."""
+    """Weights of bfloat16 with nearest rounding learn half as much."""
     train, test = digits()
     losses = {}
     for recipe in ("plain", "bf16_pure", RECIPE):
@@ -116,7 +119,7 @@ def test_digits_are_learned_at_a_small_rate_as_in_32_bits(tmp_path: Path) -> Non
 
 
 def of_many_shapes(dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Also transposed, channels last, of one number, and empty."""
+    """Return parameters of many layouts: transposed, channels last, of one number, and empty."""
     draw = torch.Generator().manual_seed(7)
     made = [torch.randn(size, generator=draw) for size in ((33, 20), (1000,), (3, 4, 5, 6), (), (0, 3))]
     made[0], made[2] = made[0].t(), made[2].to(memory_format=torch.channels_last)
@@ -167,7 +170,8 @@ def test_no_numbers_are_updated_without_a_gradient() -> None:
         optimizer.step(lambda: None)
 
 
-# ---- rehearsed, planned, refused -------------------------------------------------------------------------
+# ---- simulated, planned, refused
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.whole

@@ -1,12 +1,14 @@
 """APOLLO, written from its paper (Zhu et al., arXiv 2412.05270): gradients scaled as AdamW would, on average.
 
-What AdamW does to a matrix's gradient is mostly a factor for each of its columns (or rows, the longer side).
-APOLLO finds these factors in a small space: a fixed random projection of the gradient onto `rank` rows has
-AdamW's moments, and how much longer AdamW's update of it is in each column than the projection itself is the
-factor of that column. Such an update is shorter than AdamW's by the root of rank over rows, which is put
-right here, so that a learning rate that suits AdamW suits both. The projection is drawn anew every `renew`
-steps, from the device's own generator; until then it is a state, so that a checkpoint holds it. An update
-may be longer than the last one by `GROWTH` at most (section 4).
+AdamW's change to a matrix's gradient is mostly a factor for each of its columns (or rows, the longer side).
+APOLLO finds these factors in a small space. It projects the gradient onto `rank` rows with a fixed random
+matrix, and keeps AdamW's moments of the projection. The factor of a column is the norm of AdamW's update of
+the projection, divided by the norm of the projection itself. Such an update is shorter than AdamW's by
+sqrt(rank / rows). This module corrects for that, so that a learning rate that suits AdamW suits both.
+
+The projection is drawn again every `renew` steps, from the device's own generator. Until then it is a state,
+so that a checkpoint contains it. The norm of an update may exceed the last one by a factor of `GROWTH` at
+most (section 4).
 
 Nothing of the authors' package, whose licence forbids commercial use, was read.
 """
@@ -21,10 +23,10 @@ import torch
 from snugfit.features.optimizers.updates.matrices import ProjectedAndAdamW, adamw_direction
 
 GROWTH = 1.01
-"""How many times as long as the last one an update may be."""
+"""Largest allowed ratio of an update's norm to the norm of the last one."""
 
 SMALLEST = 1e-30
-"""Added to lengths that are divided by."""
+"""Addend of divisors, so that none is zero."""
 
 
 class ApolloWithAdamW(ProjectedAndAdamW):
@@ -57,7 +59,8 @@ class ApolloWithAdamW(ProjectedAndAdamW):
 def _column_factors(
     small: torch.Tensor, state: dict[str, Any], group: dict[str, Any], short: int
 ) -> torch.Tensor:
-    """How much longer AdamW's update of a projection is than itself, column by column."""
+    """Return the ratio of the norm of AdamW's update of a projection to that of the projection, for each
+    column."""
     update = adamw_direction(small, state, group)
     lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
     factors: torch.Tensor = lengths[0].div_(lengths[1].add_(SMALLEST))

@@ -1,25 +1,26 @@
-"""What the optimizers of bitsandbytes share: states in 8 bits, paged ones, and a step on shapes.
+"""Shared parts of bitsandbytes' optimizers: states in 8 bits, paged states, and a step on meta tensors.
 
-State in 8 bits: a byte an element and 4 bytes a block of 256, for each moment; parameters of fewer than 4,096
+State in 8 bits: a byte an element and 4 bytes a block of 256, for each moment. Parameters of fewer than 4,096
 elements (biases, norms) keep 32 bits. One code book of 1 KiB for each moment is shared by all. Embedding
-tables may keep 32 bits, because their gradients are sparse and uneven and 8 bits make them unstable (Dettmers
-et al., section 2.3, who change the layer itself); the HF Trainer does it for every `nn.Embedding`.
+tables may keep 32 bits: their gradients are sparse and uneven, and 8 bits make them unstable. (Dettmers et
+al., section 2.3, change the layer itself.) The HF Trainer does it for every `nn.Embedding`.
 
-bitsandbytes holds such overrides in one global manager by the *position* of a parameter in its optimizer, and
-never forgets them: an earlier model's would change a later one's states in the same process. It also holds
-the embedding tables themselves, whose weights and gradients would stay on the GPU when training is over. So
-`keep_embeddings` gives each run a manager of its own, leaves the earlier one to the optimizers that hold it,
-and lets go of its own when the model is gone. The list of paged tensors goes the same way.
+bitsandbytes stores such overrides in one global manager, by the *position* of a parameter in its optimizer,
+and never removes them. An earlier model's overrides would change a later one's states in the same process.
+The manager also references the embedding tables, so their weights and gradients would stay on the GPU after
+training. So `keep_embeddings` gives each run a manager of its own. The earlier manager stays with the
+optimizers that reference it, and the new one is released with its model. The list of paged tensors is treated
+in the same way.
 
-Paged states are in memory that the driver moves between host and GPU (`cudaMallocManaged`), a page at a time:
-it stays on the GPU while there is room, and goes to the host when torch's allocator asks for that room. To
+Paged states are in memory that the driver moves between host and GPU (`cudaMallocManaged`), a page at a time.
+A page stays on the GPU while there is room, and moves to the host when torch's allocator needs that room. To
 torch it is a tensor of the host. Parameters of fewer than 100,000 elements have ordinary states.
 
-On shapes: bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is
-ordinary torch, so it runs on meta tensors unchanged and allocates the same tensors in the same order
-(`tests/test_bitsandbytes.py` compares it with a real step). `shapes` only leaves the manager of the user's
-process as it was, and waits for the device after each parameter: bitsandbytes itself does so on CUDA and XPU
-only.
+bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is ordinary
+torch. So it runs on meta tensors unchanged and allocates the same tensors in the same order.
+`tests/test_bitsandbytes.py` compares it with a real step. `shapes` only leaves the manager of the user's
+process unchanged, and synchronizes the device after each parameter. bitsandbytes itself does so on CUDA and
+XPU only.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def paged_bytes() -> int:
 
 
 def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
-    """Sets the width of the embedding tables' moments, for the optimizer that is made next."""
+    """Set the width of the embedding tables' moments, for the next optimizer."""
     import torch
 
     managers, pages = _managers(), _page_managers()
@@ -61,8 +62,10 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
 
 def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
-    """Move the restored moments of a weight into pages where they were in pages before: torch takes these for
-    tensors of the host, which a kernel could not reach."""
+    """Move the restored moments of a weight into pages where they were in pages before.
+
+    torch restores them as tensors of the host, which a kernel could not reach.
+    """
     import torch
 
     if not getattr(optimizer, "is_paged", False) or weight.device.type != "cuda":
@@ -100,8 +103,11 @@ def _let_go(kind: Any, instance: Any) -> None:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Within it, bitsandbytes has managers of its own, its step waits for a `meta` device as for a GPU, and
-    paged states are in memory that no trace holds, if it is `on_gpu`."""
+    """Simulate bitsandbytes' step on meta tensors within this context.
+
+    bitsandbytes has managers of its own, and its step synchronizes a `meta` device like a GPU. With `on_gpu`,
+    paged states are in memory that no trace counts.
+    """
     from unittest.mock import patch
 
     managers = _managers()
@@ -123,7 +129,7 @@ def shapes(*, on_gpu: bool = True) -> Iterator[None]:
 
 
 def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of memory that torch's allocator does not hand out: no mode hears that it is made."""
+    """Create a tensor outside torch's allocator: its creation is hidden from every dispatch mode."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -140,14 +146,14 @@ def _prefetch(page: torch.Tensor) -> None:
 
 
 def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What bitsandbytes makes in its place where there is no GPU."""
+    """Return the ordinary tensor of zeros that bitsandbytes creates without a GPU."""
     import torch
 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Waits for a tensor's device by reading one of its numbers, which is a wait that a trace counts."""
+    """Wait for a tensor's device by reading one of its numbers, because a trace counts such a wait."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # a real wait makes no views
@@ -156,7 +162,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def _page_managers() -> Any:
-    """The class of what lists all paged tensors of a process."""
+    """Return the class that lists all paged tensors of a process."""
     with no_hub_kernels():
         from bitsandbytes.functional import GlobalPageManager
 
@@ -164,7 +170,7 @@ def _page_managers() -> Any:
 
 
 def _managers() -> Any:
-    """bitsandbytes' manager class, which keeps its only object in `_instance`."""
+    """Return bitsandbytes' manager class, which stores its only object in `_instance`."""
     with no_hub_kernels():
         from bitsandbytes.optim import GlobalOptimManager
 

@@ -1,10 +1,10 @@
 """AdamW whose moments are 4-bit numbers, in blocks of 128 that share one scale.
 
-The first moment's sixteen values are Dettmers' dynamic ones (arXiv 2110.02861, section 1.3), which lie closer
-together near zero; the second one's are even and without zero, which it divides by (Li et al., arXiv
-2309.01507, sections 3 and 4). A value is kept as the nearest of them, as a share of the largest of its block;
-two share a byte. So a moment of a weight takes half a byte an element and 4 bytes a block. Weights of fewer
-than `LEAST` elements, and those that blocks do not divide, keep 32 bits.
+The first moment's sixteen values are Dettmers' dynamic ones (arXiv 2110.02861, section 1.3), which are denser
+near zero. The second moment's values are evenly spaced. They exclude zero, because it is a divisor (Li et
+al., arXiv 2309.01507, sections 3 and 4). A moment is divided by the largest of its block and rounded to the
+nearest value. Two share a byte. So a moment of a weight takes half a byte an element and 4 bytes a block.
+Weights of fewer than `LEAST` elements, and those that blocks do not divide, keep 32 bits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LEAST = 4096
 """Elements of a weight from which its moments have 4 bits; bitsandbytes' 8-bit ones have the same."""
 
 SMALLEST = 1e-30
-"""Stands for the scale of a block of zeros."""
+"""Scale of a block of zeros."""
 
 NEGATIVE = (-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055)
 SIGNED = (*NEGATIVE, 0.0, *(-value for value in reversed(NEGATIVE)), 1.0)
-"""The dynamic values of 4 bits: a sign, zeros that tell the power of ten, a fraction of it."""
+"""Dynamic values of 4 bits: a sign, zeros that encode the power of ten, and a fraction of that power."""
 
 UNSIGNED = tuple(step / 16 for step in range(1, 17))
 
@@ -36,12 +36,12 @@ MOMENTS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
 
 class CodeTables(NamedTuple):
-    """What numbers of 4 bits stand for, on a device."""
+    """Values of the 4-bit codes, on a device."""
 
     pairs: torch.Tensor
     """The two values of each byte (256, 2)."""
     borders: torch.Tensor
-    """Halfway between neighbours (15)."""
+    """Midpoints between neighbouring values (15)."""
 
 
 class FourBitAdamW(AdamWInPieces):
@@ -50,7 +50,7 @@ class FourBitAdamW(AdamWInPieces):
     numbers_in_a_block = BLOCK
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Makes codes of zeros, or zeros in 32 bits."""
+        """Return codes of zeros, or zeros in 32 bits."""
         if weight.numel() < LEAST or weight.numel() % BLOCK:
             return {
                 name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -104,7 +104,10 @@ def _scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
-    """The tables of sixteen values, which ascend; filled in on the device, so that it waits for no copy."""
+    """Return the tables of sixteen ascending values.
+
+    They are filled on the device, so that it waits for no copy.
+    """
     known = torch.empty(len(values), device=device)
     for value, number in zip(values, known, strict=True):
         number.fill_(value)
@@ -114,7 +117,7 @@ def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
 
 
 def pack(exact: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, two in a byte, and a scale for each block."""
+    """Return codes, two in a byte, and a scale for each block."""
     blocks = exact.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_(min=SMALLEST)
     nearest = torch.bucketize(blocks / scales[:, None], borders, out_int32=True).view(-1, 2)
@@ -122,6 +125,6 @@ def pack(exact: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def unpack(codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """The numbers in 32 bits that these codes and scales stand for."""
+    """Return the fp32 numbers for packed 4-bit codes and the scales of their blocks."""
     values = torch.index_select(pairs, 0, codes.int()).view(-1, BLOCK)
     return values.mul_(scales[:, None]).view(-1)

@@ -1,24 +1,24 @@
 """GaLore, written from its paper (Zhao et al., arXiv 2403.03507, algorithm 2): AdamW in a small space.
 
-A matrix's gradient is projected onto the `rank` singular vectors that hold most of it, AdamW works on the
-projection, and what it would take is projected back and `scale` times as large:
+A matrix's gradient is projected onto the `rank` singular vectors that capture most of it. AdamW runs on the
+projection. Its update is projected back and multiplied by `scale`:
 
     R = P' G                  (r x n)  for a gradient G (m x n) with m <= n, R = G Q' (m x r) else
     W <- W - lr * scale * P AdamW(R)
 
-`side` says which singular vectors: `std` those of the shorter side, `reverse_std` of the longer one, `left`
-and `right` P (m x r) and Q (r x n) of every matrix, `full` both, so that R is r x r. They are found by a
-singular value decomposition in the first step and every `renew` steps; until then they are a state, so that
-a checkpoint holds them.
+`side` selects the singular vectors. `std` takes those of the shorter side, `reverse_std` those of the longer
+one. `left` and `right` take P (m x r) and Q (r x n) of every matrix. `full` takes both, so that R is r x r.
+They come from a singular value decomposition in the first step and every `renew` steps. Until then they are a
+state, so that a checkpoint contains them.
 
-The authors' package galore-torch is not used: it had one release (1.0, March 2024) and no change since
-September 2024, keeps Python objects in its state, which no checkpoint that is safe to load contains, and
-with weights in fp32 keeps all singular vectors alive where it uses the first `rank` of them: slices of a
-matrix hold the whole. Here each is copied out, and the decomposition's results are gone after the step.
+The authors' package galore-torch is not used. It had one release (1.0, March 2024) and no change since
+September 2024. It stores Python objects in its state, which no checkpoint that is safe to load contains. With
+weights in fp32 it uses the first `rank` singular vectors but keeps all of them alive, because slices share
+the matrix's storage. Here each slice is copied, and the decomposition's results are freed after the step.
 
-On a GPU torch hands the decomposition to cuSOLVER (`gesvdj`, and `gesvd` where that does not converge;
-`svd_cusolver` in `native/cuda/linalg/BatchLinearAlgebraLib.cpp`). It works on a copy of the matrix and in a
-workspace whose size only cuSOLVER knows.
+On a GPU torch passes the decomposition to cuSOLVER (`gesvdj`, and `gesvd` where that does not converge;
+`svd_cusolver` in `native/cuda/linalg/BatchLinearAlgebraLib.cpp`). cuSOLVER works on a copy of the matrix and
+in a workspace of a size that it does not document.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GaloreWithAdamW(ProjectedAndAdamW):
 
 
 def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str, torch.Tensor]:
-    """The first of the singular vectors that this `side` projects with: `left` (m x r), `right` (r x n)."""
+    """Return the first singular vectors for this `side`: `left` (m x r), `right` (r x n)."""
     wide = gradient.shape[0] < gradient.shape[1]
     shorter, longer = ("left", "right") if wide else ("right", "left")
     sides = {"std": (shorter,), "reverse_std": (longer,), "full": ("left", "right")}.get(side, (side,))
@@ -75,9 +75,12 @@ def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str,
 
 
 def leave_others_to_adamw(model: torch.nn.Module, targets: Sequence[str] = ()) -> None:
-    """Marks what is not projected: all but the matrices of hidden layers, or, where there are `targets`, all
-    but the weights of linear layers that one of these words stands in the name of (or of every one, for
-    `ALL_LINEAR`): transformers' `optim_target_modules`, which counts the head too."""
+    """Mark the weights that AdamW updates without a projection: all but the matrices of hidden layers.
+
+    With `targets`, AdamW gets all but the weights of linear layers whose names contain one of these words.
+    `ALL_LINEAR` selects every linear layer. That is transformers' `optim_target_modules`, which includes the
+    head.
+    """
     if not targets:
         leave_to_adamw(model)
         return

@@ -1,11 +1,11 @@
 """AdamW with its moments in the host's memory and its update on the CPU.
 
-The device keeps weights and gradients. In the update some of them at a time are copied into page-locked
-memory (`STAGED_BYTES` of each), torch's own fused AdamW runs there on the CPU, and the new weights are copied
-back. The moments never travel, and the host keeps no second copy of the weights, which somebody might load
-anew. One thing after the other: the device waits for the CPU.
+The device stores weights and gradients. The update copies some of them at a time into page-locked memory
+(`STAGED_BYTES` of each). It runs torch's own fused AdamW there on the CPU, and copies the new weights back.
+The moments stay on the host. The host stores no second copy of the weights, because a checkpoint may be
+loaded into the device's weights at any time. These operations are serial: the device waits for the CPU.
 
-On `meta` nothing is copied or kept; an observer hears what would be, as a rehearsal does.
+On `meta` nothing is copied or stored. An observer receives the sizes of the copies, as in a simulation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ class WeightSlice(NamedTuple):
 
 
 class HostMemory:
-    """Memory of the host that is taken once: page-locked beside a GPU, and never torch's allocator's, which
-    stands for the device's where that is a CPU."""
+    """Host memory that is allocated once and reused, page-locked beside a GPU.
+
+    It never comes from torch's allocator, which simulates the device's memory where the device is a CPU.
+    """
 
     def __init__(self) -> None:
         self._bytes: torch.Tensor | None = None
 
     def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Twice `STAGED_BYTES` of it, for weights and for gradients."""
+        """Return twice `STAGED_BYTES` of it, for weights and for gradients."""
         if self._bytes is None:
             if device.type == "cuda":
                 self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -65,7 +67,7 @@ class AdamWOnHost(FusedAdamW):
                 self._update(piece, group)
 
     def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
-        """A weight's elements in the order of its memory, with one step more than it has."""
+        """Yield a weight's elements in memory order, and count one more step in its state."""
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
         assert weight.grad is not None
@@ -99,7 +101,7 @@ def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
 
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Room for each part, one behind the other."""
+    """Return adjacent parts of the staging memory, one for each slice."""
     room, start = memory.view(piece[0].weight.dtype), 0
     staged = []
     for part in piece:
@@ -109,9 +111,11 @@ def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Te
 
 
 def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Both moments on the host, laid out as the weight. A library that loads states puts them on the weight's
-    device, and a checkpoint keeps no strides; both are put right here. A weight of shapes alone has moments
-    of shapes alone."""
+    """Return both moments on the host, in the layout of the weight.
+
+    A library that loads states moves them to the weight's device, and a checkpoint stores no strides. Both
+    are corrected here. A meta weight has meta moments.
+    """
     for name in MOMENTS:
         moment = state.get(name)
         if weight.is_meta:
@@ -126,12 +130,12 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many bytes of zeros, in memory of its own."""
+    """Return zeros of so many bytes, in memory of their own."""
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 
 
 def _tell(piece: list[WeightSlice]) -> None:
-    """An observer hears of the copies, of the update, and of the copies back."""
+    """Report to the observer the copies out, the update, and the copies back of one piece."""
     observer = MetaLink.observer
     if observer is None:
         return

@@ -1,10 +1,9 @@
-"""An optimizer for the matrices between embeddings and head, AdamW for all else, as one optimizer.
+"""One optimizer that updates the matrices between embeddings and head, and all other parameters by AdamW.
 
-torch's Muon takes matrices alone, and its authors leave embedding tables, the output head, biases and
-normalisations to AdamW; so do APOLLO's and GaLore's. Two optimizers beside each other would need loops,
-schedules and checkpoints that know of two; so this one keeps the groups that it is given, and lets two step
-on their shares of them. Which parameter is whose stands in its group, as positions, so that a checkpoint
-keeps it.
+torch's Muon accepts matrices alone, and its authors leave embedding tables, the output head, biases and
+normalisations to AdamW. APOLLO and GaLore do the same. Two separate optimizers would need loops, schedules
+and checkpoints for two. This one keeps its parameter groups, and two optimizers step on their shares of them.
+Each group stores the positions of its matrices, so that a checkpoint contains them.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from snugfit.features.optimizers.updates.pieces import refuse_closure
 from snugfit.step.wishes.own_adamw import OwnAdamW
 
 BY_ADAMW = "is_left_to_adamw"
-"""The attribute by which `leave_to_adamw` marks a parameter."""
+"""Attribute that `leave_to_adamw` sets on a parameter."""
 
 MATRICES = "matrices"
-"""The key of a group under which the positions of the matrices stand that AdamW does not update."""
+"""Key of a parameter group with the positions of the matrices that AdamW does not update."""
 
 
 class MatricesAndAdamW(OwnAdamW, ABC):
@@ -33,7 +32,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         """Update the matrices of these groups, which have no others."""
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Return whether the other update is responsible for a parameter of this group."""
+        """Return True if the other update is responsible for a parameter of this group."""
         return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -91,13 +90,16 @@ class ProjectedAndAdamW(MatricesAndAdamW):
                             weight.mul_(decay).add_(update, alpha=-group["lr"])
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Leave matrices to AdamW that a projection would not make smaller."""
+        """Return True unless a projection would not make the matrix smaller, which is then AdamW's."""
         return super().takes(weight, group) and min(weight.shape) > group["rank"]
 
 
 def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """What AdamW would take from a matrix of this gradient, in learning rates; its moments, in the state,
-    have the gradient's shape and dtype. `state["step"]` counts this step already."""
+    """Return AdamW's update of a matrix with this gradient, in units of the learning rate.
+
+    The moments, in the state, have the gradient's shape and dtype. `state["step"]` already includes this
+    step.
+    """
     beta1, beta2 = group["betas"]
     if "exp_avg" not in state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
@@ -109,10 +111,10 @@ def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[s
 
 
 class MuonWithAdamW(MatricesAndAdamW):
-    """torch's Muon and AdamW.
+    """torch's Muon and AdamW as one optimizer.
 
-    The updates of Muon are as large as AdamW's are on average (`match_rms_adamw`), so that a learning rate
-    that suits AdamW suits both (Liu et al., arXiv 2502.16982).
+    Muon's updates are scaled to AdamW's average size (`match_rms_adamw`; Liu et al., arXiv 2502.16982). So a
+    learning rate that suits AdamW suits both.
     """
 
     further: ClassVar = {"momentum": 0.95}
@@ -125,8 +127,11 @@ class MuonWithAdamW(MatricesAndAdamW):
 
 
 def leave_to_adamw(model: torch.nn.Module) -> None:
-    """Marks matrices that are none of a hidden layer: embedding tables, what stands outside a transformers
-    model's body (its head), and numbers that no layer multiplies with (not called `weight`)."""
+    """Mark the matrices that AdamW updates because they are not in a hidden layer.
+
+    These are embedding tables, and matrices outside a transformers model's body (its head). Parameters not
+    called `weight` are marked too, because no layer multiplies with them.
+    """
     base = _body(model)
     inside = {id(weight) for weight in base.parameters()}
     tables = {
@@ -142,7 +147,8 @@ def leave_to_adamw(model: torch.nn.Module) -> None:
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:
-    """A transformers model without its head, through the adapters around it; any other module as it is."""
+    """Return a transformers model without its head, through the adapters around it; any other module
+    unchanged."""
     unwrapped = getattr(model, "get_base_model", lambda: model)()
     prefix = getattr(unwrapped, "base_model_prefix", "")
     body = getattr(unwrapped, prefix, None) if prefix else None

@@ -20,8 +20,10 @@ from snugfit.step.wishes.own_adamw import STEP, OwnAdamW
 Part = TypeVar("Part")
 
 AT_ONCE = 1 << 23
-"""Elements that are updated together (chosen): a kernel over them takes longer than its launch on a GPU of
-today, and all temporaries take 160 to 290 MiB."""
+"""Elements that are updated together (chosen).
+
+A kernel over them takes longer than its launch on a GPU of today, and all temporaries take 160 to 290 MiB.
+"""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The keys of torch's AdamW for its states."""
@@ -71,7 +73,7 @@ def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor]
 def pieces(
     parts: Iterable[Part], kind: Callable[[Part], Any], size: Callable[[Part], int], most: int
 ) -> Iterator[list[Part]]:
-    """Yield neighbours of one kind together, of a size of `most` in all, or one alone that is larger."""
+    """Yield groups of adjacent items of one kind, up to `most` in size, or one larger item alone."""
     for _, alike in groupby(parts, kind):
         piece: list[Part] = []
         total = 0
@@ -88,7 +90,7 @@ class AdamWInPieces(FusedAdamW):
     """AdamW in 32 bits over weights and moments that have fewer."""
 
     numbers_in_a_block = 1
-    """A weight is cut at a multiple of this number of elements."""
+    """Slices of a weight have a multiple of this number of elements."""
 
     @abstractmethod
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -121,7 +123,7 @@ class AdamWInPieces(FusedAdamW):
                 self._update(piece, group)
 
     def _split(self, weight: torch.Tensor) -> Iterator[WeightRows]:
-        """Cut a weight into rows of at most `AT_ONCE` elements."""
+        """Yield a weight's rows in slices of at most `AT_ONCE` elements."""
         parts = torch.atleast_1d(weight)
         width = math.prod(parts.shape[1:])
         least = self.numbers_in_a_block // math.gcd(self.numbers_in_a_block, width)
@@ -157,7 +159,7 @@ def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy elements that lie one behind the other into these tensors."""
+    """Copy adjacent elements into these tensors, one tensor after the other."""
     torch._foreach_copy_(list(parts), _views(flat, parts))
 
 

@@ -1,7 +1,7 @@
-"""Products in 8-bit floats by torchao: what is converted, what a rehearsal sees of it, what it learns.
+"""Products in 8-bit floats by torchao: the converted layers, their simulation, and learning.
 
-The CPU runs torchao's own code, its products included, so law 1 holds here as for any technique. Where
-torchao is not installed, what needs it is skipped and says so.
+The CPU runs torchao's own code, its products included, so law 1 holds as for any technique. Tests that need
+torchao are skipped without it, and give that reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ installed = pytest.mark.skipif(bool(FP8.missing_package()), reason=FP8.missing_p
 
 BOTH = ("fp8", "fp8(recipe=rowwise)")
 LAYERS, LINEAR = 3, 7
-"""Of the Llama below: its layers, and linear layers of each."""
+"""Number of layers of the Llama below, and of linear layers in each."""
 
 
 def llama(**changes: Any) -> Job:
@@ -63,7 +63,8 @@ def products(trace: Trace) -> Counter[str]:
     return Counter(kernel.phase for kernel in trace.kernels if kernel.operator == "aten::_scaled_mm")
 
 
-# ---- what goes with it -------------------------------------------------------------------------------------
+# ---- combinations
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,8 @@ def test_plans_look_at_it_where_they_may_learn_otherwise() -> None:
         assert ("fp8" in {str(one) for one in space.offers(Slot.PRECISION)}) is offered
 
 
-# ---- what is converted -------------------------------------------------------------------------------------
+# ---- converted layers
+# ---------------------------------------------------------------------------------------
 
 
 @installed
@@ -146,7 +148,8 @@ def test_what_does_not_train_stays_as_it_is() -> None:
     assert len(list(convertible(model))) == (LAYERS - 1) * LINEAR
 
 
-# ---- a rehearsal -------------------------------------------------------------------------------------------
+# ---- simulation
+# ---------------------------------------------------------------------------------------------
 
 LAW = [
     (*model, recipe)
@@ -157,11 +160,11 @@ OFTEN = [
     ("llama", "float32", "fp8(recipe=rowwise)"),
     ("llama", "bfloat16", "fp8 + micro_batches(2)"),
 ]
-"""Every recipe and every dtype once."""
+"""Cases with every recipe and every dtype once."""
 
 
 def law_job(family: str) -> Job:
-    """Of as few products as a stack of layers has; those of 8 bits take long on the CPU."""
+    """Return a job with the fewest products of a stack of layers; 8-bit products are slow on the CPU."""
     return small_job(family, 2, batch_size=2)
 
 
@@ -183,7 +186,7 @@ def test_and_so_do_the_loops_of_others(loop: str) -> None:
 @installed
 @pytest.mark.whole
 def test_a_recorder_that_sees_wrappers_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted wrong: what a wrapper does with the tensors that it holds is not heard of."""
+    """A planted fault: the recorder misses the operators on tensors inside a wrapper."""
 
     def ignore(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -219,7 +222,7 @@ def test_compiled_most_of_these_kernels_are_gone() -> None:
 @pytest.mark.slow
 @installed
 def test_compiled_under_autocast_its_results_have_16_bits() -> None:
-    """torchao asks in Python whether CUDA's autocast is on, while Dynamo traces it."""
+    """torchao checks in Python for CUDA's autocast while Dynamo traces it."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     first = next(
         kernel for kernel in trace_of("fp8 + compiled").kernels if kernel.operator == "aten::_scaled_mm"
@@ -268,7 +271,7 @@ def test_a_prediction_says_that_its_seconds_were_not_measured() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("recipe", slow_but(BOTH, 1))
 def test_it_learns_as_fast_as_bf16(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small real task: to tell high tokens from low ones."""
+    """The task is a small real one: classify high and low tokens."""
     monkeypatch.setattr("snugfit.step.batches.SyntheticDataset", HighOrLow)
     reached = {
         one: least_loss(run(job_to_learn(1e-2), Recipe.parse(one).setup(), steps=STEPS_TO_LEARN // 2).losses)

@@ -42,7 +42,7 @@ def run(folder: Path, recipe: str, weights: Path | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the weights of a small Llama."""
+    """Return a folder with the weights of a small Llama."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(3)
     build_model(LLAMA, Setup(), CPU).save_pretrained(folder)
@@ -72,7 +72,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 def test_weights_of_a_folder_are_quantized_as_transformers_does(stored: Path) -> None:
-    """All linear layers but the head; what is not quantized is fp32 under autocast, and not without it."""
+    """All linear layers but the head are quantized. The other weights are fp32 under autocast, and not
+    without it."""
     model = build_model(LLAMA, Recipe.parse("qlora + bf16").setup(), CPU, weights=stored)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         stored,
@@ -108,8 +109,11 @@ def test_a_folder_and_random_weights_take_the_same_bytes(stored: Path) -> None:
 
 
 def test_what_is_kept_beside_a_weight_moves_before_it() -> None:
-    """A GPT-2 built on the host and moved to an H100 showed these bytes for its first layer: code book,
-    scales, their offset, scales and code book, and the packed weight; then the bias and two adapters."""
+    """A GPT-2 built on the host and moved to an H100 showed these bytes for its first layer.
+
+    They are code book, scales, their offset, scales and code book, and the packed weight. The bias and two
+    adapters follow.
+    """
     facts = {"n_embd": 704, "n_head": 11, "n_inner": 2112}
     job = replace(small_job("gpt2", 1, facts), build_on="host")
     trace = rehearse(job, Recipe.parse("qlora(r=64, targets=all-linear)").setup(), CudaPolicy())
@@ -119,7 +123,7 @@ def test_what_is_kept_beside_a_weight_moves_before_it() -> None:
 
 
 def quantized(stored: Path, seed: int) -> Any:
-    """A model in 4 bits with adapters, as its user loads it."""
+    """Return a model in 4 bits with adapters, as its user loads it."""
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )
@@ -153,7 +157,7 @@ def test_fit_refuses_a_model_in_full_precision(stored: Path, tmp_path: Path) -> 
 
 
 def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
-    """As bitsandbytes 0.50 decides by its own table, for an H200 and an RTX 4090."""
+    """The choice is that of bitsandbytes 0.50's own table, for an H200 and an RTX 4090."""
     h200, rtx_4090 = (132, 9, 0), (128, 8, 9)
     for gpu in (h200, rtx_4090):
         assert fuses(*gpu, torch.bfloat16, 1, 4096, 4096)
@@ -162,7 +166,9 @@ def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
 
 @pytest.mark.whole
 def test_products_of_few_rows_are_simulated_in_a_process_that_never_ran_one() -> None:
-    """torch's dispatcher remembers, without a reference, what stands for an operator when it first runs: once
-    that was a function of ours, and worker processes of a plan ended by a segmentation fault."""
+    """torch's dispatcher caches an operator's object at its first call, without a reference.
+
+    That object was once a function of ours, and worker processes of a plan ended by a segmentation fault.
+    """
     forks = forks_of(__name__)
     assert forks.ended(forks.start(products_of_few_rows)) == 0

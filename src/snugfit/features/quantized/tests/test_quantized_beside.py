@@ -52,7 +52,7 @@ def test_a_plan_offers_one_rank_where_higher_ranks_are_never_better() -> None:
 
 @pytest.mark.parametrize("recipe", slow_but(["bf16 + every_layer + micro_batches(2)", "bf16"], 1))
 def test_a_search_splices_the_second_step_of_4_bit_weights(recipe: str) -> None:
-    """bitsandbytes casts a bias for good when its layer is first called."""
+    """bitsandbytes casts a bias permanently at the first call of its layer."""
     job, setup = small_job("qwen2", 2, batch_size=2), Recipe.parse(f"qlora + {recipe}").setup()
     assert second_step_is_redundant(job, setup, CudaPolicy())
 

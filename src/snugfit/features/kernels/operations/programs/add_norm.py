@@ -1,8 +1,8 @@
 """The kernels of `kernels/add_norm.py`: whole rows at a time, computed in fp32.
 
-Forward a program has one row or a few small ones. Backward as many programs as there are rows of partial sums
-go over the rows in turns, so that each adds up its own rows' shares of the gradients of weight, shift and
-bias.
+A forward program processes one row or a few small ones. In the backward pass there are as many programs as
+rows of partial sums. They take rows in turns, and each adds up its own rows' shares of the gradients of
+weight, shift and bias.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WARPS = 4
 """Warps of 32 threads of a program of the backward kernel: with 8 it took twice as long (docs/log.md)."""
 
 FORWARD_TILE = 1024
-"""Elements that a program of the forward kernel has at hand (chosen)."""
+"""Elements in a tile of the forward kernel (chosen)."""
 
 VARYING = ("rows", "residual_rows", "site", "drops")
-"""Arguments for whose values no kernel is compiled anew."""
+"""Arguments whose values trigger no new compilation of a kernel."""
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -36,7 +36,7 @@ def norm_forward(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STREAM: tl.constexpr, SUM: tl.constexpr, DROPS: tl.constexpr,
     DROPS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the result, of the stream, of the sum and of the statistics (2, rows)."""
+    """Write some rows of the result, of the stream, of the sum and of the statistics (2, rows)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     has_column = column < columns
@@ -76,8 +76,10 @@ def norm_backward(  # type: ignore[no-untyped-def]
     STREAM_SLOPE: tl.constexpr, SUM_SLOPE: tl.constexpr, DROPS: tl.constexpr, DROPS_LAST: tl.constexpr,
     APART: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Every so-many-th block of rows of the gradients, and the sums of what weight (the first of SUMS), shift
-    and bias get of them."""
+    """Write the gradients of every n-th block of rows, n the number of programs, and their column sums.
+
+    The sums are the gradients of weight (the first of SUMS), shift and bias.
+    """
     column = tl.arange(0, COLUMNS)
     has_column = column < columns
     gain = tl.load(weight + column, mask=has_column, other=0.0).to(tl.float32)
@@ -126,7 +128,7 @@ def norm_backward(  # type: ignore[no-untyped-def]
 
 
 def _width(columns: int) -> int:
-    """Of a tile: a power of two, and at least one draw's elements."""
+    """Return the width of a tile: a power of two, and at least one draw's elements."""
     return max(8, int(triton.next_power_of_2(columns)))
 
 
@@ -147,8 +149,11 @@ def add_norm_forward(
     total: torch.Tensor | None,
     statistics: torch.Tensor,
 ) -> None:
-    """Writes the result, again as the stream if there is one, and the sum, if it is another than `x`, all
-    shaped as `x` (..., H), and the statistics (2, rows)."""
+    """Write the result, its fp32 stream, the sum and the statistics (2, rows) of a forward pass.
+
+    Result, stream and sum are shaped as `x` (..., H). The stream is optional; the sum is None where it is
+    `x`.
+    """
     columns = x.size(-1)
     rows, width = x.numel() // columns, _width(columns)
     repeats = rows if residual is None else residual.numel() // columns
@@ -178,8 +183,10 @@ def add_norm_backward(
     dx: torch.Tensor | None,
     partials: torch.Tensor | None,
 ) -> None:
-    """Writes the gradients of the residual and of `x` (where dropout or a dtype tells them apart), and
-    partial sums (2 or 3, P, H)."""
+    """Write the gradients of the residual and of `x`, and partial sums (2 or 3, P, H).
+
+    The gradient of `x` is separate where dropout or a dtype distinguishes it from the residual's.
+    """
     columns = total.size(-1)
     rows, at_once = total.numel() // columns, rows_at_once(columns)
     programs = triton.cdiv(rows, at_once) if partials is None else partials.size(1)

@@ -22,15 +22,18 @@ WARPS = 4
 
 @triton.jit
 def tanh(value):  # type: ignore[no-untyped-def]
-    """By the exponential, which becomes zero or infinite where tanh is one."""
+    """Return tanh by the exponential, which becomes zero or infinite where tanh is one."""
     return 1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)
 
 
 @triton.jit
 def share_below(value):  # type: ignore[no-untyped-def]
-    """The normal distribution's share below a value, and exp(-value * value / 2), of which its density is
-    made. By Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, whose error is at most 1.5e-7
-    of erf, so half of that of the share: about a unit in the last place of fp32 near one."""
+    """Return the normal distribution's share below a value, and exp(-value * value / 2), a factor of its
+    density.
+
+    The formula is Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. Its error is at most
+    1.5e-7 of erf, so half of that of the share. That is about a unit in the last place of fp32 near one.
+    """
     height = tl.exp(-0.5 * value * value)
     t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(value))
     bent = 1.061405429 * t - 1.453152027
@@ -43,7 +46,7 @@ def share_below(value):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
 def gelu_forward(x, bias, y, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of the result."""
+    """Write a block of the result."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -62,7 +65,8 @@ def gelu_backward(  # type: ignore[no-untyped-def]
     dy, x, bias, dx, partials, rows, columns,
     TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of every so-many-th block of rows, and the sums of their gradients."""
+    """Write some columns of every n-th block of rows, n the number of programs, and the sums of their
+    gradients."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     shift = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
@@ -86,7 +90,7 @@ def gelu_backward(  # type: ignore[no-untyped-def]
 
 
 def bias_gelu_forward(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool, *, y: torch.Tensor) -> None:
-    """Writes GELU of `x` (..., H) plus `bias` (H)."""
+    """Write GELU of `x` (..., H) plus `bias` (H)."""
     columns = x.size(-1)
     rows = x.numel() // columns
     gelu_forward[(triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(columns, BLOCK_COLUMNS))](
@@ -103,7 +107,7 @@ def bias_gelu_backward(
     dx: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
-    """Writes the gradient of `x`, and of `bias` a part for each program (1, P, H)."""
+    """Write the gradient of `x`, and a part of the gradient of `bias` for each program (1, P, H)."""
     columns = x.size(-1)
     rows = x.numel() // columns
     gelu_backward[(partials.size(1), triton.cdiv(columns, BLOCK_COLUMNS))](

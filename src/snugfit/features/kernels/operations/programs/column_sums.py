@@ -1,4 +1,4 @@
-"""Adds up what programs of another kernel added up: (K, P, columns) to (K, columns)."""
+"""Add up partial sums of another kernel's programs: (K, P, columns) to (K, columns)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     import torch
 
 COLUMNS, ROWS = 16, 64
-"""What a program adds up at once (chosen)."""
+"""Columns and rows that a program adds up at once (chosen)."""
 
 
 @triton.jit(do_not_specialize=("count",))  # type: ignore[untyped-decorator]
 def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds up `count` rows of some columns of one of the K."""
+    """Add up `count` rows of some columns of one of the K tensors."""
     which = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -29,7 +29,7 @@ def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.
 
 
 def column_sums(partials: torch.Tensor, *, sums: torch.Tensor) -> None:
-    """Writes the sums over the second dimension."""
+    """Write the sums over the second dimension."""
     kinds, count, columns = partials.shape
     add_columns[(triton.cdiv(columns, COLUMNS), kinds)](
         partials, sums, count, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4

@@ -20,8 +20,10 @@ PRODUCT_PROGRAMS = 2048
 def write_row(  # type: ignore[no-untyped-def]
     logits, labels, share, losses, ignore_index, columns, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Writes a token's loss, and its gradient in the place of its logits. The largest logit and the sum of
-    exponentials are each lane's own until the end of the first pass."""
+    """Write a token's loss, and its gradient over its logits.
+
+    Each lane has its own largest logit and sum of exponentials until the end of the first pass.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     counts = label != ignore_index
@@ -56,7 +58,7 @@ def cross_entropy_gradient(
     *,
     losses: torch.Tensor,
 ) -> None:
-    """Runs it over logits (T, V), whose rows have no gaps in them."""
+    """Run the kernel over logits (T, V) with contiguous rows."""
     rows, columns = logits.shape
     block = min(BLOCK, triton.next_power_of_2(columns))
     write_row[(rows,)](
@@ -67,7 +69,7 @@ def cross_entropy_gradient(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply_blocks(values, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiplies a program's blocks, unless the factor is one."""
+    """Multiply a program's blocks, unless the factor is one."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK
@@ -80,7 +82,7 @@ def multiply_blocks(values, factor, count, BLOCK: tl.constexpr):  # type: ignore
 
 
 def multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
-    """Runs it over values that have no gaps in memory, and a scalar."""
+    """Run the kernel over contiguous values and a scalar."""
     count = values.numel()
     programs = min(PRODUCT_PROGRAMS, -(-count // PRODUCT_BLOCK))
     multiply_blocks[(programs,)](values, factor, count, BLOCK=PRODUCT_BLOCK, num_warps=8)

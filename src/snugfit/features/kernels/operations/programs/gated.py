@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-"""Elements of a row that one program goes over."""
+"""Elements of a row that one program processes."""
 
 WARPS = 8
 
 
 @triton.jit
 def sigmoid(value):  # type: ignore[no-untyped-def]
-    """1 / (1 + exp(-value)), which neither end overflows."""
+    """Return 1 / (1 + exp(-value)), without overflow at either end."""
     return 1.0 / (1.0 + tl.exp(-value))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SiLU, or with `TANH` GELU by its approximation with a tanh; and the slope of it at the gate."""
+    """Return SiLU, or with `TANH` GELU's approximation by tanh, and its derivative at the gate."""
     if TANH:
         # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
         inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
@@ -36,7 +36,7 @@ def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of rows (2 * columns), gate and up, writes act(gate) * up (columns)."""
+    """Write act(gate) * up (columns) for one row of the product (2 * columns), gate and up."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < columns
@@ -52,8 +52,10 @@ def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  #
 def gate_row_backward(  # type: ignore[no-untyped-def]
     product, of_out, columns, TANH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Writes the gradients of gate and up in their place; and with `AGAIN` what the forward pass gave in that
-    of its gradient."""
+    """Write the gradients of gate and up in their place.
+
+    With `AGAIN`, write the forward pass's output over its gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < columns
@@ -70,7 +72,7 @@ def gate_row_backward(  # type: ignore[no-untyped-def]
 
 
 def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
-    """Runs the forward kernel over a product (T, 2 * I)."""
+    """Run the forward kernel over a product (T, 2 * I)."""
     rows, columns = out.shape
     gate_row[(rows, triton.cdiv(columns, BLOCK))](
         product, out, columns, TANH=tanh, BLOCK=block_of(columns), num_warps=WARPS
@@ -78,7 +80,7 @@ def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
 
 
 def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
-    """Runs the backward kernel, in place."""
+    """Run the backward kernel, in place."""
     rows, columns = of_out.shape
     gate_row_backward[(rows, triton.cdiv(columns, BLOCK))](
         product, of_out, columns, TANH=tanh, AGAIN=again, BLOCK=block_of(columns), num_warps=WARPS
@@ -86,5 +88,5 @@ def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again
 
 
 def block_of(columns: int) -> int:
-    """Elements to a program: a whole row, where it is short."""
+    """Return the elements of a program: a whole row if it is short."""
     return min(BLOCK, int(triton.next_power_of_2(columns)))

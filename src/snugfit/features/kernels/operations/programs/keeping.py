@@ -1,4 +1,4 @@
-"""Which elements dropout keeps, for programs: what `philox.keep_mask` draws in plain torch."""
+"""Dropout masks in programs: the bits that `philox.keep_mask` draws in plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def keep_tile(seed, site, rows, columns, drops, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BEGIN):  # type: ignore[no-untyped-def]
-    """Which elements of a tile stay, (ROWS, COLUMNS): of these `rows` (ROWS), from the column BEGIN on, which
-    is a multiple of 8; `columns` is how many a row has, `seed` an address. A row has a draw for each 8 of
-    them."""
+    """Return the mask of the remaining elements of a tile, (ROWS, COLUMNS).
+
+    `rows` (ROWS) are its rows. `BEGIN` is its first column, a multiple of 8. `columns` is the width of a row,
+    and `seed` an address. A row has a draw for each 8 columns.
+    """
     GROUPS: tl.constexpr = COLUMNS // 8
     groups = BEGIN // 8 + tl.arange(0, GROUPS)
     counters = rows[:, None] * ((columns + 7) // 8) + groups[None, :]

@@ -1,7 +1,7 @@
-"""RMSNorm in Triton, with the addition before it: one row a program, which goes over memory once.
+"""RMSNorm in Triton, with the addition before it: one row a program, in one pass over memory.
 
-Backward a program takes every so-manyth row and keeps the sum of the scale's gradient in registers, so that
-of the sums of all rows only `PROGRAMS` rows are written.
+A backward program processes every `PROGRAMS`-th row and keeps the sum of the scale's gradient in registers.
+So only `PROGRAMS` rows of sums are written.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ def norm_row(  # type: ignore[no-untyped-def]
     branch, residual, scale, stream, normed, roots, columns, eps,
     ADDS: tl.constexpr, AGAIN: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row of the stream (where `ADDS`), of its norm, and the inverse root of its mean square, which
-    with `AGAIN` is known."""
+    """Write a row of the stream (with `ADDS`), of its norm, and the inverse root of its mean square.
+
+    With `AGAIN` that root is read instead.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < columns
@@ -51,8 +53,11 @@ def norm_rows_backward(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, FROM_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of the rows' stream, which with `ADDS` has one of its own besides, with `TWICE` in
-    the branch's dtype too; and with `SCALES` a row of sums for the gradient of the scale."""
+    """Write the gradient of the rows' stream.
+
+    With `ADDS`, the stream's own gradient is added. With `TWICE`, the result is also written in the branch's
+    dtype. With `SCALES`, a row of sums for the gradient of the scale is written.
+    """
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     mask = at < columns
@@ -91,7 +96,7 @@ def rms_norm(
     normed: torch.Tensor,
     roots: torch.Tensor,
 ) -> None:
-    """Norms rows (T, H) that lie without gaps."""
+    """Normalize contiguous rows (T, H)."""
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
     norm_row[(rows,)](
@@ -103,7 +108,7 @@ def rms_norm(
 def rms_norm_again(
     stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, *, normed: torch.Tensor
 ) -> None:
-    """Norms rows (T, H) whose roots are known."""
+    """Normalize rows (T, H) by their saved roots."""
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
     norm_row[(rows,)](
@@ -123,7 +128,7 @@ def add_rms_norm(
     normed: torch.Tensor,
     roots: torch.Tensor,
 ) -> None:
-    """Adds rows (T, H), which lie without gaps, and norms the sums."""
+    """Add contiguous rows (T, H), and normalize the sums."""
     rows, columns = branch.shape
     block = triton.next_power_of_2(columns)
     norm_row[(rows,)](
@@ -145,7 +150,8 @@ def rms_norm_backward(
     sums: torch.Tensor | None,
     programs: int,
 ) -> None:
-    """Runs the backward kernel in so many programs, each of which writes a row of `sums`, where those are."""
+    """Run the backward kernel in `programs` programs, each of which writes a row of `sums` if there are
+    any."""
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
     norm_rows_backward[(programs,)](
@@ -157,5 +163,5 @@ def rms_norm_backward(
 
 
 def warps_of(block: int) -> int:
-    """Warps for a row: some eight elements for each thread, of 32 a warp."""
+    """Return the warps for a row: some eight elements for each thread, of 32 a warp."""
     return min(max(block // 256, 1), 16)

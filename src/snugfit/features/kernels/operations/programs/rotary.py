@@ -1,7 +1,7 @@
 """Rotary embedding of queries and keys in Triton, within the product that has both and the values.
 
-Heads of queries, then of keys, then of values lie behind one another in the row of a token. A program takes a
-token, and some heads of it at a time as two tiles, the halves that are rotated into each other. With `NORMS`
+A token's row contains the heads of queries, then of keys, then of values. A program processes a token, and
+some of its heads at a time. They are two tiles, the halves that are rotated into each other. With `NORMS`
 each head is normed before, as Qwen3 and Gemma 3 do.
 """
 
@@ -16,12 +16,12 @@ import triton.language as tl
 WARPS = 4
 
 TILE = 2048
-"""Elements of heads that a program goes over at a time."""
+"""Elements of heads that a program processes at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def angles_of(cosines, sines, begin, lane, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves of the cosines and of the sines of a token (1, WIDTH)."""
+    """Return both halves of the cosines and of the sines of a token (1, WIDTH)."""
     inside = lane < HALF
     at = begin + lane
     cosine = tl.load(cosines + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -37,8 +37,10 @@ def turn(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes the rotated heads of a token's queries and keys to `out`, which may be the product itself.
-    Cosines of one sequence and the next lie `apart`."""
+    """Write the rotated heads of a token's queries and keys to `out`, which may be the product itself.
+
+    `apart` is the stride of the cosines between sequences.
+    """
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     inside = lane < HALF
@@ -67,7 +69,7 @@ def turn(  # type: ignore[no-untyped-def]
 def scales_of(  # type: ignore[no-untyped-def]
     query_scale, key_scale, head, lane, QUERIES: tl.constexpr, HALF: tl.constexpr, mask
 ):  # fmt: skip
-    """Both halves of the scale of each head's norm: that of queries or that of keys."""
+    """Return both halves of the scale of each head's norm: that of queries or that of keys."""
     of_query = mask & (head < QUERIES)
     of_key = mask & (head >= QUERIES)
     at = lane[None, :] + head * 0
@@ -83,7 +85,8 @@ def through_norm(  # type: ignore[no-untyped-def]
     left, right, row, at, query_scale, key_scale, head, lane, eps, mask,
     QUERIES: tl.constexpr, HALF: tl.constexpr, FROM_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of the gradient of heads before their norm, from those behind it; and of its scale."""
+    """Return both halves of the gradient of heads before their norm, from those after it, and that of the
+    scale."""
     value = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
     value_2 = tl.load(row + at + HALF, mask=mask, other=0.0).to(tl.float32)
     square = tl.sum(value * value, 1) + tl.sum(value_2 * value_2, 1)
@@ -103,7 +106,7 @@ def through_norm(  # type: ignore[no-untyped-def]
 def copy_heads(  # type: ignore[no-untyped-def]
     source, into, apart, lane, HEADS_IN_ALL: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Copies heads that lie `apart` behind one another."""
+    """Copy heads with the stride `apart` to adjacent memory."""
     inside = lane < HALF
     for first in range(0, HEADS_IN_ALL, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
@@ -122,8 +125,10 @@ def turn_back(  # type: ignore[no-untyped-def]
     value_batch, value_head, value_token, QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
     NORMS: tl.constexpr, FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of the product's gradient from those of queries, keys and values, each with its own
-    strides; and with `NORMS` a row of sums for the gradients of both scales (4, HALF)."""
+    """Write rows of the product's gradient from those of queries, keys and values, each with its own strides.
+
+    With `NORMS`, also write a row of sums for the gradients of both scales (4, HALF).
+    """
     program = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
     inside = lane < HALF
@@ -178,8 +183,10 @@ def turn_back(  # type: ignore[no-untyped-def]
 def rotate(
     product: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, length: int, heads: Sequence[int]
 ) -> None:
-    """Rotates queries and keys in position, in a product (T, N) to which angles (1 or B, S, D) without gaps
-    belong; of so many heads of queries and of keys, each so wide."""
+    """Rotate queries and keys in place, in a product (T, N), by angles (1 or B, S, D) without gaps.
+
+    `heads` are the number of heads of queries and of keys, and the width of each.
+    """
     _launch((product, product), (cosines, sines), (cosines, cosines, 0.0, False), length, heads, norms=False)
 
 
@@ -196,7 +203,7 @@ def norm_and_rotate(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Norms heads by scales (D,), and writes them rotated (T, heads * D)."""
+    """Normalize heads by scales (D,), and write them rotated (T, heads * D)."""
     _launch((product, out), (cosines, sines), (queries, keys, eps, from_one), length, heads, norms=True)
 
 
@@ -227,7 +234,7 @@ def rotate_backward(
     *,
     into: torch.Tensor,
 ) -> None:
-    """Gathers gradients (B, heads, S, D), whose last stride is 1, as rows of the product's."""
+    """Gather gradients (B, heads, S, D), whose last stride is 1, as rows of the product's."""
     _launch_backward(
         (of_query, of_key, of_value), (cosines, sines), (cosines, cosines), (into, into, cosines), 0.0, False,
         programs=len(into), norms=False,
@@ -249,7 +256,7 @@ def norm_and_rotate_backward(
     into: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """The same through the norms of a product, in as many programs as `sums` has rows."""
+    """Gather gradients through the norms of a product, in as many programs as `sums` has rows."""
     _launch_backward(
         (of_query, of_key, of_value), (cosines, sines), (queries, keys), (product, into, sums), eps, from_one,
         programs=len(sums), norms=True,
@@ -278,11 +285,12 @@ def _launch_backward(
 
 
 def _apart(cosines: torch.Tensor) -> int:
-    """How far the angles of one sequence lie from those of the next."""
+    """Return the stride of the angles from one sequence to the next; 0 if all sequences share them."""
     return 0 if cosines.size(0) == 1 else cosines.stride(0)
 
 
 def _tile(heads: int, width: int) -> dict[str, int]:
-    """How many heads a program takes at a time, and the power of two that holds half of one."""
+    """Return the number of heads in a program's tile, and its width: a power of two of at least half a
+    head."""
     half = triton.next_power_of_2(width // 2)
     return {"HEADS": min(triton.next_power_of_2(heads), max(TILE // half, 1)), "WIDTH": half}
