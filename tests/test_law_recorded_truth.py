@@ -300,7 +300,8 @@ def drawn() -> Iterator[Callable[[], Truth]]:
     for name, content in results():
         for document in documents(content, "accuracy"):
             for run in document["runs"]:
-                if run["outcome"] == "ok" and run["measured"] and not run["contaminated"]:
+                ended = run["outcome"] == "ok" and run["measured"] and not run["contaminated"]
+                if ended and can_be_read(run):
                     yield functools.partial(of_draw, name, document, run)
 
 
