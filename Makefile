@@ -48,6 +48,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/python lab/plan_counts.py
 	$(BIN)/python lab/code_size.py
+	$(BIN)/python lab/prose.py
 
 types: install
 	$(BIN)/mypy

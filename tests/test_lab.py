@@ -27,3 +27,30 @@ def test_front_ends_still_take_their_predictor_by_this_name() -> None:
 
     assert callable(run.run_predictor)
     assert callable(step_timer.run_predictor)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "rule"),
+    [
+        ("Whether the model has layers.", "riddle first"),
+        ("The recorder asks the device for a block.", "code that acts like a person"),
+        ("Return the bytes of what is left.", "clause in the place of a noun"),
+        (" ".join(["word"] * 27) + ".", "long"),
+        ("Return the bytes of the blocks that remain.", ""),
+        ("Return `what it asks` as code.", ""),
+    ],
+)
+def test_the_prose_check_finds_sentences_in_each_kind_of_text(
+    sentence: str, rule: str, tmp_path: Path
+) -> None:
+    prose = importlib.import_module("prose")
+    texts = {
+        "docstring.py": f'"""{sentence}"""\n',
+        "comment.py": f"x = 1  # {sentence}\n",
+        "message.py": f'x = f"{sentence} The size is {{1}}."\n',
+        "page.md": f"# Title\n\n{sentence}\n\n| {sentence} |\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        hits = list(prose.hits_in(tmp_path / name))
+        assert [hit.rules for hit in hits] == ([(rule,)] if rule else []), name
