@@ -1,4 +1,4 @@
-"""Awkward modules by what they take and give, and by what they want of the device or of a compiler."""
+"""Awkward modules with unusual inputs or outputs, or with requirements on the device or on a compiler."""
 
 from __future__ import annotations
 

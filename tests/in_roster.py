@@ -15,7 +15,7 @@ from snugfit.techniques import roster
 
 
 def missing_techniques(recipe: str) -> list[str]:
-    """Return the words of this recipe that no technique has."""
+    """Return the words of this recipe that are not techniques in the roster."""
     known = {name for one in roster.techniques() for name in (one.name, *one.elsewhere)} | {"plain"}
     words = [text.partition("(")[0].strip() for text in recipe.split("+")]
     return [word for word in words if word not in known]
