@@ -46,7 +46,7 @@ def needs_task(task: str) -> None:
 def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     """Return the reason to skip a failed test of a technique or task whose feature is deleted; else "".
 
-    The test names it, or needs the task. Where only the core names it, the test fails.
+    The test must name it or need the task. If only the core names it, the test fails.
     """
     words = os.environ.get("SNUGFIT_WITHOUT", "").split()
     if not words or not isinstance(item, pytest.Function):

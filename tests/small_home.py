@@ -27,7 +27,7 @@ logging_steps: 5
 
 
 def write_home(folder: Path) -> None:
-    """Puts all of it there."""
+    """Write all of these files into the folder."""
     words = tokenizer("bert")
     words.save_pretrained(folder / "model")
     config = {

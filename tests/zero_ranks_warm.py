@@ -1,4 +1,4 @@
-"""The process that forks those that train by DeepSpeed's engine: it has imported DeepSpeed too."""
+"""Warm process for forks that train with DeepSpeed's engine: it has imported DeepSpeed too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import many_ranks
 
 
 def warm() -> None:
-    """What the process that forks does first."""
+    """Import the dependencies of the forks."""
     many_ranks.warm()
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
