@@ -28,7 +28,7 @@ SETTLES = {
 AT_EVERY_PLACE = sorted(
     set(SETTLES) - {"mixtral-5x1216-fused", "modernbert-5x960-plain", "mistral-7x1408-qlora"}
 )
-"""Runs in which no choice depends on an address that the rule predicts wrongly."""
+"""Runs in which any two free blocks that the allocator compares have the predicted order of addresses."""
 
 WORKSPACE = 32 * MIB
 """In a recorded run this block marks a thread's first cuBLAS product. The first thread runs the forward pass,

@@ -315,7 +315,7 @@ def test_a_checkpoint_has_the_masters(tmp_path: Path) -> None:
     for name, weight in begun.model.named_parameters():
         assert torch.equal(halves.halves_of(kept[name].data)[0], weight.data)
         some_differ |= not torch.equal(kept[name], weight.float())
-    assert some_differ, "the masters take more bytes than the weights"
+    assert some_differ, "the masters hold more bits than the weights"
 
 
 def test_weights_in_32_bits_are_loaded_into_both_halves() -> None:

@@ -1,4 +1,4 @@
-"""`make demo`: the killed run resumes and ends like the run left alone; one screen and a picture."""
+"""`make demo`: the killed run resumes and ends like the uninterrupted run; one screen and a picture."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from snugfit.errors import SnugfitError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCREEN = (40, 100)
-"""Lines and columns."""
+"""Lines and columns of one screen."""
 
 NEAR = 0.01
 """Share by which the predicted bytes of the CPU's step may differ from those that the profiler counted."""
 
 
 def demo_module() -> Any:
-    """Import the demo, under a name with which its results are sent between processes."""
+    """Import the demo under a name that lets processes exchange its results."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         return importlib.import_module("demo")

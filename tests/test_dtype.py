@@ -1,4 +1,4 @@
-"""In which dtype weights are loaded: whose word it is, what a recipe makes of it, and what is said."""
+"""The dtype in which weights are loaded: its sources, the effect of a recipe, and the messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FACTS = {
 
 
 def tiny(folder: Path, *, weights: str | None = None, **keys: Any) -> Model:
-    """The model of a folder, with weights in this dtype where one is given."""
+    """Return the model of a folder, with weights in this dtype if one is given."""
     (folder / "config.json").write_text(json.dumps(FACTS | keys))
     if weights:
         from safetensors.torch import save_file
@@ -215,7 +215,7 @@ def test_a_plan_says_first_that_a_technique_changes_nothing(tmp_path: Path) -> N
     ],
 )
 def test_what_transformers_keeps_in_fp32_is_fp32(family: str, dtype: str, kept: str, tmp_path: Path) -> None:
-    """A model of random weights, which a prediction is about, has the dtypes of one that is loaded."""
+    """A model of random weights, which a prediction uses, has the dtypes of a loaded one."""
     routed = {
         "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 2,
         "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
