@@ -1,7 +1,7 @@
 """Compare two accounts of one step, event by event: the events of a real allocator and those of a trace.
 
 Births are aligned by their sizes, in order. A death belongs to a certain birth. So two accounts are equal
-only when the same block is freed at the same place; a block of the same size is not enough.
+only when the same block is freed at the same place. A block of the same size is not enough.
 
 Consecutive deaths with no birth between them have no order here. An allocator that has freed them all is in
 the same state in any order. Autocast's cache, a hash map by address, is emptied in any order.
@@ -24,7 +24,7 @@ class Event:
     operators: tuple[str, ...] = field(default=(), compare=False)
     """Operators around the event, outermost first; a death has those of its birth."""
     inside: frozenset[str] = field(default=frozenset(), compare=False)
-    """Operators within one call of which the block is born and dies."""
+    """Operators within one call of which the block is born and freed."""
     step: int = field(default=0, compare=False)
     phase: str = field(default="", compare=False)
 
@@ -34,9 +34,9 @@ class Comparison:
     """The similarity of two accounts."""
 
     similarity: float
-    """Share of events that the two have in common, in order (`difflib`): 1.0 is the same account."""
+    """Share of events in common, in order (`difflib`): 1.0 means equal accounts."""
     lines: tuple[str, ...]
-    """The events that only one of them has: `real` or `trace`, birth or death, bytes, operator."""
+    """Events of only one account: `real` or `trace`, birth or death, bytes, operator."""
 
     def __str__(self) -> str:
         return f"{self.similarity:.5f} alike; " + ("\n  ".join(("differences:", *self.lines[:40])))

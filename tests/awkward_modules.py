@@ -2,12 +2,12 @@
 
 A module is awkward when its shapes alone do not determine the operators that it runs. Its control flow
 depends on its batch, its weights, random numbers or the device. Or it leaves the ordinary path of autograd.
-The prediction of a module has one of three outcomes. It is `EQUAL` to a real run on the CPU, it carries a
-`doubt` about exactly this difficulty, or it is `refused` with a true reason.
+The prediction of a module has one of three outcomes: `EQUAL` to a real run on the CPU, a `doubt`, or
+`refused`. A doubt names exactly this difficulty, and a refusal gives a true reason.
 
-The modules are grouped by the source of the difficulty: `awkward_shapes.py` (shapes from the batch),
-`awkward_choices.py` (decisions by weights and random numbers), `awkward_autograd.py`, `awkward_layers.py` and
-`awkward_outputs.py`.
+The modules are grouped by the source of the difficulty. `awkward_shapes.py` has shapes from the batch, and
+`awkward_choices.py` has decisions by weights and random numbers. The rest are in `awkward_autograd.py`,
+`awkward_layers.py` and `awkward_outputs.py`.
 """
 
 from __future__ import annotations

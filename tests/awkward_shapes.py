@@ -1,4 +1,4 @@
-"""Awkward modules whose shapes come from their batch: lengths, masks, labels, segments, grids, edges."""
+"""Awkward modules with shapes that depend on their batch: lengths, masks, labels, segments, grids, edges."""
 
 from __future__ import annotations
 

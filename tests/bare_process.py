@@ -105,7 +105,7 @@ def _prepare_language_once() -> None:
 
 def products_of_few_rows() -> int:
     """Simulate them as a worker, also without garbage collection; return the exit code."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as in a worker
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the mode of a worker
     job, setup = small_job("bert", 2), Recipe.parse("qlora").setup()
     first = rehearse(job, setup, CudaPolicy()).events
     gc.collect()

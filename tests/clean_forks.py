@@ -6,7 +6,7 @@ first test (conftest). All tests fork from it. A fork of the pytest process itse
 tokenizers and thread pools that no thread opens any more.
 
 A second process is forked before any test module is imported. It is bare: neither torch nor an optional
-package is loaded in it, and it imports only the modules that its children need.
+package is loaded in it. It imports only the modules that its children need.
 
 A module may define a function `warm` for further imports. It runs once, when the first child of that module
 starts.

@@ -1,4 +1,4 @@
-"""A stand-in for the `pynvml` module that reports invented GPUs of a machine.
+"""Fake `pynvml` module that reports invented GPUs of a machine.
 
 Readings may be scripted: `script` holds the used bytes of successive memory queries; the last one repeats.
 """
@@ -31,9 +31,9 @@ class FakeGpu:
     """(pid, bytes); None: the driver refuses the list, as under WSL."""
     drawers: list[tuple[int, int | None]] = field(default_factory=list)
     parts: list[FakeGpu] | None = None
-    """MIG parts; None: not in MIG mode."""
+    """MIG parts; None: the GPU is not in MIG mode."""
     utilization: int | None = None
-    """Per cent; None: not reported."""
+    """Utilisation in per cent; None: not reported."""
     clocks: list[int] | None = None
     """MHz of successive queries; the last one repeats; None: not reported."""
     clock_reasons: int = 0

@@ -1,18 +1,18 @@
 """Run several real ranks on the CPU: gloo processes that each run a Step while the allocator reports.
 
-`run_ranks` starts them once for many recipes. It returns the allocator events of each rank, and the losses of
-a second run in which all ranks draw the same weights and batches. Each rank is a process of its own, as
-torchrun starts it, because a default process group belongs to a whole process. It is forked from one that has
-imported the necessary modules and done nothing else (`clean_forks.py`).
+`run_ranks` starts them once for many recipes. It returns the allocator events of each rank. It also returns
+the losses of a second run in which all ranks draw the same weights and batches. Each rank is a process of its
+own, because a default process group belongs to a whole process; torchrun does the same. It is forked from one
+that has imported the necessary modules and done nothing else (`clean_forks.py`).
 
 Gloo's own threads release a tensor some time after its exchange. torch's profiler records no free by such a
 thread. So gloo has one thread here. Each exchange that Python code starts is waited for, and then followed by
 an exchange of a single number in the same group. The thread releases the first tensor before it starts the
 second exchange. Exchanges that DDP starts itself are unchanged.
 
-A barrier would not do as the second exchange. Gloo's barrier holds weak pointers to the works in progress at
-its start. A work without an owner frees its tensors only when no weak pointer is left (`c10::intrusive_ptr`),
-so some time after the barrier.
+The second exchange cannot be a barrier. Gloo's barrier holds weak pointers to the works in progress at its
+start. A work without an owner frees its tensors only when no weak pointer is left (`c10::intrusive_ptr`).
+With a barrier that happens some time after its end.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> Non
     from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
     cases: list[Case] = pickle.loads((folder / "cases").read_bytes())
-    if loop == "trainer":  # it leaves the choice to torch, and a GPU's is another (`test_law_loops.py`)
+    if loop == "trainer":  # it leaves the choice to torch, which differs on a GPU (`test_law_loops.py`)
         module: Any = importlib.import_module("torch.optim.optimizer")
         module._get_foreach_kernels_supported_devices = lambda: ["cpu", "meta"]
     _wait_for_the_thread()
@@ -148,7 +148,7 @@ EXCHANGES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
     "all_reduce", "broadcast",
 )  # fmt: skip
-"""Functions of torch.distributed by which FSDP2 and DeepSpeed exchange, under the names of all its
+"""Functions of torch.distributed by which FSDP2 and DeepSpeed exchange tensors, under their names of all
 versions."""
 
 EXCHANGED: set[int] = set()

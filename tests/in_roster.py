@@ -1,4 +1,4 @@
-"""Tests and recorded runs that need a technique of a feature, which may be deleted."""
+"""Skip tests and recorded runs that need a technique of a deleted feature."""
 
 from __future__ import annotations
 

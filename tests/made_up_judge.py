@@ -1,4 +1,4 @@
-"""A judge that evaluates recipes on many GPUs by short formulas. It checks a search against every recipe."""
+"""An evaluator of recipes on many GPUs by short formulas. Tests compare a search with all recipes on it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 LAST = 6
-"""The step after which a run ends: two steps after its first epoch."""
+"""Last step of a run: two steps after its first epoch."""
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},

@@ -39,7 +39,7 @@ AUTOCAST = {
     "gpt2_bf16": "bfloat16",
     "t5_bf16": "bfloat16",
 }
-"""Cases that ran under autocast; the others ran in their weights' dtype."""
+"""Cases that ran under autocast; the rest ran in their weights' dtype."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     python tests/released_on_gpu.py [FILE] played   only those that are replayed
 
 In `test_released.py` the CPU computes both, bit for bit. A GPU adds sums in another order, and attention's
-backward pass in any order. So weights are close here, and losses agree within a bound.
+backward pass adds in any order. So weights are close here, and losses agree within a bound.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A user's folder: a model, its tokenizer, a file of samples and a job that trains one on the other."""
+"""Write a user's folder: a model, its tokenizer, a file of samples, and a job that trains the model on
+them."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Task, tuple[str, ...]]] = {
         ("num_hidden_layers",),
     ),
 }  # fmt: skip
-"""By transformers' name: config, task, and the keys for the number of layers."""
+"""Config, task, and the keys for the number of layers, by transformers' name."""
 
 
 def small_job(family: str, layers: int = 4, facts: dict[str, Any] | None = None, **changes: Any) -> Job:

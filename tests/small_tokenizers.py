@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>")
-"""Tokens 0 to 6."""
+"""Names of tokens 0 to 6."""
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = (*NUMBERS, ".", "-", "u", "s", "of")

@@ -58,7 +58,7 @@ KEPT_SOURCES = 3
 
 
 class NotStorable(Exception):
-    """An argument has no description that is the same in every process."""
+    """Raised for an argument without a description that is the same in every process."""
 
 
 def sources(package: Path = PACKAGE) -> Iterator[Path]:
@@ -114,7 +114,7 @@ class RehearsalStore:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             os.utime(folder)
-        except OSError:  # a checkout that is read only
+        except OSError:  # a read-only checkout
             return folder
         others = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in others[KEPT_SOURCES:]:

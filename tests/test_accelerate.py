@@ -493,7 +493,7 @@ def test_the_recipe_is_done_to_what_is_there() -> None:
 
 
 def test_an_optimizer_whose_states_begin_with_it_may_be_replaced() -> None:
-    """Adagrad has states before its first step."""
+    """Adagrad creates its states in the constructor, before its first step."""
     run = loop_of(None, "lion", optimizer=torch.optim.Adagrad)
     assert type(run.optimizer).__name__ == "Lion"
     with pytest.raises(RecipeError, match=r"bf16_pure: the Adagrad has states for float32"):
@@ -616,7 +616,7 @@ def test_it_prints_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 class Table:
-    """A schedule's function that no checkpoint can hold."""
+    """A schedule's function that no checkpoint can save."""
 
     def __init__(self) -> None:
         self.lock = object()

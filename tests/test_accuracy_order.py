@@ -101,7 +101,7 @@ def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: P
     def ranked(asked: Any) -> list[PlannedRecipe]:
         if asked.batch_size == 8:
             raise SnugfitError("No recipe could be rehearsed: no shapes")
-        order = ("micro_batches(2)", "bf16", "plain")  # measured, the second and the third are faster
+        order = ("micro_batches(2)", "bf16", "plain")  # the second and the third are faster when measured
         return [
             PlannedRecipe(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=(place + 1) / 100)
             for place, text in enumerate(order)

@@ -158,7 +158,7 @@ def test_what_the_context_lets_go_is_a_hole_below_the_first_small_segment() -> N
 def test_a_chunk_that_nobody_uses_is_gone_and_new_ones_take_its_place_from_above() -> None:
     driver = DeviceAddresses()
     large = driver.map_segment(90 * MIB)
-    driver.release_context()  # its code takes two of the six that are left
+    driver.release_context()  # its code takes two of the remaining six
     assert driver.map_segment(4 * MIB) == large + 92 * MIB
     first, second = driver.map_segment(30 * MIB), driver.map_segment(60 * MIB)
     assert first == TOP + 416 * MIB - CHUNK
@@ -167,7 +167,7 @@ def test_a_chunk_that_nobody_uses_is_gone_and_new_ones_take_its_place_from_above
         driver.map_segment(left * MIB)
     driver.start_cublas()  # takes two chunks, and its libraries six of the remaining ones
     assert driver.map_segment(30 * MIB) == TOP + CHUNK
-    assert driver.map_segment(30 * MIB) == large - CHUNK  # the lowest stays empty
+    assert driver.map_segment(30 * MIB) == large - CHUNK  # the lowest chunk stays empty
 
 
 def test_cublas_fills_holes_that_are_smaller_than_what_it_takes() -> None:

@@ -57,7 +57,7 @@ def test_the_two_pools_share_nothing() -> None:
     allocator.allocate(512)
     allocator.allocate(2 * MIB)
     assert allocator.reserved == 22 * MIB
-    allocator.allocate(MIB)  # fits the small segment, and goes there
+    allocator.allocate(MIB)  # fits the small segment
     assert allocator.reserved == 22 * MIB
 
 
@@ -65,8 +65,7 @@ def test_the_two_pools_share_nothing() -> None:
 
 
 def test_the_smallest_block_that_fits_is_taken() -> None:
-    """Two holes, of 6 and of 4 MiB: a request of 4 MiB takes the smaller one and leaves the larger one
-    whole."""
+    """Two holes, of 6 and of 4 MiB: a request of 4 MiB takes the smaller one. The larger one stays whole."""
     allocator = Allocator()
     pieces = [allocator.allocate(size * MIB) for size in (6, 3, 4, 3)]  # 16 of 20 MiB
     allocator.release(pieces[0])

@@ -71,7 +71,8 @@ def test_an_h200_is_chosen_for_as_torch_chose_there() -> None:
 
 
 class MultiQuery(nn.Module):
-    """Several query heads over one key head, by broadcasting, or by `enable_gqa`; a context around them."""
+    """Several query heads over one key head, by broadcasting or by `enable_gqa`, within up to two kernel
+    contexts."""
 
     def __init__(self, *, grouped: bool = False, kernels: Any = None, outer: Any = None) -> None:
         super().__init__()

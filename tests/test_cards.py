@@ -1,5 +1,5 @@
-"""The number of cards of each kind: the fewest that fit and the cheapest, checked against every recipe on
-every number of GPUs. Further tests cover rehearsals shared by kinds, wrong input and the report."""
+"""The number of cards of each kind: the fewest that fit and the cheapest. Both are checked against every
+recipe on every number of GPUs. Further tests cover rehearsals shared by kinds, wrong input and the report."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_kinds_that_run_the_same_kernels_share_rehearsals(made_up: type[MadeUpJu
     together = {named for _, _, named in made_up.asked}
     assert ("H200-SXM", "H100-SXM") in together
     assert all(named == ("L4",) for named in together if "L4" in named), "it runs other kernels"
-    assert len(made_up.asked) == len(set(made_up.asked)), "no candidate is judged twice"
+    assert len(made_up.asked) == len(set(made_up.asked)), "no candidate is evaluated twice"
 
 
 def test_most_of_the_recipes_are_never_asked_about(made_up: type[MadeUpJudge]) -> None:
@@ -218,7 +218,7 @@ def test_what_so_many_cost() -> None:
     assert two.run == pytest.approx(7.2 / 9)
     best = cheapest_cards(cards(), PRICES)
     assert best is not None
-    assert (best.key, best.gpus) == ("H200-SXM", 2), "four L4s cost less an hour and take five times as long"
+    assert (best.key, best.gpus) == ("H200-SXM", 2), "four L4s cost less per hour and take five times as long"
     best = cheapest_cards(cards(), Prices({"H200-SXM": 3.6, "L4": 0.1}))
     assert best is not None
     assert (best.key, best.gpus) == ("L4", 4)

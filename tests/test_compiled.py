@@ -155,8 +155,8 @@ def test_what_torch_would_run_uncompiled_is_refused() -> None:
 def test_a_dispatch_mode_that_hears_of_compilers_is_noticed(
     inner: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under such a mode torch silently runs layers uncompiled, so wrong figures would look plausible. By
-    default it still compiles code within the dispatch of an operator (`inner`), which is not a layer."""
+    """Under such a mode torch silently runs layers uncompiled, so wrong figures would look plausible. The
+    default setting (`inner`) still compiles code within the dispatch of an operator, which is not a layer."""
     monkeypatch.setattr(Recorder, "ignore_compile_internals", classmethod(lambda cls: False))
     config = torch._dynamo.config.patch(inline_torch_dispatch_torch_compile=inner)
     with config, pytest.raises(RehearsalError, match="did not compile"):
@@ -218,7 +218,7 @@ def test_products_of_odd_sizes_are_padded_and_that_is_said(positions: int, pads:
 @pytest.mark.whole
 def test_a_graph_that_is_said_to_be_elsewhere_shares_the_same_storages() -> None:
     """Inductor compares storages: it keeps a copy of a saved tensor and drops any other. A LoRA beside a
-    product of attention's result is such a copy; a ModernBERT on an H200 took 1 % more for it."""
+    product of attention's result is such a copy. A ModernBERT on an H200 took 1 % more for it."""
 
     def part(x: torch.Tensor) -> torch.Tensor:
         return x.sin().transpose(0, 1).cos()

@@ -59,7 +59,7 @@ NEAREST = {
     "mode=max-autotune-no-cudagraphs": "compiled",
     "mode=max-autotune": "compiled(mode=reduce-overhead)",
 }
-"""The simulated recipe that stands in for another mode or backend."""
+"""The simulated recipe whose prediction is used for another mode or backend."""
 
 
 @pytest.mark.parametrize("setting", slow_but(list(NEAREST), 2))

@@ -62,10 +62,12 @@ it."""
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_whole_model_with_recomputed_layers_is_predicted_for_a_gpu(family: str) -> None:
-    """Its program saves the random state for recomputed attention. No other kernel runs."""
+    """Its program saves the random state for recomputed attention. All kernels of the forward pass are
+    compiled."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     setup = Recipe.parse(f"bf16 + {WHOLE} + every_layer").setup()
-    once = {"problem_type": "single_label_classification"} if family == "bert" else {}  # or it compiles twice
+    # otherwise it compiles twice
+    once = {"problem_type": "single_label_classification"} if family == "bert" else {}
     kernels = rehearse(small_job(family, 2, once), setup, CudaPolicy()).kernels
     attention = "aten::_scaled_dot_product_cudnn_attention"
     assert [kernel.phase for kernel in kernels if kernel.operator == attention].count("backward") == 2

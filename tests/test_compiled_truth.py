@@ -1,8 +1,8 @@
 """Compiled layers, measured on an H200 and predicted again: bytes to a fraction of a per cent, and seconds.
 
-The runs used torch 2.11; the installed version lowers them here. Versions of Inductor differ in two ways: the
-kernel that casts a sum of bias gradients, and the number of kernels of a norm's backward pass. Neither moves
-a byte of a peak. With a warm cache on disk no kernel's settings were timed.
+The runs used torch 2.11; the installed version lowers them here. Versions of Inductor differ in two ways. One
+is the kernel that casts a sum of bias gradients, the other the number of kernels of a norm's backward pass.
+Neither moves a byte of a peak. With a warm cache on disk no kernel's settings were timed.
 """
 
 from __future__ import annotations

@@ -185,7 +185,8 @@ def test_infinite_numbers_are_read_as_python_and_as_transformers_write_them() ->
 
 
 def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
-    """DeepSeek-V3, Kimi-K2 and Phi-4-mini name code of their own, gpt-oss and DeepSeek a quantization."""
+    """DeepSeek-V3, Kimi-K2 and Phi-4-mini refer to code of their own, gpt-oss and DeepSeek to a
+    quantization."""
     config = changed(auto_map={"AutoModel": "evil.Model"}, quantization_config={"quant_method": "mxfp4"})
     model = Model.from_config(parse_config(config, where="here"), name="bert")
     built = model.transformers_config("sequence-classification", 2)
@@ -212,8 +213,8 @@ def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
     ids=lambda facts: facts["model_type"],
 )
 def test_facts_that_stand_as_they_are(facts: dict[str, Any]) -> None:
-    """Sizes may be absent, 0, lists or floats. A head width may be known only to the class (GLM), or be cut
-    (GLM-4.5)."""
+    """Sizes may be absent, 0, lists or floats. In GLM only the class defines the head width; in GLM-4.5 it is
+    cut."""
     assert check_facts(facts, where="here") == facts
 
 

@@ -19,7 +19,7 @@ from snugfit.techniques.recipe import Recipe
 
 
 class Says(nn.Module):
-    """A linear layer whose input passes through the given code."""
+    """A linear layer whose input the given code transforms first."""
 
     def __init__(self, code: Callable[[torch.Tensor], Any] = lambda x: x) -> None:
         super().__init__()

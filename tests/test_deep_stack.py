@@ -39,7 +39,7 @@ def with_its_stack() -> int:
 
 @pytest.mark.whole
 def test_the_end_of_a_deep_graph_has_room() -> None:
-    """On the usual stack the process ends by SIGSEGV."""
+    """On a stack of the usual size the process ends with SIGSEGV."""
     assert forks().ended(forks().start(with_its_stack)) == 0
 
 

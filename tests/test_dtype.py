@@ -134,7 +134,8 @@ def test_a_plan_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
     ):
         fixed = kept_of(job, {slot: Recipe()[slot] for slot in Slot if slot != "precision"})
         asked = replace(job, dtype=dtype)
-        space = space_of(asked, fidelity=Fidelity.LEARNS, capability=(8, 0), fixed=fixed)  # too old for fp8
+        # this GPU is too old for fp8
+        space = space_of(asked, fidelity=Fidelity.LEARNS, capability=(8, 0), fixed=fixed)
         assert {candidate.recipe[Slot.PRECISION].name for candidate in space.candidates} == names
         excluded = {one.what: one.why for one in space.excluded}
         assert all(text in excluded[name] for name, text in why.items())
@@ -247,7 +248,7 @@ def test_weights_that_stay_in_fp32_are_predicted_so() -> None:
 
 @pytest.mark.parametrize("copied", ["embed_tokens", "lm_head"])
 def test_whole_modules_that_train_beside_adapters_are_cast_with_the_model(copied: str) -> None:
-    """Nothing casts the inputs and outputs of such a copy; peft's own layers cast theirs."""
+    """Such a copy has no casts of its inputs and outputs; peft's own layers cast theirs."""
     config: Any = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[copied])
     base: Any = instantiate(small_job("llama", 1), dtype="float32", attention="sdpa")
     model = peft.get_peft_model(base, config)

@@ -1,4 +1,4 @@
-"""Law 1 for the update of an optimizer of ours: the third step, which is like all later ones."""
+"""Law 1 for the update of our own optimizers: the third step, which equals all later ones."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ HABITS = {
     "2024-03": Habits(keeps_logits=True, angles=65_536, gradients_apart=True),
     "2024-12": Habits(keeps_logits=False, angles=8192),
 }
-"""By the date of publication."""
+"""Behaviour by the date of publication."""
 
 
 class Norm(nn.Module):
@@ -104,7 +104,7 @@ def turned(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[torc
 
 
 class Attention(nn.Module):
-    """Causal attention, whose key and value heads are repeated."""
+    """Causal attention with repeated key and value heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One transformer layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model."""
+    """The whole Llama model."""
 
     angles: torch.Tensor
 
@@ -231,7 +231,7 @@ class TitanStep(Step):
 
     def _train(self, steps: int, observer: Observer) -> None:
         observer.phase("build")
-        with _host(self.device):  # nothing has bytes so far
+        with _host(self.device):  # no parameter has bytes so far
             model = self._spread(Transformer(self._sizes, self._habits))
         model.to_empty(device=self.device)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

@@ -17,4 +17,4 @@ def warm() -> None:
         import deepspeed.ops.adam
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
         from deepspeed.utils import numa
-    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # or each gradient starts `numactl`
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # otherwise each gradient starts `numactl`
