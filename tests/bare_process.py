@@ -104,7 +104,8 @@ def _prepare_language_once() -> None:
 
 
 def products_of_few_rows() -> int:
-    """Simulate them as a worker, also without garbage collection; return the exit code."""
+    """Rehearse products of few rows twice as a worker does, with a garbage collection between. Return 1 if
+    events differ."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the mode of a worker
     job, setup = small_job("bert", 2), Recipe.parse("qlora").setup()
     first = rehearse(job, setup, CudaPolicy()).events

@@ -6,9 +6,9 @@ own, because a default process group belongs to a whole process; torchrun does t
 that has imported the necessary modules and done nothing else (`clean_forks.py`).
 
 Gloo's own threads release a tensor some time after its exchange. torch's profiler records no free by such a
-thread. So gloo has one thread here. Each exchange that Python code starts is waited for, and then followed by
-an exchange of a single number in the same group. The thread releases the first tensor before it starts the
-second exchange. Exchanges that DDP starts itself are unchanged.
+thread. So gloo has one thread here. Each exchange that Python code starts is waited for. A second exchange of
+a single number in the same group follows it. The thread releases the first tensor before it starts the second
+exchange. Exchanges that DDP starts itself are unchanged.
 
 The second exchange cannot be a barrier. Gloo's barrier holds weak pointers to the works in progress at its
 start. A work without an owner frees its tensors only when no weak pointer is left (`c10::intrusive_ptr`).

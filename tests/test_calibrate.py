@@ -137,7 +137,7 @@ def test_the_machine_that_is_known_changes_nothing() -> None:
 
 
 def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with the usual errors of the probes, and no other ones, gets the known rates."""
+    """A machine with only the usual errors of the probes gets the known rates."""
     errors = {"host": 0.9, "bandwidth": 1.05, "fp32": 0.95, "tf32": 1.02, "bf16": 1.04}
     monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", errors)
     known, asked = rates_for(GPU), iter(("bandwidth", "host", "host", "host", "fp32", "tf32", "bf16"))
