@@ -1,9 +1,10 @@
-"""Two accounts of one step laid side by side, event by event: what an allocator saw, and a trace.
+"""Compare two accounts of one step, event by event: the events of a real allocator and those of a trace.
 
-Births are aligned by their sizes, in order. A death is then the death of a certain birth, so that two
-accounts are the same only when the same block dies at the same place, and not merely one of its size. Deaths
-that follow one another with no birth between them have no order here: an allocator that has freed them all is
-in the same state whichever it freed first (autocast's cache, a hash map by address, empties in any order).
+Births are aligned by their sizes, in order. A death belongs to a certain birth. So two accounts are equal
+only when the same block is freed at the same place. A block of the same size is not enough.
+
+Consecutive deaths with no birth between them have no order here. An allocator that has freed them all is in
+the same state in any order. Autocast's cache, a hash map by address, is emptied in any order.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ class Event:
     """A birth (`nbytes` above 0) or a death (below) of one block."""
 
     block: int
-    """The same for a birth and its death."""
+    """Number shared by a birth and its death."""
     nbytes: int
     operators: tuple[str, ...] = field(default=(), compare=False)
-    """Outermost first; of a death, those of its birth."""
+    """Operators around the event, outermost first; a death has those of its birth."""
     inside: frozenset[str] = field(default=frozenset(), compare=False)
-    """Operators within one call of which the block is born and dies."""
+    """Operators within one call of which the block is born and freed."""
     step: int = field(default=0, compare=False)
     phase: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How alike two accounts are."""
+    """The similarity of two accounts."""
 
     similarity: float
-    """Share of events that the two have in common, in order (`difflib`): 1.0 is the same account."""
+    """Share of events in common, in order (`difflib`): 1.0 means equal accounts."""
     lines: tuple[str, ...]
-    """The events that only one of them has: `real` or `trace`, birth or death, bytes, operator."""
+    """Events of only one account: `real` or `trace`, birth or death, bytes, operator."""
 
     def __str__(self) -> str:
         return f"{self.similarity:.5f} alike; " + ("\n  ".join(("differences:", *self.lines[:40])))
 
 
 BEFORE = -1
-"""Stands for a block that was born before the step: only its size is compared."""
+"""Placeholder for a block that was born before the step: only its size is compared."""
 
 
 def compare(real: Sequence[Event], trace: Sequence[Event]) -> Comparison:
-    """The two accounts, aligned. What is equal is not searched for what it has in common, which is slow."""
+    """Align the two accounts and compare them. Equal accounts skip the slow search for common parts."""
     births = [[event for event in account if event.nbytes > 0] for account in (real, trace)]
     sizes = [[birth.nbytes for birth in account] for account in births]
     whole = [(0, 0, len(sizes[0]))]
@@ -79,7 +80,7 @@ def _matcher(left: Sequence[object], right: Sequence[object]) -> SequenceMatcher
 def _in_order(
     account: Sequence[Event], name: Callable[[int], int]
 ) -> Iterator[tuple[tuple[int, int], Event]]:
-    """Events with what they are compared by; deaths that follow one another, sorted."""
+    """Yield events with their comparison keys; consecutive deaths are sorted."""
     deaths: list[tuple[tuple[int, int], Event]] = []
     for event in account:
         key = (name(event.block), event.nbytes)
@@ -98,7 +99,7 @@ def _line(whose: str, event: Event) -> str:
 
 
 def peak(account: Sequence[Event]) -> int:
-    """The most bytes that live at once."""
+    """Return the largest number of bytes that are allocated at once."""
     most = current = 0
     for event in account:
         current += event.nbytes

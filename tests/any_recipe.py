@@ -1,4 +1,4 @@
-"""Random techniques and recipes over the whole roster, from a seed: what the laws are tried on."""
+"""Draw random techniques and recipes over the whole roster from a seed. The laws are tested on them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WORDS = ("q_proj", "all-linear", "attention.self.query", "v", "w_1", "layer.*.fc
 
 
 def any_technique(technique: type[Technique], rng: random.Random) -> Technique:
-    """This technique with random lawful settings; each default is kept half of the time. Settings that do
-    not go together are drawn again."""
+    """Return this technique with random valid settings; each default stays in half of the draws. Settings
+    that exclude each other are drawn again."""
     kinds = setting_types(technique)
     while True:
         given = {
@@ -33,13 +33,13 @@ def any_technique(technique: type[Technique], rng: random.Random) -> Technique:
 
 
 def any_recipe(rng: random.Random) -> Recipe:
-    """A random technique in each slot."""
+    """Return a recipe with a random technique in each slot."""
     by_slot = {slot: [found for found in roster.techniques() if found.slot is slot] for slot in Slot}
     return Recipe(tuple(any_technique(rng.choice(found), rng) for found in by_slot.values()))
 
 
 def any_value(kind: Any, limits: typing.Mapping[str, float], rng: random.Random) -> Any:
-    """A random value of a setting's type, inside its range."""
+    """Return a random value of a setting's type, inside its range."""
     if isinstance(kind, types.UnionType):
         return any_value(rng.choice(typing.get_args(kind)), limits, rng)
     if kind is bool or typing.get_origin(kind) is Literal:
@@ -51,5 +51,5 @@ def any_value(kind: Any, limits: typing.Mapping[str, float], rng: random.Random)
     low, high = limits["low"], limits["high"]
     if kind is int:
         return rng.choice([int(low), int(high), rng.randint(int(low), int(high))])
-    assert kind is float, f"no random value of {kind}: teach any_value"
+    assert kind is float, f"no random value of {kind}: extend any_value"
     return rng.choice([low, high, rng.uniform(low, high), 10 ** rng.uniform(-12, 0) * high])

@@ -1,5 +1,5 @@
-"""Awkward modules that leave the ordinary path of autograd: gradients within forward, changes in place,
-hooks, recomputation, parameters in other guises, and states that grow."""
+"""Awkward modules that leave the ordinary path of autograd. They compute gradients within forward, change
+tensors in place, use hooks or recompute. Some hold parameters in other containers or states that grow."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PenalisesGradients(Numbers):
 
 @awkward(numbers)
 class TakesAnInnerStep(Numbers):
-    """MAML: one step of gradient descent within forward."""
+    """MAML: one step of gradient descent within the forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights = dict(self.inner.named_parameters())
@@ -105,7 +105,7 @@ class LearnsFromATeacher(Numbers):
 
 @awkward(numbers)
 class FollowsItsAverage(Numbers):
-    """An exponential mean of the weights, moved in forward."""
+    """An exponential moving average of the weights, updated in the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class AddsAtPlaces(Numbers):
 
 @awkward(numbers)
 class GrowsABuffer(Numbers):
-    """A memory that is longer after each step."""
+    """A buffer that is longer after each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class GrowsABuffer(Numbers):
 
 @awkward(numbers)
 class KeepsARingBuffer(Numbers):
-    """MoCo's queue: written in place at a pointer that lies in a buffer."""
+    """MoCo's queue: written in place at a pointer that is a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class CallsOneBlockOften(Numbers):
 
 @awkward(numbers)
 class GoesStraightThrough(Numbers):
-    """A vector quantiser: the nearest of 64 codes, and gradients past the choice."""
+    """A vector quantiser: the nearest of 64 codes, with a straight-through gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class HasUnusedWeights(Numbers):
 
 @awkward(numbers)
 class CallsBackwardItself(Numbers):
-    """One loss is brought back within forward, the other by the loop."""
+    """Runs the backward pass of one loss within forward; the loop runs that of the other."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.block(x).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Awkward modules that decide by their weights' results, or by dice, what they run."""
+"""Awkward modules whose control flow depends on values of their weights or on random numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Routed(Words):
 
 @awkward(words, doubt=r"where|nonzero")
 class RoutesByWhere(_Routed):
-    """Each expert on the tokens that chose it, as Mixtral was first written."""
+    """Runs each expert on the tokens that chose it, as in the first version of Mixtral."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(ids).flatten(0, 1)
@@ -53,7 +53,7 @@ class RoutesByWhere(_Routed):
 
 @awkward(words, doubt=r"tolist")
 class RoutesBySplit(_Routed):
-    """Tokens sorted by expert, and split by how many each got, as JetMoE and DeepSeek are written."""
+    """Sorts tokens by expert and splits them by their counts, as JetMoE and DeepSeek do."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(ids).flatten(0, 1)
@@ -67,7 +67,7 @@ class RoutesBySplit(_Routed):
 
 @awkward(words)
 class RoutesDensely(_Routed):
-    """Every expert on every token, with weights of zero."""
+    """Runs every expert on every token, with weights of zero."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(ids)
@@ -79,7 +79,7 @@ class RoutesDensely(_Routed):
 
 @awkward(words, doubt="no gradient")
 class RoutesByCapacity(_Routed):
-    """Switch: room for so many tokens in each expert, dispatched by a product."""
+    """Switch: a fixed capacity for each expert, dispatched by a matrix product."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(ids).flatten(0, 1)
@@ -106,7 +106,7 @@ class LeavesEarly(Words):
 
 @awkward(numbers, refused=r"loop that depends on weights.*`while p\.min\(\) < 1:`.*1,000 times")
 class ComputesUntilSure(Numbers):
-    """Adaptive computation time: halts when its weights say so."""
+    """Adaptive computation time: halts at a threshold that the weights decide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class DividesByItsMean(Numbers):
 
 @awkward(numbers)
 class CopiesToTheHost(Numbers):
-    """Of what it computed, and decides nothing by that."""
+    """Copies results to the host, and no branch depends on them."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.block(x)
@@ -203,7 +203,7 @@ class DropsLayersOnTheDevice(Numbers):
 
 @awkward(numbers)
 class DropsPathsByRow(Numbers):
-    """Stochastic depth as timm writes it: a mask, and no branch."""
+    """Stochastic depth as timm implements it: a mask, and no branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x.new_empty(len(x), 1, 1).bernoulli_(0.9)

@@ -1,5 +1,6 @@
-"""Awkward modules of library layers with paths of their own: attention, recurrent and convolutional networks,
-normalisations with statistics, Fourier and linear algebra, sparse embeddings, losses over pairs."""
+"""Awkward modules around library layers with code paths of their own. They cover attention, recurrent and
+convolutional networks, norms with statistics, Fourier and linear algebra, sparse embeddings and pair
+losses."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class _Attention(Words):
 
 @awkward(words)
 class BroadcastsOneKeyHead(_Attention):
-    """Falcon: multi-query attention that is broadcast, with no `enable_gqa`."""
+    """Falcon: multi-query attention by broadcasting, without `enable_gqa`."""
 
     keys = 1
 
@@ -166,7 +167,7 @@ def _pictures() -> dict[str, Any]:
 
 @awkward(_pictures)
 class NormsGroups(nn.Module):
-    """A U-Net in small: strided, grouped, and transposed again."""
+    """A small U-Net: strided, grouped and transposed convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class NormsItsBatch(_Normed):
 
 @awkward(_pictures)
 class AveragesItsBatches(_Normed):
-    """The share of a batch is one by how many there were, which the module asks a buffer."""
+    """Cumulative average: the share of a batch is one over the batch count, which is read from a buffer."""
 
     momentum = None
 
@@ -241,7 +242,7 @@ class Whitens(Numbers):
 
 @awkward(numbers)
 class LearnsFromManyLosses(Numbers):
-    """Each loss's elements are made before their mean, at the peak."""
+    """Each loss allocates its elements before their mean, at the peak."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x)
@@ -278,7 +279,7 @@ class SumsBagsOfWords(nn.Module):
 
 @awkward(words, refused="The size of sparse gradients")
 class EmbedsSparsely(Words):
-    """AdamW, as torch has it, takes no sparse gradients."""
+    """torch's AdamW refuses sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +291,7 @@ class EmbedsSparsely(Words):
 
 @awkward(words)
 class ComparesAllPairs(Words):
-    """In-batch negatives, as sentence embedders and CLIP are trained."""
+    """In-batch negatives, as in the training of sentence embedders and CLIP."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         a = F.normalize(self.block(self.embed(ids)).flatten(0, 1), dim=-1)
@@ -316,7 +317,7 @@ class SinkhornsItsScores(Numbers):
 
 @awkward(numbers)
 class ProjectsATransposedInput(Numbers):
-    """A layer with a bias adds it in place to the product of an input that is not contiguous."""
+    """A layer with a bias adds it in place to the product of a non-contiguous input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""What the law about awkward modules is asked of: each module with its batch, and what must be said of it.
+"""Cases of the law about awkward modules: each module with its batch and the expected outcome.
 
-A module is awkward when what it runs is not in its shapes alone: it asks its batch, its weights, a die or the
-device what to do, or it leaves the ordinary path of autograd. Of each the prediction is `EQUAL` to a real run
-on the CPU, or it carries a `doubt` about just that, or it is `refused` with a true reason.
+A module is awkward when its shapes alone do not determine the operators that it runs. Its control flow
+depends on its batch, its weights, random numbers or the device. Or it leaves the ordinary path of autograd.
+The prediction of a module has one of three outcomes: `EQUAL` to a real run on the CPU, a `doubt`, or
+`refused`. A doubt names exactly this difficulty, and a refusal gives a true reason.
 
-The modules stand by what makes them awkward: `awkward_shapes.py` (shapes from the batch),
-`awkward_choices.py` (decisions by weights and dice), `awkward_autograd.py`, `awkward_layers.py` and
-`awkward_outputs.py`.
+The modules are grouped by the source of the difficulty. `awkward_shapes.py` has shapes from the batch, and
+`awkward_choices.py` has decisions by weights and random numbers. The rest are in `awkward_autograd.py`,
+`awkward_layers.py` and `awkward_outputs.py`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from torch.nn import functional as F
 
 ROWS, LENGTH, WIDTH, WORDS = 4, 64, 64, 128
 LENGTHS = (41, 17, 29, 23)
-"""Tokens of each row that are no padding."""
+"""Number of tokens in each row that are not padding."""
 
 EQUAL = "equal"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One awkward module."""
+    """One awkward module with its batch."""
 
     name: str
     make: Callable[[], nn.Module]
     example: Callable[[], dict[str, Any]]
     says: str = EQUAL
-    """`EQUAL`, or what a doubt or the refusal must say (a regular expression)."""
+    """`EQUAL`, or a regular expression for the expected doubt or refusal."""
     refused: bool = False
     recipe: str = "plain"
     xfail: str = field(default="", compare=False)
-    """Why the law does not hold for it yet."""
+    """Reason why the law does not hold for this case yet."""
     batch_size: int = ROWS
 
 
@@ -52,7 +53,7 @@ def awkward(
     refused: str = "",
     **more: Any,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """A decorator that puts a module's class among the cases."""
+    """Return a decorator that registers a module's class as a case."""
 
     def add(made: type[nn.Module]) -> type[nn.Module]:
         says = refused or doubt or EQUAL
@@ -66,14 +67,14 @@ def awkward(
 
 
 def words() -> dict[str, Any]:
-    """Token ids (B, T), and as many labels."""
+    """Return token ids (B, T) and as many labels."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, WORDS, (ROWS, LENGTH), generator=generator)
     return {"ids": ids, "labels": ids.roll(1, 1)}
 
 
 def masked() -> dict[str, Any]:
-    """The same with padding, a mask (B, T) of it, and labels of -100 there."""
+    """Return the same with padding, its mask (B, T), and labels of -100 at the padding."""
     batch = words()
     mask = torch.arange(LENGTH)[None] < torch.tensor(LENGTHS)[:, None]
     return {
@@ -84,16 +85,16 @@ def masked() -> dict[str, Any]:
 
 
 def ragged() -> dict[str, Any]:
-    """Token ids, labels, and lengths (B,)."""
+    """Return token ids, labels, and lengths (B,)."""
     return {**words(), "lengths": torch.tensor(LENGTHS)}
 
 
 def numbers() -> dict[str, Any]:
-    """Floats (B, T, D)."""
+    """Return a batch of floats (B, T, D)."""
     return {"x": torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))}
 
 
-# ---- what most modules are made of ---------------------------------------------------------------------
+# ---- base modules --------------------------------------------------------------------------------------
 
 
 class Words(nn.Module):

@@ -1,4 +1,4 @@
-"""Awkward modules by what they take and give, and by what they want of the device or of a compiler."""
+"""Awkward modules with unusual inputs or outputs, or with requirements on the device or on a compiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GIVES: list[tuple[str, Callable[[Tensor, Tensor], Any], dict[str, str]]] = [
     ("GivesADataclass", lambda loss, logits: _Output(logits, loss), {}),
     ("GivesADictionary", lambda loss, logits: {"logits": logits, "loss": loss}, {}),
     ("GivesOneNumberInARow", lambda loss, logits: loss[None], {}),
-    ("GivesItsLogitsFirst", lambda loss, logits: (logits, loss), {}),  # nanoGPT: the loss is the only number
+    ("GivesItsLogitsFirst", lambda loss, logits: (logits, loss), {}),  # nanoGPT: the loss is the only element
     (
         "GivesTwoLosses",
         lambda loss, logits: [loss, logits.square().mean()],
@@ -144,7 +144,7 @@ class AsksWhetherItCompiles(Numbers):
 
 @awkward(numbers, recipe="bf16_pure", refused="dtype|BFloat16|bfloat16")
 class MixesDtypes(Numbers):
-    """A table in fp32 beside weights in bf16: torch's products take one dtype."""
+    """A table in fp32 beside weights in bf16: torch's matrix products need a single dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         turn = torch.eye(WIDTH, device=x.device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Awkward modules whose shapes come from their batch: lengths, masks, labels, segments, grids, edges."""
+"""Awkward modules with shapes that depend on their batch: lengths, masks, labels, segments, grids, edges."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class FillsAMask(Words):
 
 @awkward(masked)
 class WritesByAMask(Words):
-    """One row of numbers that learn, wherever there is padding."""
+    """One row of trainable numbers, written at each padding position."""
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         h = self.block(self.embed(ids)).clone()
@@ -170,7 +170,7 @@ class WritesByAMask(Words):
 
 @awkward(words)
 class CallsByName(Words):
-    """By the text of an id, by a tensor made of one, and by whether an id is there."""
+    """Calls modules by the text of an id, by a tensor made of one, and by the presence of an id."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = {f"block {ids[0, 0].item()}": self.block}[f"block {ids[0, 0]}"](self.embed(ids))
@@ -201,7 +201,7 @@ class FindsPlacesByArgwhere(Words):
 
 @awkward(masked)
 class AttendsWithinPackedRows(Words):
-    """Rows end to end, as flash attention's varlen kernels take them, and each attended alone."""
+    """Concatenated rows, as flash attention's varlen kernels take them; each row attends to itself alone."""
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         inside = mask.bool()
@@ -223,7 +223,7 @@ class EmbedsEachWordOnce(Words):
 
 @awkward(words)
 class RoutesByHash(Words):
-    """Experts by token id: how many tokens each gets is in the batch."""
+    """Experts by token id: the batch determines the number of tokens of each expert."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         expert = (ids.flatten() * 7) % 4
@@ -245,7 +245,7 @@ class CountsSegments(Words):
 
 @awkward(words)
 class CountsClasses(Words):
-    """`one_hot` without a number of classes looks for the largest label."""
+    """`one_hot` without a number of classes computes the largest label."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         target = F.one_hot(labels).float()
@@ -296,7 +296,7 @@ class DropsAFullMask(Words):
 
 @awkward(words)
 class LooksForGlobalTokens(Words):
-    """Longformer: a branch of its own where a row has tokens that attend everywhere."""
+    """Longformer: a separate branch for rows with tokens that attend everywhere."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         special = ids == ids[:, :1]
@@ -314,7 +314,7 @@ def _with_end() -> dict[str, Any]:
 
 @awkward(_with_end)
 class PoolsAtTheEndToken(Words):
-    """BART: every row must hold one end token, whose state is the row's."""
+    """BART: every row must hold one end token, whose state represents the row."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         ends = ids.eq(1)
@@ -334,7 +334,7 @@ def _pictures() -> dict[str, Any]:
 
 @awkward(_pictures)
 class PacksPicturesByGrid(Words):
-    """Qwen-VL: the patches of all pictures end to end, and the grid (B, 3) of each."""
+    """Qwen-VL: the patches of all pictures in one sequence, and the grid (B, 3) of each."""
 
     def forward(self, ids: Tensor, labels: Tensor, patches: Tensor, grid: Tensor) -> Tensor:
         pictures = self.block(patches).split((grid[:, 0] * grid[:, 1] * grid[:, 2]).tolist())
@@ -354,7 +354,7 @@ def _graph() -> dict[str, Any]:
 
 @awkward(_graph, batch_size=96)
 class PassesMessages(Numbers):
-    """A graph network: edges are no samples."""
+    """A graph network: edges are not samples."""
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
         sender, receiver = edges
@@ -363,7 +363,7 @@ class PassesMessages(Numbers):
 
 
 def spoken() -> dict[str, Any]:
-    """Sound (B, T, D) and its words (B, 12), with the lengths of each."""
+    """Return sound (B, T, D) and its words (B, 12), with the lengths of each."""
     generator = torch.Generator().manual_seed(0)
     return {
         "x": torch.randn(ROWS, LENGTH, WIDTH, generator=generator),
@@ -390,7 +390,7 @@ class RecognisesSpeech(_Speech):
 
 @awkward(spoken)
 class RecognisesFlatTargets(_Speech):
-    """transformers' CTC heads: labels of all rows end to end, checked against the vocabulary."""
+    """transformers' CTC heads: concatenated labels of all rows, checked against the vocabulary."""
 
     def forward(self, x: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
         if targets.max() >= WORDS:

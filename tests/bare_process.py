@@ -1,5 +1,5 @@
-"""The process that tests are forked from which no optional package may have been imported in: no compiler, no
-library of optimizers, no engine. The functions are their work."""
+"""The process for tests that must start without optional packages: no compiler, no optimizer library, no
+engine. Tests fork from it, and the functions here run in the forks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def warm() -> None:
 
 
 def bare_forks() -> Forks:
-    """Forks of this process."""
+    """Return forks of the bare process."""
     return forks_of(__name__, bare=True)
 
 
 def said_by(work: Callable[..., int], told: Path, *arguments: str) -> str:
-    """What some work writes to both standard streams, in which it succeeds."""
+    """Run `work` successfully and return its output on both standard streams."""
     with told.open("wb") as file:
         both = {1: file.fileno(), 2: file.fileno()}
         code = bare_forks().ended(bare_forks().start(work, *arguments, streams=both), within=600)
@@ -44,7 +44,7 @@ def said_by(work: Callable[..., int], told: Path, *arguments: str) -> str:
 
 
 def command(*words: str, stdout: Path) -> str:
-    """What a command writes to standard output, in which it succeeds."""
+    """Run a command successfully and return its standard output."""
     with stdout.open("wb") as file:
         process = bare_forks().start(run, [*words], streams={1: file.fileno()})
         assert bare_forks().ended(process) == 0
@@ -52,13 +52,13 @@ def command(*words: str, stdout: Path) -> str:
 
 
 def script_in_triton(script: Path, device: str, stdout: Path) -> str:
-    """What a script writes that compares kernels: in Triton's interpreter, or on a GPU."""
+    """Run a script that compares kernels, in Triton's interpreter or on a GPU, and return its output."""
     return said_by(_run_in_triton, stdout, str(script), device)
 
 
 def _run_in_triton(script: str, device: str) -> int:
     if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when kernels are defined
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
         _prepare_language_once()
     sys.argv = [script, device]
     try:
@@ -71,8 +71,8 @@ def _run_in_triton(script: str, device: str) -> int:
 
 
 def _prepare_language_once() -> None:
-    """The interpreter changes Triton's language for each function that a program calls, and back. Change it
-    for the program alone: that took half of the time."""
+    """Patch Triton's language once for the whole program. The interpreter patches it for each function call
+    and restores it, which took half of the time."""
     from triton.runtime import interpreter
 
     prepare = interpreter._patch_lang
@@ -85,7 +85,7 @@ def _prepare_language_once() -> None:
             return interpreter._LangPatchScope()
         scope = prepare(function)
         ready.add(parts)
-        if outermost:  # of another part of the language: the outermost takes it back
+        if outermost:  # of another part of the language: the outermost call restores it
             outermost[0]._changes += scope._changes
             return interpreter._LangPatchScope()
         outermost.append(scope)
@@ -104,8 +104,9 @@ def _prepare_language_once() -> None:
 
 
 def products_of_few_rows() -> int:
-    """The exit code of a worker that simulates them, and again without garbage."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as in a worker
+    """Rehearse products of few rows twice as a worker does, with a garbage collection between. Return 1 if
+    events differ."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the mode of a worker
     job, setup = small_job("bert", 2), Recipe.parse("qlora").setup()
     first = rehearse(job, setup, CudaPolicy()).events
     gc.collect()
@@ -113,7 +114,7 @@ def products_of_few_rows() -> int:
 
 
 def import_torchao() -> int:
-    """Import what a model's class imports."""
+    """Import the class of a model, which imports torchao."""
     from transformers import BertConfig
 
     from snugfit.job.architectures import class_of

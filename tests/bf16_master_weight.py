@@ -1,13 +1,13 @@
 """The model and the loop of DeepSpeedExamples' `training/bf16_master_weight`, for a rehearsal.
 
-The same architecture, configuration and order of a step as that script's, written anew: what it prints of its
-memory stands in `data/published-zero3.json`. The model is built on the host and given to
+The architecture, configuration and order of a step are those of the script, written anew. The script's
+printed memory figures are in `data/published-zero3.json`. The model is built on the host and passed to
 `deepspeed.initialize`; the script runs on random tokens.
 
-DeepSpeed of that time (0.18) replaced torch's linear function only where a model was built within
-`zero.Init`, and DeepSpeed 0.19 does so wherever it partitions a model. Torch's own keeps the gathered weights
-for the backward pass: 7.9 GiB of the large model's peak without checkpointing. `memory_efficient_linear` has
-it left in place.
+DeepSpeed of that time (0.18) replaced torch's linear function only for models built within `zero.Init`.
+DeepSpeed 0.19 replaces it whenever it partitions a model. Torch's own function saves the gathered weights for
+the backward pass: 7.9 GiB of the large model's peak without checkpointing. `memory_efficient_linear` keeps
+torch's function.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from snugfit.techniques.several_gpus import on_gpus
 
 VOCABULARY, LENGTH = 50_000, 512
 BUCKET = 50_000_000
-"""Elements, as the script's configurations have it."""
+"""Number of elements, as in the script's configurations."""
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each with its norm behind it."""
+    """Attention and a feed-forward part, each followed by its norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embeddings, blocks, and a projection to the vocabulary that is not tied."""
+    """Embeddings, blocks, and an untied projection to the vocabulary."""
 
     def __init__(self, *, width: int, layers: int, heads: int, recomputes: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
 
 
 class ScriptStep(Step):
-    """The script's loop, as one of so many ranks."""
+    """The script's loop, as one of several ranks."""
 
     def __init__(self, *, ranks: int, rows: int, low_precision: bool, **sizes: Any) -> None:
         recipe = "bf16 + zero3(offload=none)"
@@ -74,7 +74,7 @@ class ScriptStep(Step):
         )
         self._rows, self._low_precision, self._sizes = rows, low_precision, sizes
         self._logits: torch.Tensor | None = None
-        """Of the last step: the script's variable holds them until the next step's stand."""
+        """Output of the last step: the script's variable holds it until the next step replaces it."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         with in_process_group(self.device):

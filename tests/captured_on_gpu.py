@@ -1,8 +1,9 @@
-"""Steps that are recorded as CUDA graphs, on a GPU, beside the same steps as they are written.
+"""Compare steps that are recorded as CUDA graphs with eager steps, on a GPU.
 
-    python tests/captured_on_gpu.py [FILE]    writes what it found to FILE as JSON; fails where it is wrong
+    python tests/captured_on_gpu.py [FILE]    writes its results to FILE as JSON; fails where one is wrong
 
-In `test_captured.py` recorded work runs again; here it is played back by the GPU."""
+`test_captured.py` runs recorded work again in Python; here the GPU replays it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Quiet(Observer):
-    """Watches a step and says nothing."""
+    """An observer that ignores all events."""
 
 
 def job_of(config: dict[str, Any], **more: Any) -> Job:
@@ -61,7 +62,7 @@ def plain_losses(job: Job, recipe: str) -> tuple[list[float], Any]:
 
 
 def compare_plain(name: str, job: Job, recipe: str) -> dict[str, Any]:
-    """The plain loop, written and played: losses and weights."""
+    """Compare losses and weights of the plain loop, eager and replayed."""
     written, one = plain_losses(job, recipe)
     played, other = plain_losses(job, f"{recipe} + captured")
     ours, theirs = other.model.state_dict(), one.model.state_dict()
@@ -80,7 +81,7 @@ def compare_plain(name: str, job: Job, recipe: str) -> dict[str, Any]:
 
 
 def compare_dropped(name: str, job: Job, recipe: str) -> dict[str, Any]:
-    """A step whose padding is dropped, played, beside one that computes it, as they are written: losses."""
+    """Compare losses of a replayed step without padding and of an eager step that computes padding."""
     padded, _ = plain_losses(job, recipe)
     dropped, step = plain_losses(job, f"{recipe} + padding_free + captured")
     apart = max(abs(a - b) for a, b in zip(padded, dropped, strict=True))
@@ -92,7 +93,7 @@ def compare_dropped(name: str, job: Job, recipe: str) -> dict[str, Any]:
 
 
 def refused_one(name: str, job: Job, recipe: str) -> dict[str, Any]:
-    """A step that is not recorded, and says why; it trains as it is written."""
+    """Check that a step is not recorded, gives a reason, and trains eagerly."""
     written, _ = plain_losses(job, recipe)
     played, other = plain_losses(job, f"{recipe} + captured")
     why_not = other.captured.why_not
@@ -101,14 +102,14 @@ def refused_one(name: str, job: Job, recipe: str) -> dict[str, Any]:
 
 
 def run_of(folder: Path, recipe: str, job: Job, **options: Any) -> Run:
-    """A run of 12 steps over rows of several lengths, on the GPU."""
+    """Return a run of 12 steps over rows of several lengths, on the GPU."""
     run = small_run(folder, recipe, job=job, samples=rows(42, vocabulary=96), **options)
     return replace(run, device=CUDA)
 
 
 def compare_runs(name: str, config: dict[str, Any], recipe: str) -> dict[str, Any]:
-    """A whole run, played, beside one that is killed and goes on, and one that is written, where dropout does
-    not draw otherwise for what is filled up."""
+    """Compare a replayed run, a replayed run that is killed and resumed, and an eager run. The eager losses
+    are compared only where dropout draws the same numbers despite the padding."""
     job = job_of({**config, "vocab_size": 96}, sequence_length=16)
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -176,7 +177,7 @@ def main() -> int:
         began = time.perf_counter()
         try:
             one = case()
-        except Exception as error:  # the next cases are told too
+        except Exception as error:  # the remaining cases are reported too
             one = {"case": number, "right": False, "error": f"{type(error).__name__}: {error}"}
         found.append(one)
         shown = {key: value for key, value in one.items() if key != "losses"}

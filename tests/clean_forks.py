@@ -1,14 +1,15 @@
-"""Processes that are forked from one that has imported everything and run nothing.
+"""Fork processes from one that has imported everything and run nothing.
 
 Importing torch, transformers and DeepSpeed takes ten seconds; a fork takes some milliseconds. `prepare` forks
-one clean process per pytest process, after the test modules are imported and before any test runs (conftest).
-All tests fork from it. A fork of the pytest process itself would inherit locks of tokenizers and of thread
-pools that no thread opens any more.
+one clean process per pytest process. The fork happens after the import of the test modules and before the
+first test (conftest). All tests fork from it. A fork of the pytest process itself would inherit locks of
+tokenizers and thread pools that no thread opens any more.
 
 A second process is forked before any test module is imported. It is bare: neither torch nor an optional
-package is loaded in it, and it imports only what its children ask for.
+package is loaded in it. It imports only the modules that its children need.
 
-A module with a function `warm` imports what its children need beyond that, once, when the first one starts.
+A module may define a function `warm` for further imports. It runs once, when the first child of that module
+starts.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 MOST_SECONDS = 120.0
-"""Limit for one process, unless a test gives another."""
+"""Default time limit for one process."""
 
 
 class Forks:
-    """Forks of the clean process, or of the bare one, after the function `warm` of a module has run there."""
+    """Forks of the clean or the bare process, after the `warm` function of a module has run there."""
 
     def __init__(self, module: str, *, bare: bool = False) -> None:
         self._module = module
@@ -51,8 +52,8 @@ class Forks:
     ) -> int:
         """Start a process that calls this function of a module and exits with its result; return its id.
 
-        `streams` are its standard ones: a descriptor, or None for one that is closed; the others are open
-        on /dev/null. `environment` replaces the whole environment.
+        `streams` are its standard streams: a descriptor, or None for a closed one; the rest are opened on
+        /dev/null. `environment` replaces the whole environment.
         """
         streams = streams or {}
         sent = [each for each in streams.values() if each is not None]
@@ -144,7 +145,7 @@ def serve(connection: socket.socket) -> None:
 def _warm(module: str) -> None:
     getattr(importlib.import_module(module), "warm", lambda: None)()
     gc.collect()
-    gc.freeze()  # a collection in a fork walks through what the fork has made, and copies no other page
+    gc.freeze()  # a collection in a fork then visits only the fork's own objects, and copies no other page
 
 
 def _waited(child: int, seconds: float) -> int | None:

@@ -1,8 +1,8 @@
-"""The kernel that keeps moments in 8 bits, beside plain torch; as `masters_in_triton.py`, whose arguments it
-takes.
+"""Compare the kernel for 8-bit moments with plain torch. Arguments are those of `masters_in_triton.py`.
 
-Before each step both begin with the same states: a code that chance rounds otherwise in the last bit is one
-code of hundreds, and would make the next step another."""
+Both sides start each step from the same states. Stochastic rounding may differ in the last bit of a code.
+Such a difference is one part in hundreds, and would change the next step.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 8))
 """Elements of a block and warps."""
 
 MOST_DIFFERENT = 1e-3
-"""Share of codes that chance may round otherwise, where a product and a sum are one operation."""
+"""Share of codes whose stochastic rounding may differ, where a product and a sum are fused."""
 
 
 NEIGHBOURS = {"rtol": 2.0**-15, "atol": CLOSE["atol"]}
-"""Masters of 24 bits lie so far apart at most."""
+"""Largest distance between two masters of 24 bits."""
 
 MOST_MASTERS = 1e-2
-"""Share of masters of 24 bits that chance may round otherwise: roots and quotients of the hardware, and
-products and sums that are one operation, are units in the last of 32 bits off, of which a draw has 256."""
+"""Share of 24-bit masters whose stochastic rounding may differ. Hardware roots, quotients and fused
+multiply-adds differ in the last of 32 bits; a draw has 256 such units."""
 
 
 def begin_alike(ours: CompactAdamW, theirs: CompactAdamW, pairs: list[tuple[Any, Any]]) -> None:
@@ -53,8 +53,8 @@ def compare(
     most: float | None,
     master_bits: Literal[32, 24] = 32,
 ) -> None:
-    """Several steps by the kernel and by plain torch, from the same gradients. Masters of 24 bits that chance
-    rounds otherwise are neighbours."""
+    """Compare several steps by the kernel and by plain torch, from the same gradients. Masters of 24 bits may
+    differ by one unit after stochastic rounding."""
     both = two_models(device, dtype)
     pairs = list(zip(*both, strict=True))
     plain, launched = (CompactAdamW(model, lr=1e-2, master_bits=master_bits) for model in both)
@@ -93,8 +93,8 @@ def compare(
 
 
 def time_updates() -> None:
-    """Updates with many settings: 14.25 bytes an element in halves, 12.25 with masters of 24 bits, 16.25 in
-    fp32."""
+    """Time updates with many settings: 14.25 bytes an element in halves, 12.25 with masters of 24 bits, 16.25
+    in fp32."""
     kinds: tuple[tuple[str, Literal[32, 24], float], ...] = (
         ("halves", 32, 14.25), ("24 bits", 24, 12.25), ("fp32", 32, 16.25),
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Programs of Inductor on the CPU whose kernels compute nothing, so that no C++ is compiled.
+"""Inductor programs on the CPU whose kernels compute nothing, so that no C++ is compiled.
 
-A compiled step allocates and frees the same bytes whatever its kernels compute: the program that calls them
-does so. g++ takes 15 to 80 seconds for a step, and the rest of torch's compiler about three.
-So do vectors: choosing what to load into them takes Inductor a third of its time and moves no byte.
-Under `SNUGFIT_ALL_TRUTH=1` kernels are compiled, with vectors.
+A compiled step allocates and frees the same bytes with any kernels, because their caller does it. g++ takes
+15 to 80 seconds for a step, and the rest of torch's compiler about three. Vectors are off for the same
+reason: choosing their loads takes Inductor a third of its time and moves no byte. `SNUGFIT_ALL_TRUTH=1`
+compiles kernels, with vectors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._inductor.codecache import PyCodeCache
 
 
 def _nothing(*_: Any) -> None:
-    """A kernel that leaves its results as they are."""
+    """Leave the results as they are."""
 
 
 ALL_TRUTH = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
@@ -28,14 +28,14 @@ ALL_TRUTH = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
 
 @pytest.fixture(autouse=True)
 def no_vectors() -> Iterator[None]:
-    """Inductor's C++ without vectors, in each test of a file that imports this fixture."""
+    """Generate Inductor's C++ without vectors in each test of a file that imports this fixture."""
     with torch._inductor.config.patch({} if ALL_TRUTH else {"cpp.simdlen": 1}):
         yield
 
 
 @pytest.fixture
 def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Inductor without g++. Gives a list that grows with the C++ of each kernel."""
+    """Run Inductor without g++. Yield a list to which the C++ of each kernel is appended."""
     made: list[str] = []
 
     def idle(_self: AsyncCompile, _types: list[str], source: str) -> Any:
@@ -51,6 +51,6 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def _forget() -> None:
-    """Drop the programs that were loaded, which hold their kernels."""
+    """Drop the loaded programs, which hold their kernels."""
     torch._dynamo.reset()
     PyCodeCache.cache_clear()

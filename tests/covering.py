@@ -1,8 +1,8 @@
-"""Covering arrays: few recipes in which each technique is met several times, or each pair of them once.
+"""Build covering arrays: few recipes in which each technique, or each pair of techniques, occurs.
 
-A recipe has one technique of each slot. A family of models may be a slot too. The caller says which of them
-go together, so a new technique is in an array without a line here. The arrays are deterministic: a seed draws
-among equals.
+A recipe has one technique of each slot. A family of models may be a slot too. The caller gives a predicate of
+compatible values, so a new technique is covered without a change here. The arrays are deterministic: a seed
+breaks ties.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Case = tuple[Any, ...]
-"""A choice of some slots: one value each, in the order of the slots."""
+"""One value each of some slots, in the order of the slots."""
 
 
 def covering(
@@ -25,9 +25,9 @@ def covering(
     times: int = 1,
     seed: int = 0,
 ) -> list[Case]:
-    """Choices of all slots in which each of so many values `together`, of different slots, is met so many
-    `times`, where `goes` allows it. `goes` is given choices of some slots. A slot of which no value goes with
-    the others is left out of a choice."""
+    """Return choices of all slots that cover each tuple of `together` values of different slots `times`
+    times. `goes` returns true for a compatible choice of some slots. A slot is left out of a choice if none
+    of its values is compatible."""
     rng = random.Random(seed)
     place = {value: number for number, slot in enumerate(slots) for value in slot}
     missing = Counter(
@@ -60,7 +60,7 @@ def _filled(
     missing: Counter[Case],
     rng: random.Random,
 ) -> Case:
-    """This choice with a value of each other slot: the one that meets most of what is missing."""
+    """Return this choice, filled with the value of each other slot that covers the most missing tuples."""
     chosen, together = must, len(next(iter(missing)))
     others = [number for number in range(len(slots)) if number not in {place[value] for value in must}]
     for number in sorted(others, key=lambda number: (-len(slots[number]), rng.random())):
@@ -86,7 +86,7 @@ def lacking(
     together: int = 1,
     times: int = 1,
 ) -> list[Case]:
-    """Values that go together and are not met so many times in these choices."""
+    """Return compatible tuples of values that these choices cover fewer than `times` times."""
     met = Counter(case for choice in cases for case in itertools.combinations(choice, together))
     all_of_them = (
         case for some in itertools.combinations(slots, together) for case in itertools.product(*some)

@@ -1,8 +1,8 @@
-"""What a real run on the CPU allocates and a trace does not: buffers of the CPU's own kernels.
+"""Allocations of a real run on the CPU that a trace does not hold: buffers of the CPU's own kernels.
 
-Law 1 and law 7 leave it out of both accounts before they compare them. Everything here is born and dead
-inside one call of one operator and has no counterpart on a GPU, whose kernels' buffers are the policy's
-(`rehearsal/device`).
+Law 1 and law 7 remove them from both accounts before they compare them. Each block is born and freed inside
+one call of one operator and has no counterpart on a GPU. The policy (`rehearsal/device`) covers the buffers
+of a GPU's kernels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from aligned import Event
 
 WRAPPER = "PythonSubclass"
-"""What the profiler calls the Python code of a wrapper around tensors."""
+"""The profiler's name for the Python code of a wrapper around tensors."""
 
 LEAST = 512
-"""Bytes below which a block is not compared."""
+"""Smallest size of a compared block, in bytes."""
 
 ONEDNN = "oneDNN computes in another layout or wider than it stores, and converts on the way"
 BLAS = "the CPU's matrix products copy operands whose strides they do not take, other strides than CUDA's"
@@ -69,12 +69,12 @@ SCRATCH = {
     ("aten::native_dropout_backward", ""): "the CPU composes it of two products",
     ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
 }
-"""Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
-allocated by the second where it is named. `a/b` is an operator `a` that calls `b` itself."""
+"""Scratch of CPU kernels that a trace does not hold: born and freed inside one call of the first operator.
+The second operator, if given, allocates it. `a/b` is an operator `a` that calls `b` directly."""
 
 HOST_TABLES = 2048
-"""bitsandbytes' two tables of 256 numbers: it makes them on the host, before they go where the states are;
-an optimizer of one moment has use for one of them."""
+"""bitsandbytes' two tables of 256 numbers: it builds them on the host before they move to the device of the
+states. An optimizer with one moment uses one of them."""
 
 IN_ANOTHER_ORDER = {
     "aten::convolution_backward": "oneDNN makes the gradients of weight and bias in another order than meta",
@@ -84,8 +84,8 @@ IN_ANOTHER_ORDER = {
 
 
 def compared(events: Sequence[Event]) -> list[Event]:
-    """Without what is listed as the CPU's own."""
-    generator = torch.get_rng_state().numel()  # checkpointing keeps the generator's state, on the host
+    """Return the events without those of the CPU's own kernels."""
+    generator = torch.get_rng_state().numel()  # checkpointing saves the generator's state, on the host
     return [
         event
         for event in events
@@ -100,8 +100,8 @@ def compared(events: Sequence[Event]) -> list[Event]:
 
 
 def _is_inside(event: Event, operators: str) -> bool:
-    """Whether it is born and dead in one call of the first of these operators, each of which calls the next:
-    by the CPU's own code, and not that of a wrapper around tensors, which calls operators itself."""
+    """Return true if the block is born and freed in one call of the first of these operators. Each operator
+    must call the next from C++ code, and not through a tensor wrapper, which calls operators itself."""
     first, *others = operators.split("/")
     if first not in event.inside:
         return False

@@ -1,4 +1,4 @@
-"""A file system that dies at event n: crashes of a process at any call, within one process."""
+"""A file system that fails at event n: simulates a crash of the process at any call, within one process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "open", "write", "fsync")
-"""What of `os` changes a file system, or begins to."""
+"""Functions of `os` that change a file system, or start to."""
 
 
 def watch(patch: pytest.MonkeyPatch, meet: Callable[[Callable[[], object], str], object]) -> None:
-    """Every call that changes the file system goes through `meet`, which gets the call and its name."""
+    """Pass every call that changes the file system to `meet`, with the name of the call."""
 
     def through(real: Callable[..., object], name: str) -> Callable[..., object]:
         return lambda *args, **named: meet(lambda: real(*args, **named), name)
@@ -34,22 +34,22 @@ def watch(patch: pytest.MonkeyPatch, meet: Callable[[Callable[[], object], str],
 
 
 class Dead(BaseException):
-    """The end of a process, as far as this one can have it."""
+    """Simulated end of the process."""
 
 
 def dies(act: Callable[[], object], *, at: int) -> bool:
-    """Run `act` in a process that seems to die at its point number `at`; return whether it did.
+    """Run `act` in a process that appears to die at its point number `at`; return true if it did.
 
-    A point is before a call, which is after the one before it, and after each opening, because the process
-    may keep what is written next. From then on the file system does nothing: each call raises, and an open
-    file, whose buffer and lock die with its process, leads to /dev/null. Nothing is truly synced: the kernel
-    lives on, and another test covers the contents of a disk.
+    A point precedes each call, and so follows the one before it. A point also follows each opening, because
+    the process may save its next bytes. After the death the file system does nothing: each call raises. An
+    open file, whose buffer and lock end with its process, is redirected to /dev/null. Nothing is truly
+    synced, because the kernel lives on. Another test covers the contents of a disk.
     """
     return points(act, at) == at
 
 
 def points(act: Callable[[], object], at: int = 0) -> int:
-    """Return the number of points of `act`; it dies at point number `at`."""
+    """Return the number of points of `act`; the run dies at point number `at`."""
     passed = 0
     opened: dict[int, int] = {}
 

@@ -1,10 +1,10 @@
-"""What each process of an exported script does in a test: it trains by it, and the first writes the losses.
+"""Train with exported scripts in several processes; the first process writes the losses.
 
     python -m torch.distributed.run --nproc-per-node 2 tests/exported_processes.py FOLDER...
     accelerate launch --config_file FOLDER/accelerate_config.yaml tests/exported_processes.py FOLDER
 
-Each folder holds the files of an export and `samples.pt`, the dataset. On the CPU accelerate knows DDP alone:
-so it is told here that these processes have GPUs, and that they compute on the CPU with gloo between them.
+Each folder holds the files of an export and `samples.pt`, the dataset. On the CPU accelerate supports only
+DDP. So these processes report GPUs to it, and compute on the CPU with gloo between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def train(folder: Path) -> list[float]:
-    """The losses of a few steps by the script in this folder."""
+    """Return the losses of a few steps by the script in this folder."""
     samples = torch.load(folder / "samples.pt")
     if (folder / "training_arguments.py").exists():
         return by_the_trainer(folder, samples)
@@ -39,7 +39,7 @@ def train(folder: Path) -> list[float]:
 
 @contextmanager
 def taken_for_gpus() -> Iterator[None]:
-    """Within it accelerate takes these processes for ones that have a GPU each."""
+    """Make accelerate take these processes for ones that have a GPU each."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -50,7 +50,7 @@ def taken_for_gpus() -> Iterator[None]:
 
 
 def by_the_trainer(folder: Path, samples: Any) -> list[float]:
-    """The same by the exported `build_trainer`, told that it is on the CPU and how long to train."""
+    """Return the losses of the exported `build_trainer`, patched to run a few steps on the CPU."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
@@ -82,7 +82,7 @@ def by_the_trainer(folder: Path, samples: Any) -> list[float]:
 
 
 def train_all(folders: Sequence[str]) -> None:
-    """By each script in turn; the first process writes the losses."""
+    """Train with each script in turn; the first process writes the losses."""
     torch.set_num_threads(1)
     for name in folders:
         with taken_for_gpus():
@@ -94,8 +94,8 @@ def train_all(folders: Sequence[str]) -> None:
 
 
 def one_rank(rank: int, size: int, port: int, folders: Sequence[str]) -> int:
-    """The same in a fork of a process that has imported what it needs (`clean_forks.py`), which torchrun did
-    not start. What went wrong is written into the first folder."""
+    """Run `train_all` in a fork of a warm process (`clean_forks.py`) instead of under torchrun. A traceback
+    is written into the first folder."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
@@ -111,8 +111,8 @@ def one_rank(rank: int, size: int, port: int, folders: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     train_all(sys.argv[1:])
-    # A thread of gloo may still hold a tensor, and be ended by Python's own end while it lets go of it, which
-    # aborts the process (pytorch/pytorch#190489).
+    # A thread of gloo may still hold a tensor. If Python exits while the thread releases it, the process
+    # aborts (pytorch/pytorch#190489).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""A machine's GPUs as NVML would tell them, for tests: a stand-in for the `pynvml` module.
+"""Fake `pynvml` module that reports invented GPUs of a machine.
 
-Readings may be scripted: `script` holds the used bytes of successive memory queries, the last one for ever.
+Readings may be scripted: `script` holds the used bytes of successive memory queries; the last one repeats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ H200_TOTAL, H200_RESERVE = 143771 * MIB, 615 * MIB
 
 
 class NvmlError(Exception):
-    """As pynvml raises it."""
+    """Error with the interface of pynvml's."""
 
 
 @dataclass
@@ -31,14 +31,14 @@ class FakeGpu:
     """(pid, bytes); None: the driver refuses the list, as under WSL."""
     drawers: list[tuple[int, int | None]] = field(default_factory=list)
     parts: list[FakeGpu] | None = None
-    """MIG parts; None: not in MIG mode."""
+    """MIG parts; None: the GPU is not in MIG mode."""
     utilization: int | None = None
-    """Per cent; None: not reported."""
+    """Utilisation in per cent; None: not reported."""
     clocks: list[int] | None = None
-    """MHz of successive questions, the last one for ever; None: not reported."""
+    """MHz of successive queries; the last one repeats; None: not reported."""
     clock_reasons: int = 0
     lost: bool = False
-    """Every question is refused."""
+    """True: every query fails."""
 
     def now(self) -> Any:
         if self.script:

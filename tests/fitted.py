@@ -22,14 +22,14 @@ Batch = dict[str, torch.Tensor]
 
 
 def model_of(family: str, *, layers: int = 2, dropout: float = 0.0, seed: int = 0) -> Any:
-    """A model of so many layers with random weights."""
+    """Return a model of so many layers with random weights."""
     torch.manual_seed(seed)
     job = small_job(family, layers, dropping(family, dropout))
     return instantiate(job, dtype="float32", attention="sdpa")
 
 
 def dropping(family: str, dropout: float = 0.0) -> dict[str, float]:
-    """What a family's config calls its dropout, at this rate."""
+    """Return a family's config keys for dropout, at this rate."""
     names = {
         "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
         "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -38,12 +38,12 @@ def dropping(family: str, dropout: float = 0.0) -> dict[str, float]:
 
 
 def classified(count: int = 24) -> list[dict[str, Any]]:
-    """Samples of uneven length in two classes."""
+    """Return samples of uneven length in two classes."""
     return [{"input_ids": row["input_ids"], "labels": row["label"]} for row in rows(count)]
 
 
 def spoken(count: int = 24) -> list[dict[str, Any]]:
-    """Samples of uneven length with a label per token, a part of them masked unevenly."""
+    """Return samples of uneven length with a label per token, some of them masked unevenly."""
     made = []
     for index, row in enumerate(rows(count)):
         ids = row["input_ids"]
@@ -53,7 +53,7 @@ def spoken(count: int = 24) -> list[dict[str, Any]]:
 
 
 def padded(samples: list[dict[str, Any]]) -> Batch:
-    """Samples as one batch, padded to its longest."""
+    """Return samples as one batch, padded to its longest."""
     longest = max(len(sample["input_ids"]) for sample in samples)
 
     def filled(values: list[int], with_: int) -> list[int]:
@@ -78,7 +78,8 @@ def trainer_of(
     more: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """A trainer over `data` as it lies, that tells every step; `more` are arguments of its class."""
+    """Return a trainer over `data` in its given order that logs every step; `more` are arguments of its
+    class."""
     wanted: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": micro[0],
         "gradient_accumulation_steps": micro[1], "learning_rate": 1e-3, "logging_steps": 1,
@@ -92,14 +93,14 @@ def trainer_of(
 
 
 def fitted(trainer: Any, recipe: Any) -> Any:
-    """The trainer under a recipe; what it tells stands in its `told`."""
+    """Return the trainer under a recipe; its events are collected in `trainer.told`."""
     trainer.told = []
     return fit(trainer, recipe, watch=trainer.told.append)
 
 
 def trained(trainer: Any, resume: Any = None) -> Any:
-    """The trainer, which has trained: from its last checkpoint or a named one where `resume` says so. Where
-    the process's generators stand before that makes no difference."""
+    """Return the trainer after training; `resume` starts from its last checkpoint or a named one. The prior
+    state of the process's generators makes no difference."""
     if resume:
         for set_seed in (torch.manual_seed, random.seed, numpy.random.seed):
             set_seed(99)
@@ -108,24 +109,24 @@ def trained(trainer: Any, resume: Any = None) -> Any:
 
 
 def killed(trainer: Any, resume: Any = None) -> None:
-    """Trains until something kills the run."""
+    """Train until an error kills the run."""
     with pytest.raises(Killed):
         trainer.train(resume_from_checkpoint=resume)
 
 
 def assert_same_run(one: Any, other: Any) -> None:
-    """Two trainers have logged the same losses and made the same weights."""
+    """Assert that two trainers have logged the same losses and have the same weights."""
     assert losses_of(one) == losses_of(other)
     assert_same_weights(one.model, other.model)
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """What its log says of each step."""
+    """Return the logged loss of each step."""
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 def log_of(trainer: Any) -> list[dict[str, Any]]:
-    """Its log without what the clock says."""
+    """Return the log without entries that depend on the clock."""
     timed = ("runtime", "per_second", "train_loss", "total_flos")
     return [
         {name: value for name, value in line.items() if not any(part in name for part in timed)}
@@ -138,4 +139,4 @@ def copy_of(model: Any) -> Any:
 
 
 def quiet(event: dict[str, Any]) -> None:
-    """Hears nothing."""
+    """Ignore the given event."""

@@ -1,7 +1,7 @@
-"""Measured processes that are forked from the clean one, where a fresh interpreter is not the subject.
+"""Measured processes that are forked from the clean one, for tests that do not need a fresh interpreter.
 
-Importing torch and transformers takes each measured process seconds. Here a fork does the work, and the
-process that `Child` starts and watches waits for it and ends with its exit code.
+Importing torch and transformers takes each measured process seconds. Here a fork does the work. The process
+that `Child` starts and watches waits for the fork and ends with its exit code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.exit(int(code.read_text()))
 
 
 def measures(request: str, result: str, code: str) -> int:
-    """Measure in this process, as `snugfit.measurement.child` does in one of its own."""
+    """Measure in this process, as `snugfit.measurement.child` does in a process of its own."""
     found = child.run(read_document(Path(request)), Path(result).with_name("history.pickle"))
     write_document(Path(result), found.to_json())
     ended = int(found.outcome != "ok")
@@ -40,7 +40,7 @@ def measures(request: str, result: str, code: str) -> int:
 
 @contextmanager
 def forked_children(warm: str = "many_fits") -> Iterator[None]:
-    """Within it each measured process is a fork, in which the function `warm` of this module has run."""
+    """Fork each measured process from one in which the function `warm` of this module has run."""
     enter, end, forks = Child.__enter__, Child.__exit__, forks_of(warm)
     started: dict[int, int] = {}
 

@@ -1,19 +1,18 @@
-"""Several real ranks on the CPU: gloo processes, each of which runs a Step while the allocator reports.
+"""Run several real ranks on the CPU: gloo processes that each run a Step while the allocator reports.
 
-`run_ranks` starts them once for many recipes and gives back what each rank's allocator did, and the losses
-of a second run, in which all ranks draw the same weights and the same batches. Each
-rank is a process of its own, as torchrun starts it: a default process group is one for a whole process. It is
-forked from one that has imported what ranks need and done nothing else (`clean_forks.py`).
+`run_ranks` starts them once for many recipes. It returns the allocator events of each rank. It also returns
+the losses of a second run in which all ranks draw the same weights and batches. Each rank is a process of its
+own, because a default process group belongs to a whole process; torchrun does the same. It is forked from one
+that has imported the necessary modules and done nothing else (`clean_forks.py`).
 
-Gloo works in threads of its own, which let go of a tensor some time after it is exchanged; torch's profiler
-does not hear of it when a tensor is freed by them. So gloo has one thread here, and each exchange that is
-asked for in Python is waited for and followed by another one in the same group, of a single number, before
-anybody goes on: the thread lets go of one before it begins the next. What DDP exchanges by itself is left as
-it is.
+Gloo's own threads release a tensor some time after its exchange. torch's profiler records no free by such a
+thread. So gloo has one thread here. Each exchange that Python code starts is waited for. A second exchange of
+a single number in the same group follows it. The thread releases the first tensor before it starts the second
+exchange. Exchanges that DDP starts itself are unchanged.
 
-That other one is no barrier. A barrier of gloo's keeps weak pointers to the works that are under way when it
-is asked for, and a work whose last owner is gone frees its tensors only when no weak pointer is left
-(`c10::intrusive_ptr`): with the barrier itself, some time after it is over.
+The second exchange cannot be a barrier. Gloo's barrier holds weak pointers to the works in progress at its
+start. A work without an owner frees its tensors only when no weak pointer is left (`c10::intrusive_ptr`).
+With a barrier that happens some time after its end.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 TIME_LIMIT = 600
-"""Seconds after which a rank that waits for another is taken to wait for ever."""
+"""Seconds after which a waiting rank counts as deadlocked."""
 
 Case = tuple["Job", str]
 """The job of all ranks together, and the recipe."""
 
 
 class Ran(NamedTuple):
-    """What a rank did in one case."""
+    """Results of a rank in one case."""
 
     account: list[Event]
     losses: list[float]
     weights: dict[str, torch.Tensor]
-    """Those that the rank has after these losses, by name; whole ones."""
+    """Whole weights that the rank has after these losses, by name."""
     exchanged: frozenset[int] = frozenset()
     """Bytes of the tensors that it exchanged in Python."""
 
@@ -60,8 +59,8 @@ class Ran(NamedTuple):
 def run_ranks(
     ranks: int, cases: Sequence[Case], loop: str = "plain", *, within: str = "", warm: str = "many_ranks"
 ) -> list[list[Ran]]:
-    """What each of so many ranks did in each case, in this loop, `within` a context manager that is named by
-    its import path (`module:name`). The module `warm` imports what the ranks need."""
+    """Run each case on so many ranks in this loop and return the results of each rank. `within` is the import
+    path (`module:name`) of a context manager. The module `warm` imports the dependencies of the ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
@@ -74,8 +73,8 @@ def run_ranks(
 
 
 def one_rank(folder: str, loop: str, ranks: int, within: str, rank: int) -> int:
-    """The work of a fork. Its other ranks would wait for one that failed until somebody ends them, so that it
-    says why at once."""
+    """Run a rank in a fork. Write its error at once, because the remaining ranks wait for a failed one until
+    they are ended."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     try:
         run_rank(Path(folder), loop, ranks, within, rank)
@@ -86,19 +85,19 @@ def one_rank(folder: str, loop: str, ranks: int, within: str, rank: int) -> int:
 
 
 def losses_of(job: Job, setup: Setup, loop: str = "plain") -> list[float]:
-    """The losses of a few real steps, whose weights and batches are those of one seed."""
+    """Return the losses of a few real steps, whose weights and batches are those of one seed."""
     return trained(job, setup, loop)[0]
 
 
 def trained(job: Job, setup: Setup, loop: str = "plain") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of a few real steps that begin with one seed, and the weights after them, by name."""
+    """Return the losses of a few real steps from one seed, and the weights after them, by name."""
     import torch
 
     from snugfit.step.open_step import open_step
     from snugfit.step.step import Observer
 
     class SeedAfterBuilding(Observer):
-        """However many numbers were drawn while the model was built."""
+        """Seeds after the build, so that the number of draws while building does not matter."""
 
         def build_ends(self, model: Any, optimizer: Any) -> None:
             torch.manual_seed(5)
@@ -114,7 +113,7 @@ def trained(job: Job, setup: Setup, loop: str = "plain") -> tuple[list[float], d
 
 
 def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> None:
-    """What each process does."""
+    """Run all cases in one process and write the results."""
     import torch.distributed as dist
 
     from reported import reports
@@ -122,7 +121,7 @@ def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> Non
     from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
     cases: list[Case] = pickle.loads((folder / "cases").read_bytes())
-    if loop == "trainer":  # it leaves the choice to torch, and a GPU's is another (`test_law_loops.py`)
+    if loop == "trainer":  # it leaves the choice to torch, which differs on a GPU (`test_law_loops.py`)
         module: Any = importlib.import_module("torch.optim.optimizer")
         module._get_foreach_kernels_supported_devices = lambda: ["cpu", "meta"]
     _wait_for_the_thread()
@@ -135,7 +134,8 @@ def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> Non
             part = job_of_rank(job, setup)
             EXCHANGED.clear()
             account = reports(part, setup, loop=loop)
-            FOLLOWED[0] = False  # stages have other numbers of weights, which are gathered to be compared
+            # stages have different numbers of weights, which are gathered for the comparison
+            FOLLOWED[0] = False
             ran.append((account, *trained(part, setup, loop), frozenset(EXCHANGED)))
             dist.barrier()
             FOLLOWED[0] = True
@@ -148,21 +148,21 @@ EXCHANGES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
     "all_reduce", "broadcast",
 )  # fmt: skip
-"""Functions of torch.distributed by which FSDP2 and DeepSpeed exchange, under the names of all its
+"""Functions of torch.distributed by which FSDP2 and DeepSpeed exchange tensors, under their names of all
 versions."""
 
 EXCHANGED: set[int] = set()
-"""Bytes of the tensors that this process has given to them."""
+"""Bytes of the tensors that this process has passed to them."""
 
 FUNCTIONAL = ("all_gather_single", "all_gather_tensor", "permute_tensor")
-"""Of torch's functional ones those by which ring attention exchanges; it waits for what they give."""
+"""torch's functional collectives that ring attention uses; it waits for their results."""
 
 
 BY_DTENSOR = (
     "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
     "all_to_all_single",
 )  # fmt: skip
-"""Those by which DTensor does, which give a tensor that waits when it is first used."""
+"""Functional collectives of DTensor; their result waits at its first use."""
 
 
 def _wait_for_the_thread() -> None:
@@ -186,14 +186,14 @@ def _wait_for_the_thread() -> None:
 
 
 FOLLOWED = [True]
-"""Whether ranks meet after each exchange: while what they allocate is written down."""
+"""True while allocations are recorded: ranks then synchronise after each exchange."""
 
 
 def _meet(group: Any = None) -> None:
     from torch.distributed import distributed_c10d
 
     if FOLLOWED[0]:
-        distributed_c10d.all_reduce(_number(), group=group)  # the one that nobody follows
+        distributed_c10d.all_reduce(_number(), group=group)  # the one without a follow-up exchange
 
 
 @functools.cache
@@ -204,8 +204,8 @@ def _number() -> torch.Tensor:
 
 
 def _group_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """The process group that a functional exchange was asked to use: itself, its name, or a
-    dimension of a mesh."""
+    """Return the process group of a functional exchange, given as the group, its name, or a dimension of a
+    mesh."""
     import torch.distributed as dist
 
     for one in (*keywords.values(), *arguments):
@@ -223,7 +223,7 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
     def wait(*arguments: Any, **keywords: Any) -> Any:
         given = [one for one in (*arguments, *keywords.values()) if isinstance(one, torch.Tensor)]
-        EXCHANGED.update(one.nbytes for one in given)  # asking for the storage would count as a use of it
+        EXCHANGED.update(one.nbytes for one in given)  # reading the storage would count as a use of it
         work = exchange(*arguments, **keywords)
         if isinstance(work, torch.Tensor):
             work.exchanged_by = _group_of(arguments, keywords)  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def _follow_functional_ones() -> None:
     import torch.distributed._functional_collectives as functional
 
     wait = functional.AsyncCollectiveTensor.wait
-    within: list[Any] = []  # groups of the exchanges that are being asked for, which may wait by themselves
+    within: list[Any] = []  # groups of the exchanges in progress, which may wait by themselves
 
     def wait_and_follow(result: Any) -> Any:
         tensor = wait(result)
@@ -257,7 +257,7 @@ def _follow_functional_ones() -> None:
                 result = exchange(*arguments, **keywords)
             finally:
                 within.pop()
-            if not isinstance(result, functional.AsyncCollectiveTensor):  # it has been waited for within
+            if not isinstance(result, functional.AsyncCollectiveTensor):  # already waited for within
                 _meet(group)
             result.exchanged_by = group
             return result

@@ -1,4 +1,4 @@
-"""Tests and recorded runs that need a technique of a feature, which may be deleted."""
+"""Skip tests and recorded runs that need a technique of a deleted feature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snugfit.techniques import roster
 
 
 def missing_techniques(recipe: str) -> list[str]:
-    """Return the words of this recipe that no technique has."""
+    """Return the words of this recipe that are not techniques in the roster."""
     known = {name for one in roster.techniques() for name in (one.name, *one.elsewhere)} | {"plain"}
     words = [text.partition("(")[0].strip() for text in recipe.split("+")]
     return [word for word in words if word not in known]
@@ -46,7 +46,7 @@ def needs_task(task: str) -> None:
 def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     """Return the reason to skip a failed test of a technique or task whose feature is deleted; else "".
 
-    The test names it, or needs the task. Where only the core names it, the test fails.
+    The test must name it or need the task. If only the core names it, the test fails.
     """
     words = os.environ.get("SNUGFIT_WITHOUT", "").split()
     if not words or not isinstance(item, pytest.Function):

@@ -1,4 +1,4 @@
-"""Results that no rehearsal and no GPU gave: made up, so that the reports can be tested without either."""
+"""Invented results, so that reports can be tested without a rehearsal or a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 
 EVIL = "[a/path]|=cmd()<script>alert(1)</script>\x1b[31m$\\bad{$"
-"""What a hostile config could be called."""
+"""A hostile name for a config."""
 
 
 def job(name: str = "bert-large-uncased") -> Job:
@@ -128,7 +128,7 @@ def timing(samples_per_second: float = 40.0, **changes: Any) -> Timing:
 
 
 def timed(one: Prediction) -> Prediction:
-    """The prediction with a step of 0.3 s, which the host launches in 0.1 s."""
+    """Return the prediction with a step of 0.3 s, which the host launches in 0.1 s."""
     passages = (
         ("host", "forward", 0.0, 0.06), ("device", "forward", 0.02, 0.1),
         ("host", "backward", 0.06, 0.1), ("device", "backward", 0.1, 0.32),

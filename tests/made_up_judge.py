@@ -1,4 +1,4 @@
-"""A judge of recipes on many GPUs by short formulas, against which a search is held with every recipe."""
+"""An evaluator of recipes on many GPUs by short formulas. Tests compare a search with all recipes on it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from snugfit.units import GIB
 
 
 class MadeUpJudge:
-    """States that are shared or not, activations of a piece, and exchanges whose share grows with the GPUs;
-    groups that share layers exchange something for each sample, and stages wait for each other."""
+    """Formulas for states that may be sharded, activations of a micro-batch, and exchanges that grow with the
+    GPUs. Tensor and context groups exchange data for each sample, and stages wait for each other."""
 
     states, sample, exchange = 160 * GIB, 6 * GIB, 0.02
     tensor, context, stage = 0.05, 0.05, 0.0
-    """By how much of a sample's seconds exchanges within a group are longer for each of its GPUs."""
+    """Growth of a sample's seconds by exchanges within a group, for each of its GPUs."""
     whole = 0.0
-    """Share of the activations that GPUs that share matrices all hold."""
+    """Share of the activations that every GPU of a tensor-parallel group holds."""
     piece = 0.05
-    """Seconds that each micro-batch takes more."""
+    """Additional seconds of each micro-batch."""
     more_in_full = 1.0
-    """How many times as much the whole model takes as few layers say."""
+    """Factor between the bytes of the whole model and the estimate from few layers."""
     asked: ClassVar[list[tuple[int, str, tuple[str, ...]]]] = []
 
     def __init__(self, job: Job, *kinds: Gpu) -> None:
@@ -62,7 +62,7 @@ class MadeUpJudge:
 
     @classmethod
     def of_setup(cls, job: Job, gpu: Gpu, gpus: int, setup: Setup) -> Judged:
-        """The same, of what a recipe asks of so many GPUs."""
+        """Evaluate the setup of a recipe on so many GPUs."""
         wish = setup.parallel or ParallelWish(weights="alone", ranks=1)
         pieces, groups = setup.micro_batches, wish.data_ranks
         layers = job.model.layers
@@ -88,7 +88,8 @@ class MadeUpJudge:
 
 @functools.cache
 def every_setup(job: Job, base: Recipe, count: int, axes: int) -> tuple[Setup, ...]:
-    """What all recipes ask that share the job among so many GPUs, whatever a formula says of them."""
+    """Return the setups of all recipes that share the job among so many GPUs, valid or not by the
+    formulas."""
     return tuple(
         on_gpus(shared.cut(pieces).setup(), count)
         for shared in ways(job, base, count, Kept(), axes)
@@ -99,8 +100,8 @@ def every_setup(job: Job, base: Recipe, count: int, axes: int) -> tuple[Setup, .
 def best_of_all(
     job: Job, gpu: Gpu, count: int, bound: int, base: Recipe, more: float = MARGIN
 ) -> Judged | None:
-    """The fastest of all recipes that fit so many GPUs, of each of which so many bytes may be used. A mesh is
-    one that is faster by far, or the only one that fits."""
+    """Return the fastest of all recipes that fit on so many GPUs, with so many usable bytes on each. A mesh
+    counts only if it is much faster, or the only one that fits."""
     best: Judged | None = None
     for axes in range(MOST_AXES + 1):
         every = [MadeUpJudge.of_setup(job, gpu, count, one) for one in every_setup(job, base, count, axes)]
@@ -113,8 +114,9 @@ def best_of_all(
 
 
 def is_best(job: Job, gpu: Gpu, answer: OnGpus, bound: int, best: Judged, near: float = 1.0) -> bool:
-    """Whether an answer takes at most `near` times as long as the best of all recipes that recompute no layer
-    or each, and no less; or less, because with all micro-batches alike it recomputes the fewest that fit."""
+    """Return true if an answer takes at most `near` times as long as the best recipe, and no less. The best
+    recipe recomputes all layers or none. An answer may be faster if it recomputes the fewest layers that fit,
+    with equal micro-batches."""
     recipe = Recipe.parse(answer.recipe)
     wish = recipe.setup().checkpoint
     if wish is None or wish.first is None:

@@ -1,5 +1,5 @@
-"""Fitted trainers that are several processes on the CPU, as torchrun starts them: the Trainer's own DDP or
-FSDP2 by gloo."""
+"""Fitted trainers in several processes on the CPU, as torchrun starts them. They use the Trainer's own DDP or
+FSDP2 with gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from snugfit.training.checkpoint.shards import whole_weights
 
 
 def mostly_masked(count: int) -> list[dict[str, Any]]:
-    """Samples with a label per token, of which three in four have none that counts."""
+    """Return samples with a label per token; in three of four samples no label counts."""
     samples = spoken(count)
     for index, sample in enumerate(samples):
         if index % 4:
@@ -39,11 +39,11 @@ def mostly_masked(count: int) -> list[dict[str, Any]]:
 DATA = {"bert": classified, "gpt2": spoken, "gpt2 masked": mostly_masked}
 
 LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block"}
-"""Classes that FSDP2 is told of, each of which becomes a group."""
+"""Classes that FSDP2 wraps, each of which becomes a group."""
 
 
 def spread(model: str, **config: Any) -> dict[str, Any]:
-    """Arguments of a Trainer that spreads this model over its processes."""
+    """Return arguments of a Trainer that shards this model over its processes."""
     layers = {"version": 2, "transformer_layer_cls_to_wrap": [LAYERS[model.split(maxsplit=1)[0]]]}
     return {"fsdp": True, "fsdp_config": {**layers, **config}, "use_cpu": False}
 
@@ -51,9 +51,9 @@ def spread(model: str, **config: Any) -> dict[str, Any]:
 def fit_of(
     folder: Path, *, rank: int = 0, model: str = "bert", recipe: str | None = "ddp", **asked: Any
 ) -> Any:
-    """Trains in this process, on samples of uneven length; gives the trainer. A `fault` of this rank comes
-    when a step has ended. One that `saves` saves its model at the end, and evaluates once more; `more_runs`
-    begin anew where the one before has ended."""
+    """Train in this process on samples of uneven length; return the trainer. A `fault` of this rank occurs at
+    the end of a step. With `saves` it saves its model at the end, and evaluates once more. `more_runs` start
+    again after the previous run."""
     resume, dropout = asked.pop("resume", None), asked.pop("dropout", 0.0)
     fault, evaluates = asked.pop("fault", None), asked.pop("evaluates", False)
     saves, more_runs = asked.pop("saves", False), asked.pop("more_runs", 0)
@@ -89,7 +89,7 @@ def fit_of(
 
 
 class _Fault(transformers.TrainerCallback):  # type: ignore[misc]
-    """Dies, hears a signal, spoils its weights or has no more memory when a step is done."""
+    """Kills the process, raises a signal, spoils weights or exhausts memory at the end of a step."""
 
     def __init__(self, step: int, kind: str, rank: int) -> None:
         self.step, self.kind = step, kind
@@ -113,7 +113,7 @@ def _no_memory(module: Any, inputs: Any) -> None:
 
 
 def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]) -> int:
-    """One of several processes; what it came to is written beside the folder."""
+    """Train as one of several processes and write the result beside the folder."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
@@ -134,7 +134,7 @@ def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any])
 
 
 def write_result(trainer: Any, file: Path) -> None:
-    """What a trainer has come to: its weights, losses and what was told."""
+    """Write a trainer's weights, losses and events."""
     torch.save(whole_weights(trainer.model), f"{file}.pt")
     log = [line for line in trainer.state.log_history if "eval_loss" in line]
     result = {"losses": losses_of(trainer), "evaluated": [line["eval_loss"] for line in log]}
@@ -142,21 +142,21 @@ def write_result(trainer: Any, file: Path) -> None:
 
 
 def result_in(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a rank's `write_result` has written."""
+    """Return the result that `write_result` wrote for a rank."""
     file = f"{folder}.rank-{rank}"
     return json.loads(Path(file).read_text()), torch.load(f"{file}.pt")
 
 
 def fits(forks: Forks, folder: Path, size: int = 2, **asked: Any) -> list[int]:
-    """The exit codes of processes that have trained together."""
+    """Return the exit codes of processes that have trained together."""
     port = free_port()
     children = [forks.start(one_fit, rank, size, port, str(folder), asked) for rank in range(size)]
     return [forks.ended(child) for child in children]
 
 
 def warm() -> None:
-    """What the process that forks does first: it imports what the forks need, and reads the techniques. Each
-    fork would take seconds for that. accelerate imports DeepSpeed where it is installed."""
+    """Import the dependencies of the forks and read the techniques. Each fork would take seconds for that.
+    accelerate imports DeepSpeed if it is installed."""
     names = (
         "accelerate",
         "torch.distributed.checkpoint.state_dict",

@@ -1,4 +1,4 @@
-"""Several processes that train one small model together, on the CPU, with gloo between them."""
+"""Several processes that train one small model together, on the CPU with gloo."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 LAST = 6
-"""The step after which a run ends: two steps after its first epoch."""
+"""Last step of a run: two steps after its first epoch."""
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -57,9 +57,9 @@ def run_of(
     facts: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trained:
-    """Trains in this process, which may be one of several, a model with these `facts` in its config, on
-    samples that are padded unevenly, or for Llama of 128 tokens each: 25 of them leave one sample for the
-    last batch of an epoch."""
+    """Train in this process, which may be one of several, a model with these `facts` in its config. Samples
+    are padded unevenly; those of Llama have 128 tokens each. The last batch of an epoch has one of the 25
+    samples."""
     attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
     small = small_job(
         job, layers, {**(attention if dropout else NO_DROPOUT[job]), **(facts or {})}, batch_size=8, clip=1.0
@@ -76,7 +76,7 @@ def run_of(
 
 
 def one_rank(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]) -> int:
-    """One of several processes, as torchrun starts them."""
+    """Run one of several processes, as torchrun starts them."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port), OMP_NUM_THREADS="1",
@@ -95,13 +95,13 @@ def one_rank(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]
 
 
 def fault_told(folder: Path, rank: int) -> str:
-    """The error that ended a process: its kind and text."""
+    """Return the error that ended a process: its kind and text."""
     return Path(f"{folder}.rank-{rank}").read_text()
 
 
 @contextlib.contextmanager
 def exhausted() -> Iterator[None]:
-    """Memory runs out in the third step."""
+    """Exhaust memory in the third step."""
     plain = TrainingStep.take
 
     def take(self: TrainingStep, state: Any, *given: Any, **more: Any) -> Any:
@@ -115,7 +115,7 @@ def exhausted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def short_of_memory() -> Iterator[None]:
-    """From the third step on there is room for half of a process's samples at once."""
+    """From the third step on, leave memory for half of a process's samples at once."""
     plain, take = plain_loop._loss, TrainingStep.take
     step, room = 0, 4 // int(os.environ["WORLD_SIZE"])
 
@@ -126,7 +126,7 @@ def short_of_memory() -> Iterator[None]:
 
     def loss(model: Any, batch: Any) -> Any:
         if step >= 3 and len(batch["input_ids"]) > room:
-            torch.empty(1 << 50, dtype=torch.uint8)  # more than there is anywhere
+            torch.empty(1 << 50, dtype=torch.uint8)  # more than any machine has
         return plain(model, batch)
 
     TrainingStep.take, plain_loop._loss = take_step, loss  # type: ignore[method-assign]
@@ -135,7 +135,7 @@ def short_of_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mixing() -> Iterator[None]:
-    """The loss of a few samples is another one than that of halves."""
+    """Make the loss of a few samples differ from that of their halves."""
 
     def compare(job: Any, *given: Any) -> Any:
         return replace(job, mixes_samples="it compares samples")
@@ -146,7 +146,7 @@ def mixing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow() -> Iterator[None]:
-    """Each forward pass takes longer than elsewhere."""
+    """Slow down each forward pass."""
     plain = plain_loop._loss
 
     def loss(model: Any, batch: Any) -> Any:
@@ -160,7 +160,7 @@ def slow() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_number() -> Iterator[None]:
-    """The loss of the fourth forward pass is none."""
+    """Make the loss of the fourth forward pass NaN."""
     plain, passes = plain_loop._loss, iter(range(1000))
 
     def loss(model: Any, batch: Any) -> Any:
@@ -172,7 +172,7 @@ def no_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_gradient() -> Iterator[None]:
-    """The loss of the fourth forward pass is a number, and its gradients are none."""
+    """Make the gradients of the fourth forward pass NaN, with a finite loss."""
     plain, passes = plain_loop._loss, iter(range(1000))
 
     def loss(model: Any, batch: Any) -> Any:
@@ -185,7 +185,7 @@ def no_gradient() -> Iterator[None]:
 
 @contextlib.contextmanager
 def spike() -> Iterator[None]:
-    """The loss of the eleventh forward pass is fifty times what it is."""
+    """Multiply the loss of the eleventh forward pass by fifty."""
     plain, passes = plain_loop._loss, iter(range(1000))
 
     def loss(model: Any, batch: Any) -> Any:
@@ -197,7 +197,7 @@ def spike() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dies_writing() -> Iterator[None]:
-    """The process is killed in the middle of its part of the third checkpoint."""
+    """Kill the process in the middle of its part of the third checkpoint."""
     plain = ShardedSnapshot._write_parts
 
     def write(self: ShardedSnapshot, folder: Path) -> None:
@@ -213,7 +213,7 @@ def dies_writing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room() -> Iterator[None]:
-    """The system refuses each file of this process that grows beyond a few bytes."""
+    """Refuse each file of this process that grows beyond a few bytes."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, most))
     yield
@@ -221,7 +221,7 @@ def no_room() -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only() -> Iterator[None]:
-    """The system refuses each new or opened file and folder of a checkpoint after the second step."""
+    """Refuse each new or opened file and folder of a checkpoint after the second step."""
     plain, step = TrainingStep.take, 0
 
     def take(self: TrainingStep, state: Any, *given: Any, **more: Any) -> Any:
@@ -248,31 +248,31 @@ FAULTS = {
     "dies_writing": dies_writing, "spike": spike, "no_gradient": no_gradient,
     "no_room": no_room, "read_only": read_only,
 }  # fmt: skip
-"""What may befall a process, by the names of which its `fault` has some."""
+"""Faults of a process, by the names that `fault` lists."""
 
 
 def start(forks: Forks, folder: Path, size: int, asked: dict[str, Any]) -> list[int]:
-    """The ids of processes that train together."""
+    """Start processes that train together; return their ids."""
     port = free_port()
     return [forks.start(one_rank, rank, size, port, str(folder), asked) for rank in range(size)]
 
 
 def trained(forks: Forks, folder: Path, size: int, **asked: Any) -> list[int]:
-    """The exit codes of processes that have trained together."""
+    """Return the exit codes of processes that have trained together."""
     children = start(forks, folder, size, asked)
     return [forks.ended(child) for child in children]
 
 
 def weights_in(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """The model that stands in a checkpoint, as libraries read it."""
+    """Return the model of a checkpoint, as libraries read it."""
     from safetensors.torch import load_file
 
     return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
 
 
 def warm() -> None:
-    """What the process that forks does first: it imports what the forks need, and reads from transformers
-    which model has which tasks. Each fork would take seconds for that."""
+    """Import the dependencies of the forks and read transformers' table of models and tasks. Each fork would
+    take seconds for that."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.optim

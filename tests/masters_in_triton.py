@@ -1,8 +1,9 @@
-"""The kernels over weights and the halves of their masters, beside plain torch.
+"""Compare the kernels over weights and the halves of their masters with plain torch.
 
-Run as a process: with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, on the CPU in its
-interpreter; with the argument `cuda` on a GPU, where they also run within a CUDA graph; with `cuda time` it
-says how long updates take, launched in several ways, beside torch's fused AdamW."""
+Run as a process. With `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, it runs on the CPU
+in Triton's interpreter. With the argument `cuda` it runs on a GPU, also within a CUDA graph. With `cuda time`
+it times updates with several launch settings beside torch's fused AdamW.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ from triton_cases import asks_all
 
 ALL_SIZES = ((33, 200), (1000,), (3, 4, 5, 6), (), (4099,), (2048,), (1,), (65, 64))
 SIZES = ALL_SIZES if asks_all(*sys.argv[1:2]) else ((33, 40), *ALL_SIZES[1:-1])
-"""Below, at and beyond a block, and of one number."""
+"""Sizes below, at and beyond a block, and a single number."""
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
-"""A GPU's and an interpreter's products and sums differ by whether they are one operation."""
+"""Tolerance between a GPU and the interpreter, which may differ in fused multiply-adds."""
 
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-"""Whether programs run one after the other."""
+"""True if programs run one after the other."""
 
 SETTINGS = (
     LaunchSettings(),
@@ -46,7 +47,7 @@ SETTINGS = (
 
 @contextlib.contextmanager
 def updated_by(kernel: bool, settings: LaunchSettings = SETTINGS[0]) -> Iterator[None]:
-    """Within it kernels update, on a GPU or in the interpreter; or plain torch does."""
+    """Update with kernels, on a GPU or in the interpreter, or else with plain torch."""
     with (
         patch.object(adamw, "is_on_gpu", lambda tensor: kernel),
         patch.object(WeightTable, "usual_settings", settings),
@@ -57,7 +58,7 @@ def updated_by(kernel: bool, settings: LaunchSettings = SETTINGS[0]) -> Iterator
 
 
 def two_models(device: str, dtype: torch.dtype) -> list[torch.nn.ParameterList]:
-    """The same weights twice, in halves or in fp32."""
+    """Return the same weights twice, in halves or in fp32."""
     draw = torch.Generator().manual_seed(7)
     made = [torch.randn(size, generator=draw) / 20 for size in SIZES]
     models = [
@@ -91,8 +92,8 @@ def compare_states(label: str, pairs: list[tuple[Any, Any]], ours: MasterAdamW, 
 def compare_steps(
     device: str, dtype: torch.dtype, settings: LaunchSettings, most: float | None, *, graph: bool = False
 ) -> None:
-    """Several steps by the kernel and by plain torch, from the same gradients: with one that is no number,
-    with weights that have none, and clipped by their norm."""
+    """Compare several steps by the kernel and by plain torch, from the same gradients. One gradient is NaN,
+    some weights have none, and gradients may be clipped by their norm."""
     both = two_models(device, dtype)
     groups = [[{"params": list(m)[:3]}, {"params": list(m)[3:], "weight_decay": 0.0}] for m in both]
     plain, launched = (MasterAdamW(one, lr=1e-2) for one in groups)
@@ -129,11 +130,11 @@ def compare_steps(
     compare_states(name, list(zip(*both, strict=True)), plain, launched)
     if dtype is torch.bfloat16:
         bad = int(both[1][1].isnan().sum())
-        assert bad == (3 if most is None else 0), "a step with a norm that is no number is left out"
+        assert bad == (3 if most is None else 0), "a step with a NaN norm changes no weight"
 
 
 def captured(optimizer: MasterAdamW, weights: Any, most: float | None) -> Any:
-    """A graph of norm, clipping and update."""
+    """Return a graph of norm, clipping and update."""
     graph = torch.cuda.CUDAGraph()
     optimizer.find_gradients()
     with torch.cuda.graph(graph):
@@ -144,7 +145,7 @@ def captured(optimizer: MasterAdamW, weights: Any, most: float | None) -> Any:
 
 
 def compare_stop(device: str) -> None:
-    """A number that is not 0 leaves all as it is."""
+    """Check that a stop flag other than 0 leaves all states unchanged."""
     both = two_models(device, torch.bfloat16)
     optimizer = MasterAdamW(both[0], lr=1e-2)
     for stop in (0.0, 1.0, 1.0):
@@ -172,7 +173,7 @@ MODELS = {
         + [(1024, 1024)] * 97 + [(4096, 1024)] * 24 + [(1024, 4096)] * 24 + [(1024,)] * 220 + [(4096,)] * 24
     ),
 }  # fmt: skip
-"""Shapes of weights."""
+"""Shapes of the weights to time."""
 
 
 SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
@@ -180,7 +181,8 @@ SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
 
 
 def settings_to_time(shares: tuple[tuple[int, int], ...]) -> list[LaunchSettings]:
-    """Some, for each takes seconds to compile: each share of a block, and one thing changed at a time."""
+    """Return each share of a block, with one further setting changed at a time. All combinations would take
+    too long, because each takes seconds to compile."""
     tried = [LaunchSettings(block, warps) for block, warps in shares]
     tried += [one._replace(evict="evict_first") for one in tried]
     usual = LaunchSettings()
@@ -189,14 +191,14 @@ def settings_to_time(shares: tuple[tuple[int, int], ...]) -> list[LaunchSettings
 
 
 def launched_with(optimizer: MasterAdamW, settings: LaunchSettings) -> None:
-    """One step, with tables made anew for these settings."""
+    """Run one step with tables that are rebuilt for these settings."""
     with patch.object(type(optimizer).table_of, "usual_settings", settings):
         vars(optimizer)["_tables"] = None
         optimizer.step()
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    """The median of a few runs, by CUDA's events."""
+    """Return the median of a few runs, measured by CUDA events."""
     for _ in range(3):
         run()
     taken = []
@@ -227,7 +229,7 @@ def weights_on_gpu(sizes: list[Any], *, halves: bool) -> torch.nn.ParameterList:
 
 
 def time_kernels(model: str, sizes: list[Any], *, halves: bool) -> None:
-    """Norm, host's half and update, with many settings."""
+    """Time the norm, the host's part and the update with many settings."""
     weights = weights_on_gpu(sizes, halves=halves)
     count, nbytes = sum(weight.numel() for weight in weights), 26 if halves else 28
     kind = "halves" if halves else "fp32"
@@ -259,7 +261,7 @@ def time_kernels(model: str, sizes: list[Any], *, halves: bool) -> None:
 
 
 def time_torch(model: str, sizes: list[Any]) -> None:
-    """torch's fused AdamW over fp32, alone and with clipping before it."""
+    """Time torch's fused AdamW over fp32, alone and after clipping."""
     weights = weights_on_gpu(sizes, halves=False)
     count = sum(weight.numel() for weight in weights)
     optimizer = torch.optim.AdamW(weights, fused=True)

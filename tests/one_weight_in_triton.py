@@ -1,6 +1,7 @@
-"""The kernels for one weight at a time, beside those over all weights, which `masters_in_triton.py` compares.
+"""Compare the kernels for one weight at a time with those over all weights (`masters_in_triton.py`).
 
-Run as a process: with `TRITON_INTERPRET=1` on the CPU in Triton's interpreter, and with `cuda` on a GPU."""
+Run as a process: with `TRITON_INTERPRET=1` on the CPU in Triton's interpreter, and with `cuda` on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ STEPS = 3
 def compare(
     device: str, dtype: torch.dtype, kind: type[MasterAdamW], most: float | None, **more: Any
 ) -> None:
-    """Some steps by both, from the same gradients; one weight has none in the second, and the gradients of
-    the last are no numbers where they are clipped."""
+    """Compare some steps by both kernels, from the same gradients. One weight has no gradient in the second
+    step. With clipping, a gradient of the last step is NaN."""
     both = two_models(device, dtype)
     pairs = list(zip(*both, strict=True))
     groups = [[{"params": list(m)[:3]}, {"params": list(m)[3:], "weight_decay": 0.0}] for m in both]
@@ -67,7 +68,7 @@ def take_norms(updates: MasterUpdates, weights: list[Any]) -> torch.Tensor:
 
 
 def differences(pairs: list[tuple[Any, Any]], together: MasterAdamW, apart: MasterAdamW) -> str:
-    """Holds weights and moments to be alike; a code may be its neighbour."""
+    """Assert that weights and moments agree and return the differences; a code may differ by one."""
     largest, codes = 0.0, 0
     for one, other in pairs:
         left, right = exact(together, one), exact(apart, other)

@@ -1,4 +1,4 @@
-"""Steps of an optimizer over a few weights, on data and on shapes."""
+"""Run steps of an optimizer over a few weights, on real tensors and on meta tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def resolve(call: Call) -> Callable[..., Any]:
 
 
 class Births(TorchDispatchMode):
-    """Storages that operators give birth to, as (operator, bytes), in order; reads of a value give 1."""
+    """Storages that operators allocate, as (operator, bytes), in order. A read of a value returns 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def shapes_of(wish: OptimizerWish) -> Iterator[None]:
 
 
 def small_model(device: str) -> torch.nn.Module:
-    """Tables and matrices on both sides of bitsandbytes' 4,096 elements, with blocks that are not full."""
+    """Return tables and matrices on both sides of bitsandbytes' 4,096 elements, some with partial blocks."""
     torch.manual_seed(0)
     with torch.device(device):
         return torch.nn.ModuleDict(
@@ -70,7 +70,7 @@ def small_model(device: str) -> torch.nn.Module:
 
 
 def three_steps(text: str, device: str) -> tuple[list[list[tuple[str, int]]], dict[str, Any]]:
-    """Births of three optimizer steps, and the state afterwards: shape and dtype by parameter and name."""
+    """Return births of three optimizer steps, and the final state: shape and dtype by parameter and name."""
     wish = Recipe.parse(text).setup().optimizer
     model = small_model(device)
     if wish.prepare:

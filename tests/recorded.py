@@ -1,8 +1,9 @@
-"""The recorded histories of an H200's allocator, and the same runs rehearsed.
+"""The recorded histories of an H200's allocator, and rehearsals of the same runs.
 
-`data/history-h200` holds the third training step of seven small models as `torch.cuda.memory` recorded it on
-one NVIDIA H200 (torch 2.11.0+cu130, transformers 5.17.0): every allocation and free in order. Each file says
-how its model and batch are made (`source`). They were built on the host and moved; AdamW is fused.
+`data/history-h200` holds the third training step of seven small models, recorded by `torch.cuda.memory`. The
+GPU was one NVIDIA H200 (torch 2.11.0+cu130, transformers 5.17.0). A file holds every allocation and free in
+order, and the construction of model and batch (`source`). Models were built on the host and moved; AdamW is
+fused.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ AUTOCAST = {
     "gpt2_bf16": "bfloat16",
     "t5_bf16": "bfloat16",
 }
-"""Cases that ran under autocast; the others ran in their weights' dtype."""
+"""Cases that ran under autocast; the rest ran in their weights' dtype."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What was recorded of one case."""
+    """The recording of one case."""
 
     torch: str
     transformers: str
@@ -52,12 +53,12 @@ class History:
     reserved_peak: int
     source: str
     events: tuple[Event, ...]
-    """Births and deaths of the third step; growth of the pool left out."""
+    """Births and deaths of the third step, without growth of the pool."""
 
 
 @cache
 def history(case: str) -> History:
-    """The recorded case."""
+    """Return the recorded case."""
     document = json.loads((FOLDER / f"{case}.json").read_text())
     living: dict[int, Event] = {}
     events: list[Event] = []
@@ -74,7 +75,7 @@ def history(case: str) -> History:
 
 
 def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Trace:
-    """The trace of the recorded run."""
+    """Return the trace of the recorded run."""
     padded = "pad" in case or a_mask_too_many
     recorder = Recorder(policy, STEPS, hides_masks=padded)
     dtype = AUTOCAST.get(case)
@@ -111,9 +112,9 @@ def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tr
 
 
 def _built(case: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """On the host, which a rehearsal does not see."""
+    """Build on the host, which a rehearsal does not record."""
     names: dict[str, Any] = {"tf": transformers, "torch": torch, "case": case}
-    source = history(case).source.replace("; k[:, 384:] = 0", "")  # the ones' values: there are none here
+    source = history(case).source.replace("; k[:, 384:] = 0", "")  # placeholders for the weights' values
     with _disable_current_modes(), torch.device("meta"):
         exec(source, names)
     return names["m"].train(), names["b"]
@@ -122,7 +123,7 @@ def _built(case: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 def _moved(
     model: torch.nn.Module, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """`.cuda()`: a tied weight is there the second time it is met."""
+    """Imitate `.cuda()`: a tied weight is moved once."""
     there: set[int] = set()
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,8 +138,8 @@ def _moved(
 
 @contextlib.contextmanager
 def _biases_as_recorded() -> Any:
-    """Later than the recorded transformers, a learnt bias is copied to be contiguous before attention, which
-    then runs in another kernel. This takes the copy out."""
+    """Remove a copy that newer transformers add: they make a learnt bias contiguous before attention.
+    Attention then runs in another kernel than in the recording."""
     module = importlib.import_module("transformers.integrations.sdpa_attention")
     later = getattr(module, "create_position_bias_mask", None)
     if later is None or "return position_bias_mask.contiguous()" not in (source := inspect.getsource(later)):
@@ -161,7 +162,7 @@ def _without_collector() -> Any:
 
 
 def third_step(trace: Trace) -> list[Event]:
-    """Births and deaths of the trace's last step."""
+    """Return births and deaths of the trace's last step."""
     start = next(mark.event for mark in trace.marks if mark.step == STEPS - 1)
     return [
         Event(

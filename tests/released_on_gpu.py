@@ -1,11 +1,12 @@
-"""Updates within the backward pass, on a GPU, beside the same steps whose gradients stay.
+"""Compare updates within the backward pass with the same steps that keep their gradients, on a GPU.
 
-    python tests/released_on_gpu.py [FILE]          writes what it found as JSON; fails where it is wrong
+    python tests/released_on_gpu.py [FILE]          writes its results as JSON; fails where one is wrong
     python tests/released_on_gpu.py [FILE] large    also BERT-large 4 x 512 and Llama-3.2-1B 2 x 2048
-    python tests/released_on_gpu.py [FILE] played   only those that are played back
+    python tests/released_on_gpu.py [FILE] played   only those that are replayed
 
-In `test_released.py` the CPU computes both, bit for bit. Here sums are added in another order, attention's
-backward pass in any, so weights are close and losses alike."""
+In `test_released.py` the CPU computes both, bit for bit. A GPU adds sums in another order, and attention's
+backward pass adds in any order. So weights are close here, and losses agree within a bound.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +37,25 @@ LARGE_LLAMA = {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 CLOSE = 2e-4
-"""By how much weights may differ in the mean, which 12 steps at 1e-3 have moved by up to 1.2e-2."""
+"""Bound on the mean difference of weights, which 12 steps at 1e-3 have moved by up to 1.2e-2."""
 
 
 APART = 0.1
-"""By how much losses may: with moments in 8 bits a code that is rounded otherwise is another run."""
+"""Bound on the difference of losses. With 8-bit moments, one differently rounded code changes the later
+steps."""
 
 SMALL = 4096
 """Bytes of a clip coefficient, a norm and sums."""
 
 
 class Timed(Observer):
-    """When each step has begun, with the device at rest."""
+    """Start times of the steps, with the device synchronised."""
 
     def __init__(self) -> None:
         self.begun: list[float] = []
 
     def step_begins(self, index: int) -> None:
-        """Waits for the device."""
+        """Synchronise the device and store the time."""
         torch.cuda.synchronize(CUDA)
         self.begun.append(time.perf_counter())
 
@@ -66,7 +68,7 @@ class Ran(NamedTuple):
 
 
 def run(job: Job, recipe: str, steps: int) -> Ran:
-    """Some steps, and the bytes that torch had allocated at most."""
+    """Run some steps and record the peak of torch's allocated bytes."""
     gc.collect()
     torch.cuda.init()
     torch.cuda.empty_cache()
@@ -83,7 +85,7 @@ def run(job: Job, recipe: str, steps: int) -> Ran:
 
 
 def compare(name: str, job: Job, recipe: str, more: str, steps: int = STEPS) -> dict[str, Any]:
-    """Losses, weights and peaks, without and with what is added to the recipe."""
+    """Compare losses, weights and peaks of the recipe with and without `more`."""
     kept, released = (run(job, one, steps) for one in (recipe, f"{recipe} + {more}"))
     apart = [
         (kept.weights[key].float() - value.float()).abs()
@@ -124,7 +126,7 @@ def cases() -> list[tuple[str, Job, str, str]]:
 
 
 def played_cases(fused: str) -> list[tuple[str, Job, str, str]]:
-    """Passes that are played back, and layers that keep attention with dropout in them."""
+    """Return cases with replayed passes, and with layers that keep attention with dropout."""
     bert, llama = job_of(BERT), job_of(LLAMA)
     compact = "bf16_master + adamw_compact + fused"
     short = "bf16_master + adamw_compact(master_bits=24) + fused"
@@ -144,7 +146,8 @@ def played_cases(fused: str) -> list[tuple[str, Job, str, str]]:
 
 
 def large_cases() -> list[tuple[str, Job, str, str]]:
-    """With layers recomputed: else the peak is before the backward pass, where there are no gradients."""
+    """Return cases that recompute layers. Otherwise the peak is before the backward pass, where no gradients
+    exist."""
     bert = Job(
         model=Model.from_config(LARGE_BERT, name="bert-large"), task=Task.SEQUENCE_CLASSIFICATION,
         batch_size=4, sequence_length=512, clip=1.0,
@@ -174,7 +177,7 @@ def main() -> int:
     for name, job, recipe, more, steps in asked:
         try:
             one = compare(name, job, recipe, more, steps)
-        except Exception as error:  # the next cases are told too
+        except Exception as error:  # the remaining cases are reported too
             one = {
                 "case": name,
                 "recipe": recipe,

@@ -1,7 +1,7 @@
-"""What torch's own profiler says that the CPU's allocator did while a Step ran for real.
+"""Events of the CPU's allocator during a real run of a Step, from torch's own profiler.
 
-Law 1 lays a trace beside these reports. They come from the allocator itself (`torch.profiler`, with
-`profile_memory`): every allocation and free with its address, size and time, and the operators around it.
+Law 1 compares a trace with these reports. They come from the allocator itself (`torch.profiler`, with
+`profile_memory`). Each allocation and free has its address, size and time, and the operators around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MARK = "snugfit:"
 
 Calls = tuple[tuple[str, int], ...]
-"""Operators that run, outermost first, with the time at which each ends."""
+"""Operators in progress, outermost first, with the end time of each."""
 
 
 class _Marks:
@@ -54,7 +54,8 @@ class _Marks:
 
 
 def reports(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> list[Event]:
-    """Every allocation and free of a real run on the CPU, in order; those of the data loader are left out."""
+    """Return every allocation and free of a real run on the CPU, in order, except those of the data
+    loader."""
     marks, threads = _Marks(), torch.get_num_threads()
     torch.set_num_threads(1)  # tiny kernels: threads would only wait for each other
     step = open_step(job, setup, loop, torch.device("cpu"))
@@ -77,7 +78,7 @@ def reports(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> l
 
 
 def _forget_code_books() -> None:
-    """As in a fresh process, in which bitsandbytes has made none yet."""
+    """Restore the state of a fresh process, in which bitsandbytes has built no code books yet."""
     if (functional := sys.modules.get("bitsandbytes.functional")) is not None:
         functional.name2qmap.clear()
 
@@ -126,12 +127,12 @@ def _paired(times: list[tuple[int, str]], raw: list[tuple[int, int, int, Calls]]
 
 
 def _inside(above: Calls, death: int | None) -> frozenset[str]:
-    innermost = dict(above)  # a wrapper's operator runs one of the same name
+    innermost = dict(above)  # a wrapper's operator calls one of the same name
     return frozenset(name for name, end in innermost.items() if death is not None and end >= death)
 
 
 def foreseen(trace: Trace) -> list[Event]:
-    """A trace in the same words: without what was copied to the device, which on a CPU is there already."""
+    """Return a trace as events of the same form, without the copies to the device: a CPU needs none."""
     marks = [mark.event for mark in trace.marks]
     events = []
     for position, event in enumerate(trace.events):

@@ -1,7 +1,8 @@
-"""Graphs without a GPU: what is recorded is the work, which runs again when it is played.
+"""CUDA graphs without a GPU: recording stores the work, and a replay runs it again.
 
-So everything around CUDA graphs can be tested: which work is recorded when, that it reads what is on the
-device, and that a run is the same whether its steps are played or not."""
+So the code around CUDA graphs can be tested. Tests cover the moments of recording, reads of the device's
+buffers, and the equality of replayed and eager runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from snugfit.step.capture.handler import REHEARSED
 
 
 class RunAgain(Graphs):
-    """Plays by running the work again; refuses the `refused`-th that it is to record, from 1."""
+    """Replays by running the work again; the recording with number `refused` fails, counted from 1."""
 
     def __init__(self, refused: int = 0) -> None:
         self.recorded = self.played = 0
@@ -42,7 +43,7 @@ class RunAgain(Graphs):
 
 @contextlib.contextmanager
 def captured_on_cpu(refused: int = 0) -> Iterator[list[RunAgain]]:
-    """Within it, steps that are to be recorded are, on any device; gives the graphs of each loop."""
+    """Record steps on any device within this context; yield the list of each loop's graphs."""
     made: list[RunAgain] = []
 
     def make() -> RunAgain:
@@ -57,6 +58,6 @@ def captured_on_cpu(refused: int = 0) -> Iterator[list[RunAgain]]:
 
 
 def batch_of(length: int, samples: int = 2, **more: Any) -> Mapping[str, torch.Tensor]:
-    """A host batch of so many samples of this length, with a mask."""
+    """Return a host batch of so many samples of this length, with a mask."""
     ids = torch.arange(samples * length).reshape(samples, length) % 90
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}

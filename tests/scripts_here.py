@@ -1,7 +1,7 @@
-"""Shell scripts whose `snugfit` and `python` run in the test's own process, where everything is imported.
+"""Run shell scripts whose `snugfit` and `python` commands run in the test's own process.
 
-A process of their own takes each of them seconds. So PATH begins with two stubs, which hand their words and
-their streams over a socket to the test and end with the exit code that they are given.
+A process of its own would take seconds for each command. So PATH begins with two stubs. A stub sends its
+words and streams over a socket to the test, and exits with the code that the test returns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ with socket.socket(socket.AF_UNIX) as test:
 
 
 def run_script(script: Path, **settings: str) -> tuple[int, str]:
-    """The exit code of a script in this (writable) folder, and what it printed, answers and messages."""
+    """Run a script in this (writable) folder; return its exit code and its output on both streams."""
     stubs = Path("stubs")
     stubs.mkdir(exist_ok=True)
     for name in ("snugfit", "python"):
@@ -64,7 +64,7 @@ def run_script(script: Path, **settings: str) -> tuple[int, str]:
 
 
 def _run_here(words: Sequence[str], streams: Sequence[int]) -> int:
-    """The exit code of one command that prints to these descriptors, which are closed."""
+    """Run one command with its output on these descriptors, close them, and return the exit code."""
     with os.fdopen(streams[0], "w") as out, os.fdopen(streams[1], "w") as messages:
         with redirect_stdout(out), redirect_stderr(messages):
             if words[0] == "snugfit":

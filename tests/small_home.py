@@ -1,4 +1,5 @@
-"""A user's folder: a model, its tokenizer, a file of samples and a job that trains one on the other."""
+"""Write a user's folder: a model, its tokenizer, a file of samples, and a job that trains the model on
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ logging_steps: 5
 
 
 def write_home(folder: Path) -> None:
-    """Puts all of it there."""
+    """Write all of these files into the folder."""
     words = tokenizer("bert")
     words.save_pretrained(folder / "model")
     config = {

@@ -72,11 +72,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], Task, tuple[str, ...]]] = {
         ("num_hidden_layers",),
     ),
 }  # fmt: skip
-"""By transformers' name: config, task, and the keys that count layers."""
+"""Config, task, and the keys for the number of layers, by transformers' name."""
 
 
 def small_job(family: str, layers: int = 4, facts: dict[str, Any] | None = None, **changes: Any) -> Job:
-    """A job on a small model of this family with this many layers."""
+    """Return a job on a small model of this family with this many layers."""
     config, task, keys = FAMILIES[family]
     whole = {"model_type": family, **config, **dict.fromkeys(keys, layers), **(facts or {})}
     model = Model.from_config(check_facts(whole, where=family), name=family)

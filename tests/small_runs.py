@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 
 
 def rows(count: int, *, vocabulary: int = 96, seed: int = 0) -> list[dict[str, Any]]:
-    """Samples of 4 to 15 tokens in two classes, told apart by which half their tokens come from."""
+    """Return samples of 4 to 15 tokens in two classes; the tokens of a class come from one half of the
+    vocabulary."""
     draw = random.Random(seed)
     half = vocabulary // 2
     return [
@@ -46,7 +47,7 @@ def bert_job(batch_size: int = 4, **more: Any) -> Job:
 def small_run(
     folder: Path, recipe: str = "plain", *, job: Job | None = None, samples: Any = None, **options: Any
 ) -> Run:
-    """A run of 12 steps, unless `options` say otherwise."""
+    """Return a run of 12 steps, unless `options` set another number."""
     job = job or bert_job(clip=1.0)
     wanted = options_of({"max_steps": 12, **options})
     data = data_of(samples or rows(42), job, None, columns=None, pack=False, collate=None, options=wanted)
@@ -63,7 +64,7 @@ def small_run(
 
 
 def skip_without_packages(recipe: str) -> None:
-    """Skips the test where a technique of the recipe or its package is missing, and says which."""
+    """Skip the test and give the reason if a technique of the recipe or its package is missing."""
     needs_techniques(recipe)
     missing = [why for technique in Recipe.parse(recipe) if (why := technique.missing_package())]
     if missing:
@@ -71,11 +72,11 @@ def skip_without_packages(recipe: str) -> None:
 
 
 class Killed(BaseException):
-    """The end of a process, as far as a test in this one can have it."""
+    """Simulated end of the process."""
 
 
 def killed_after(step: int) -> Callable[[Event], None]:
-    """Ends the run when this step is told."""
+    """Return an observer that ends the run at the event of this step."""
 
     def watch(event: Event) -> None:
         if event["event"] == "step" and event["step"] == step:
@@ -85,13 +86,13 @@ def killed_after(step: int) -> Callable[[Event], None]:
 
 
 def killed_in(run: Run, step: int) -> None:
-    """Trains until this step is told, and is killed there."""
+    """Train until the event of this step, and kill the run there."""
     with pytest.raises(Killed):
         train(run, watch=killed_after(step))
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float, float]]:
-    """Loss, norm and learning rate of each step; of a step that was taken twice, the last."""
+    """Return loss, norm and learning rate of each step; a repeated step has its last values."""
     return {
         event["step"]: (event["loss"], event["norm"], event["learning_rate"])
         for event in read_journal(folder)

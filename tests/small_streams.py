@@ -1,4 +1,5 @@
-"""Data that is hard to resume: streams, samples that draw when they are made, and generators of their own."""
+"""Datasets that are hard to resume: streams, samples that draw random numbers, and generators of their
+own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ SAMPLES = classified(20)
 
 
 def seed_all(seed: int) -> None:
-    """Sets the generators of torch, Python and numpy."""
+    """Seed the generators of torch, Python and numpy."""
     for set_seed in (torch.manual_seed, random.seed, numpy.random.seed):
         set_seed(seed)
 
@@ -28,7 +29,7 @@ def with_tokens(sample: Sample, *drawn: int) -> Sample:
 
 
 class Drawing(Dataset[Any]):
-    """Samples that draw from all of the process's generators when they are made."""
+    """Samples that draw from all of the process's generators."""
 
     def __len__(self) -> int:
         return len(SAMPLES)
@@ -39,7 +40,7 @@ class Drawing(Dataset[Any]):
 
 
 class DrawingOwn(Drawing):
-    """Samples that draw from generators of the dataset's own."""
+    """Samples that draw from the dataset's own generators."""
 
     def __init__(self) -> None:
         self.numbers = numpy.random.default_rng(3)
@@ -51,7 +52,7 @@ class DrawingOwn(Drawing):
 
 
 class Stream(IterableDataset[Any]):
-    """All samples but the last, each with what it draws."""
+    """All samples but the last, each with a random token."""
 
     def __iter__(self) -> Iterator[Sample]:
         for sample in SAMPLES[:19]:
@@ -59,7 +60,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Counting(IterableDataset[Any]):
-    """A stream whose order depends on how often it was begun."""
+    """A stream whose order depends on the number of its iterators so far."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -77,7 +78,7 @@ class Entropy(Drawing):
 
 
 class ReadOnce(IterableDataset[Any]):
-    """A stream that stands open."""
+    """A stream that can be read only once."""
 
     def __init__(self) -> None:
         self.rest = iter(SAMPLES * 3)
@@ -87,7 +88,7 @@ class ReadOnce(IterableDataset[Any]):
 
 
 class Masking:
-    """A collator that makes its generator with the first batch, as transformers' own with a seed do."""
+    """A collator that creates its generator at the first batch, as transformers' collators with a seed do."""
 
     def __init__(self) -> None:
         self.generator: torch.Generator | None = None
@@ -101,7 +102,7 @@ class Masking:
 
 
 def hub_stream() -> Any:
-    """The streams of `datasets`, shuffled by epoch."""
+    """Return the streams of `datasets`, shuffled by epoch."""
     import datasets
 
     return datasets.Dataset.from_list(SAMPLES).to_iterable_dataset(num_shards=2).shuffle(5, buffer_size=8)
@@ -114,4 +115,4 @@ RESUMABLE: dict[str, Callable[[], Any]] = {
     "a stream of datasets": hub_stream,
     "a counting stream": Counting,
 }
-"""Datasets that can be read again from what a checkpoint holds."""
+"""Datasets that can be read again from the state in a checkpoint."""

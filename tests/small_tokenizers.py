@@ -1,4 +1,5 @@
-"""Small tokenizers of several manners, made in the test: one token a word, and what is between words."""
+"""Small tokenizers of several kinds, built in the test: one token for each word and for the text between
+words."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>")
-"""Tokens 0 to 6."""
+"""Names of tokens 0 to 6."""
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = (*NUMBERS, ".", "-", "u", "s", "of")
-"""Tokens 7 and on: `one` is 7, `.` is 17, `-` 18, `u` 19, `s` 20, `of` 21."""
+"""Tokens from 7: `one` is 7, `.` is 17, `-` 18, `u` 19, `s` 20, `of` 21."""
 
 
 def tokenizer(manner: str, **more: Any) -> Any:
-    """`bert`: [CLS] a [SEP] b [SEP]; `gpt2`: words, `</s>` ends, nothing pads; `t5`: words and `</s>`."""
+    """Build a tokenizer. `bert`: [CLS] a [SEP] b [SEP]; `gpt2`: words, `</s>` ends, no padding; `t5`: words,
+    `</s>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -40,6 +42,6 @@ def tokenizer(manner: str, **more: Any) -> Any:
 
 
 def saved(folder: Path, manner: str) -> Path:
-    """Its folder."""
+    """Save the tokenizer and return its folder."""
     tokenizer(manner).save_pretrained(str(folder))
     return folder

@@ -1,4 +1,4 @@
-"""Real stages beside rehearsed ones: what processes allocate (law 1), and what they train (law 3)."""
+"""Compare real pipeline stages with rehearsed ones: allocations (law 1) and training (law 3)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from test_ranks import to_last_birth, unheard, without_own
 
 Cases = tuple[tuple[int, Job, str], ...]
-"""How many ranks, the job of all together, and the recipe."""
+"""Number of ranks, the job of all ranks together, and the recipe."""
 
 
 @functools.cache
 def real(ranks: int, every: Cases) -> dict[tuple[Job, str, int], Ran]:
-    """What each of so many ranks did in every case of so many; they are started once."""
+    """Return the results of each rank in every case with this number of ranks; the processes start once."""
     cases: list[Case] = [(job, recipe) for many, job, recipe in every if many == ranks]
     return {
         (*case, rank): ran
@@ -41,9 +41,9 @@ def rehearsed(ranks: int, recipe: str, rank: int, job: Job) -> Trace:
 
 
 def built(events: Sequence[Event]) -> list[Event]:
-    """Without what is dropped while the model is built: a CPU's process builds the whole model where it
-    trains, and a GPU's sees its stage alone. Nor with what DDP joins the weights in to compare them, of which
-    gloo's thread lets go."""
+    """Return the events without blocks that are freed while the model is built. A CPU process builds the
+    whole model; a GPU's process builds its stage alone. Also drop the buffer that DDP joins weights in to
+    compare them, which gloo's thread frees."""
     dropped = {event.block for event in events if event.nbytes < 0 and event.phase == "build"}
     joined = {
         event.block
@@ -54,7 +54,7 @@ def built(events: Sequence[Event]) -> list[Event]:
 
 
 def hold(every: Cases, ranks: int, job: Job, recipe: str, rank: int) -> None:
-    """Law 1 for one of so many ranks."""
+    """Assert law 1 for one of so many ranks."""
     trace = built(without_own(foreseen(rehearsed(ranks, recipe, rank, job))))
     account = unheard(built(without_own(real(ranks, every)[job, recipe, rank].account)), trace)
     comparison = compare(to_last_birth(account), to_last_birth(trace))
@@ -63,12 +63,12 @@ def hold(every: Cases, ranks: int, job: Job, recipe: str, rank: int) -> None:
 
 
 def hold_training(every: Cases, ranks: int, job: Job, recipe: str) -> None:
-    """Law 3: losses of three steps, and each stage's weights after them."""
+    """Assert law 3: losses of three steps, and each stage's weights after them."""
     setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
     alone = [
         word for word in recipe.split(" + ") if not word.startswith(("pipeline", "tensor", "ddp", "fsdp"))
     ]
-    exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is no autocast
+    exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is not autocast
     losses, weights = trained(job_of_rank(job, setup), Recipe.parse(" + ".join(alone)).setup())
     seen: set[str] = set()
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of the store, and processes that may die."""
+"""Small checkpoints for the tests of the store, and processes that may be killed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAMES = ("model.safetensors", "state.json", "templates/more.bin")
 
 
 def content(name: str, step: int, run: int = 0) -> bytes:
-    """Different in each file, step and run, and of one length in two of the files."""
+    """Return different bytes for each file, step and run; two of the files have the same length."""
     return f"{name[:5]} {step} {run} ".encode() * (40 if name == "state.json" else 60)
 
 
 def fill(step: int, run: int = 0) -> Callable[[Path], None]:
-    """Writes each file in two halves, by calls that can be counted."""
+    """Return a function that writes each file in two halves, by calls that a test can count."""
 
     def write(folder: Path) -> None:
         (folder / "templates").mkdir()
@@ -36,7 +36,7 @@ def fill(step: int, run: int = 0) -> Callable[[Path], None]:
 
 
 def stored(root: Path, *steps: int, run: int = 0) -> Store:
-    """A store that holds these steps."""
+    """Return a store that holds these steps."""
     store = Store(root)
     store.prepare()
     for step in steps:
@@ -53,7 +53,7 @@ def hidden(root: Path) -> list[str]:
 
 
 def assert_whole(found: Checkpoint | None, step: int, run: int = 0) -> None:
-    """It is the checkpoint of this step, byte for byte."""
+    """Assert that the checkpoint is that of this step, byte for byte."""
     assert found is not None
     assert (found.step, found.about) == (step, {"seed": 17, "run": run})
     assert sorted(found.files) == sorted(NAMES)
@@ -63,7 +63,7 @@ def assert_whole(found: Checkpoint | None, step: int, run: int = 0) -> None:
 
 
 def in_child(act: Callable[[], None]) -> int:
-    """Runs `act` in a forked process, which then ends without a word; gives its exit code, 1 for a fault."""
+    """Run `act` in a forked process that exits without cleanup; return its exit code, 1 for an error."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -1,12 +1,12 @@
-"""Rehearsals on disk for tests of plans, reports and commands.
+"""Store rehearsals on disk for tests of plans, reports and commands.
 
 A test with the marker `stored_rehearsals` reads a rehearsal from the folder `.rehearsals` of the checkout. It
-stores each one that is missing there. Workers share the folder, and so does the next session. The key of a
+stores each one that is missing there. Workers share the folder, and so do later sessions. The key of a
 rehearsal is its function, its arguments, the installed versions and a hash of the simulation's source.
 
-Tests of the simulation itself never have the marker. A rehearsal is not stored where the test patches the
-simulation, torch or transformers with `monkeypatch`, where the model is a module, where layers are compiled,
-and under a policy of the CPU.
+Tests of the simulation itself never have the marker. Some rehearsals are never stored: those of a module, of
+compiled layers, and those under a policy of the CPU. The same holds if the test patches the simulation, torch
+or transformers with `monkeypatch`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ROOMS = (
     "documents", "errors", "feature_folders", "features", "hub_kernels", "job", "rehearsal",
     "results", "step", "techniques", "units", "versions",
 )  # fmt: skip
-"""Files and folders of the package on which a rehearsal depends: all that `rehearsal` imports. Of features
+"""Files and folders of the package on which a rehearsal depends: all imports of `rehearsal`. From features,
 only those that add fields of `Setup`, and the files `inputs.py`."""
 
 SIZES = "planning/cost/batch_sizes.py"
-"""The one file elsewhere that rehearses by itself. It imports from `ROOMS` alone."""
+"""The only other file that rehearses. It imports from `ROOMS` alone."""
 
 STORED = {
     "snugfit.rehearsal.rehearse": "rehearse",
@@ -49,20 +49,20 @@ STORED = {
     "snugfit.rehearsal.captured_parts": "rehearse_captured_update",
     "snugfit.planning.cost.batch_sizes": "rehearse_sizes",
 }
-"""By module, the functions whose results are stored."""
+"""Functions whose results are stored, by module."""
 
 PACKAGE = Path(snugfit.__file__).parent
 FOLDER = Path(__file__).parents[1] / ".rehearsals"
 KEPT_SOURCES = 3
-"""Versions of the source whose rehearsals stay on disk."""
+"""Number of versions of the source whose rehearsals stay on disk."""
 
 
 class NotStorable(Exception):
-    """An argument has no description that is the same in every process."""
+    """Raised for an argument without a description that is the same in every process."""
 
 
 def sources(package: Path = PACKAGE) -> Iterator[Path]:
-    """The files of the simulation, sorted."""
+    """Return the files of the simulation, sorted."""
     for name in ROOMS:
         file = package / f"{name}.py"
         with_fields = [path.parent for path in package.glob(f"{name}/*/fields.py")]
@@ -73,7 +73,7 @@ def sources(package: Path = PACKAGE) -> Iterator[Path]:
 
 
 def source_hash(package: Path = PACKAGE, versions: Mapping[str, str] | None = None) -> str:
-    """A hash of the simulation's source, of Python's version and of those of the packages."""
+    """Return a hash of the simulation's source, of Python's version and of those of the packages."""
     found = hashlib.sha256(repr((sys.version_info, versions or installed_versions())).encode())
     for file in sources(package):
         content = file.read_bytes()
@@ -101,7 +101,7 @@ def describe(value: Any) -> str:
 
 
 class RehearsalStore:
-    """The folder, and the running test."""
+    """The folder of stored rehearsals, and the running test."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self.folder = folder
@@ -109,12 +109,12 @@ class RehearsalStore:
 
     @functools.cached_property
     def source(self) -> Path:
-        """The folder of today's source. The oldest folders of other sources are removed."""
+        """Return the folder of the current source. Remove the oldest folders of other sources."""
         folder = self.folder / source_hash()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             os.utime(folder)
-        except OSError:  # a checkout that is read only
+        except OSError:  # a read-only checkout
             return folder
         others = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in others[KEPT_SOURCES:]:
@@ -122,11 +122,11 @@ class RehearsalStore:
         return folder
 
     def begin(self, item: pytest.Item) -> None:
-        """Note the running test, where it has the marker."""
+        """Store the running test if it has the marker."""
         self.item = item if item.get_closest_marker(MARKER) else None
 
     def file_of(self, name: str, arguments: Mapping[str, Any]) -> Path | None:
-        """The file of a rehearsal; None where it is not stored."""
+        """Return the file of a rehearsal, or None if it must not be stored."""
         compiled = getattr(arguments["setup"], "compile", None) is not None
         if self.item is None or compiled or type(arguments["policy"]).__name__ == "CpuPolicy":
             return None
@@ -139,8 +139,8 @@ class RehearsalStore:
         return self.source / hashlib.sha256(asked.encode()).hexdigest()[:32]
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its results stored. A `ComparedPolicy` collects sizes meanwhile, which
-        belong to the result."""
+        """Return the function with its results stored. The result includes the sizes that a `ComparedPolicy`
+        collects."""
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -162,7 +162,7 @@ class RehearsalStore:
         return stored
 
     def install(self) -> None:
-        """Wrap the functions in `STORED`, also where they are imported already."""
+        """Wrap the functions in `STORED`, also in modules that have imported them already."""
         for name, functions in STORED.items():
             module = importlib.import_module(name)
             for function in functions.split():
@@ -174,7 +174,7 @@ class RehearsalStore:
 
 
 def patches_simulation(item: pytest.Item) -> bool:
-    """Whether the test has patched what a rehearsal runs."""
+    """Return true if the test has patched a module that a rehearsal runs."""
     patch = getattr(item, "funcargs", {}).get("monkeypatch")
     owners = [owner for owner, _, _ in getattr(patch, "_setattr", ())]
     modules = [getattr(owner, "__module__", None) or getattr(owner, "__name__", "") for owner in owners]
@@ -183,7 +183,7 @@ def patches_simulation(item: pytest.Item) -> bool:
 
 
 def read(file: Path) -> tuple[Any, dict[Any, Any]] | None:
-    """The stored rehearsal; None where it is missing or damaged."""
+    """Return the stored rehearsal, or None if it is missing or damaged."""
     try:
         found = pickle.loads(file.read_bytes())
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
@@ -192,7 +192,7 @@ def read(file: Path) -> tuple[Any, dict[Any, Any]] | None:
 
 
 def write(file: Path, content: object) -> None:
-    """Store a rehearsal, so that no other process reads half of it; nothing where that is impossible."""
+    """Store a rehearsal atomically, so that other processes read whole files. Ignore file system errors."""
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
         part.write(pickle.dumps(content, pickle.HIGHEST_PROTOCOL))
         part.flush()

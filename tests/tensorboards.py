@@ -1,4 +1,4 @@
-"""What TensorBoard's own reader finds in a folder of logs."""
+"""Read a folder of logs with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def logs_under(folder: Path) -> list[Path]:
-    """Folders that hold event files."""
+    """Return the folders that hold event files."""
     return sorted({file.parent for file in folder.rglob("events.out.tfevents.*")})
 
 
 def scalars_in(log: Path) -> dict[str, list[tuple[int, float]]]:
-    """Each figure's steps and values, as they are shown."""
+    """Return each figure's steps and values, as TensorBoard shows them."""
     found = EventAccumulator(str(log)).Reload()
     return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}

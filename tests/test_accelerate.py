@@ -1,4 +1,4 @@
-"""`snugfit.accelerate`: a hand-written loop, under a recipe."""
+"""`snugfit.accelerate`: a hand-written loop under a recipe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loop_of(
     optimizer: Callable[..., Any] = torch.optim.AdamW,
     **more: Any,
 ) -> HandRun:
-    """A run over a small BERT with dropout, or over what is given."""
+    """Return a run over a small BERT with dropout, or over the given model."""
     model = model if model is not None else model_of("bert", dropout=0.1).train()
     loader = loader if loader is not None else loader_of()
     made = optimizer(model.parameters(), lr=1e-3)
@@ -62,7 +62,7 @@ def loader_of(data: Any = None, **more: Any) -> Any:
 
 
 def go(run: HandRun, epochs: int = 2, *, save: int = 0, stop: int | None = None) -> Losses:
-    """Loss and norm of each step that this process takes."""
+    """Return loss and norm of each step that this process takes."""
     seen = {}
     with run:
         for _ in run.epochs(epochs):
@@ -109,7 +109,7 @@ def test_it_equals_our_own_loop(family: str, recipe: str, tmp_path: Path) -> Non
 
 
 def _of_one_length(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A batch that is cut is padded as a whole; where lengths differ, pieces of our own loop are shorter."""
+    """Cut samples to one length. A cut batch is padded as a whole, but our own loop pads each micro-batch."""
 
     def filled(value: Any, with_: int) -> Any:
         return [*value, *[with_] * 20][:16] if isinstance(value, list) else value
@@ -121,7 +121,7 @@ def _of_one_length(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_loss_of_ones_own_counts_by_its_items() -> None:
-    """A mean over tokens of the user's own, cut in pieces with uneven numbers of them."""
+    """The user's own mean over tokens, in micro-batches with uneven numbers of them."""
 
     def loss(model: Any, batch: dict[str, Any]) -> Any:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -161,7 +161,7 @@ def _listed(value: Any) -> Any:
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """Samples that draw from all of the host's generators when they are made."""
+    """Samples that draw from all of the host's generators."""
 
     def __len__(self) -> int:
         return 22
@@ -173,7 +173,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 class Shuffled:
-    """No loader of torch's: it shuffles by Python's generator."""
+    """A loader that is not torch's: it shuffles by Python's generator."""
 
     batch_size = 4
 
@@ -184,7 +184,7 @@ class Shuffled:
 
 
 def masking_loader() -> Any:
-    """Its collator makes a generator with its first batch."""
+    """Return a loader whose collator creates a generator at its first batch."""
     return loader_of(collate_fn=Masking())
 
 
@@ -204,18 +204,18 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 @cache
 def whole_of(kind: str) -> Losses:
-    """What a run comes to that is not interrupted and keeps nothing."""
+    """Return the losses of a run without interruption and checkpoints."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(1)
     return go(loop_of(None, loader=LOADERS[kind]()))
 
 
 STOPS = {kind: (5, 9) if kind == "workers" else (1, 5, 6, 9) for kind in LOADERS}
-"""Steps after which a run is left; an epoch is six."""
+"""Steps after which a run is abandoned; an epoch is six."""
 
 
 OFTEN = ("a stream of datasets", "generators of the dataset's own", "workers")
-"""Kinds of `make test`: the others have one generator or position less."""
+"""Kinds of `make test`: each of the rest lacks a generator or position."""
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_resumed_run_sees_the_batches_that_were_to_come(kind: str, stop: int, 
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(2)
     other = model_of("bert", dropout=0.1, seed=9).train()
-    torch.manual_seed(0)  # as every model here begins
+    torch.manual_seed(0)  # every model here starts from this seed
     torch.rand(5)
     again = loop_of(tmp_path / "run", model=other, loader=LOADERS[kind]())
     assert again.resume()
@@ -291,7 +291,7 @@ def test_data_that_cannot_be_made_again_is_refused_where_checkpoints_are_kept(
 
 
 def test_other_data_is_refused_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the other samples are none of those that are compared at the start, too."""
+    """Also if the facts that are compared at the start do not cover the samples."""
     monkeypatch.setattr("snugfit.frontends.data_facts.dataset_facts", lambda data: {})
     torch.manual_seed(1)
     go(loop_of(tmp_path), save=3, stop=3)
@@ -380,7 +380,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_run_that_keeps_nothing_leaves_no_folder(resumes: bool, tmp_path: Path) -> None:
-    """One whose checkpoint is not there, or that takes no step; a folder that was there before stays."""
+    """Cases: a missing checkpoint, and a run without steps. A folder that existed before stays."""
     for folder, stays in ((tmp_path / "new" / "out", False), (tmp_path, True)):
         with loop_of(folder) as run:
             if resumes:
@@ -391,7 +391,7 @@ def test_a_run_that_keeps_nothing_leaves_no_folder(resumes: bool, tmp_path: Path
     assert not (tmp_path / "new").exists()
 
 
-# ---- what a step cannot do ------------------------------------------------------------------------------
+# ---- failures of a step ---------------------------------------------------------------------------------
 
 
 def test_what_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_what_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
 
 
 def _exhausts(step: CustomStep, at: int) -> None:
-    """Memory runs out in the forward pass of this step, once."""
+    """Exhaust memory in the forward pass of this step, once."""
     plain, begin, begun = step.loss_of, step.take, [0]
 
     def loss(model: Any, batch: Any) -> Any:
@@ -432,7 +432,7 @@ def _exhausts(step: CustomStep, at: int) -> None:
 
 
 def test_memory_that_runs_out_names_the_next_recipe(tmp_path: Path) -> None:
-    """Under it the run is taken up, and goes through the same steps, dropout off."""
+    """The run resumes under that recipe and takes the same steps, with dropout off."""
     model = model_of("bert")
     torch.manual_seed(1)
     whole = go(loop_of(None, model=copy_of(model)))
@@ -473,7 +473,7 @@ def test_a_signal_ends_it_on_a_border(name: str, code: int, tmp_path: Path) -> N
     again.close()
 
 
-# ---- what cannot be had ---------------------------------------------------------------------------------
+# ---- unsupported objects --------------------------------------------------------------------------------
 
 
 def test_the_recipe_is_done_to_what_is_there() -> None:
@@ -493,7 +493,7 @@ def test_the_recipe_is_done_to_what_is_there() -> None:
 
 
 def test_an_optimizer_whose_states_begin_with_it_may_be_replaced() -> None:
-    """Adagrad has states before its first step."""
+    """Adagrad creates its states in the constructor, before its first step."""
     run = loop_of(None, "lion", optimizer=torch.optim.Adagrad)
     assert type(run.optimizer).__name__ == "Lion"
     with pytest.raises(RecipeError, match=r"bf16_pure: the Adagrad has states for float32"):
@@ -501,7 +501,7 @@ def test_an_optimizer_whose_states_begin_with_it_may_be_replaced() -> None:
 
 
 def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
-    """transformers' Adafactor may find its rates itself."""
+    """transformers' Adafactor may compute its rates itself."""
     with pytest.raises(UsageError, match=r"The Adafactor has the learning rate None.*lr=1e-3"):
         loop_of(None, "adamw_fused", optimizer=lambda weights, lr: Adafactor(weights, lr=None))
 
@@ -616,7 +616,7 @@ def test_it_prints_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 class Table:
-    """A schedule's function that no checkpoint can hold."""
+    """A schedule's function that no checkpoint can save."""
 
     def __init__(self) -> None:
         self.lock = object()
@@ -636,7 +636,7 @@ class Table:
 def test_a_schedule_is_refused_before_anything_is_changed(
     recipe: str, scheduler: Any, says: str, tmp_path: Path
 ) -> None:
-    """Also one that is made by a function, of the optimizer that the recipe puts in."""
+    """Also a schedule from a function, which gets the recipe's optimizer."""
     model = model_of("bert").train()
     before = {name: value.dtype for name, value in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""The folder of a hand-written loop's run: had before anything is changed, given back when nothing begins."""
+"""The folder of a hand-written loop's run: created before any change, removed if the run does not start."""
 
 from __future__ import annotations
 

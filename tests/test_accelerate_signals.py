@@ -1,5 +1,5 @@
-"""A signal to a hand-written loop: what the loop does after a step is not skipped, its evaluations are
-abandoned and made again, and nothing is kept of weights that are not the last step's."""
+"""A signal to a hand-written loop. The loop's work after a step still runs, and evaluations are abandoned and
+repeated. Only the last step's weights are ever saved."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def terminate() -> None:
 
 
 class Loop:
-    """A user's: an average of the weights, draws of its own after each step, an evaluation every fourth step
-    and at each epoch's end (six steps). SIGTERM comes in step `stop`, or in the forward pass `stop_in` of all
-    evaluations."""
+    """A user's loop with an average of the weights and draws of its own after each step. It evaluates every
+    fourth step and at each epoch's end (six steps). SIGTERM arrives in step `stop`, or in the forward pass
+    `stop_in` of all evaluations."""
 
     def __init__(self, folder: Path, *, stop: int = 0, stop_in: int = 0, swaps: bool = False) -> None:
         torch.manual_seed(1)
@@ -48,7 +48,7 @@ class Loop:
                 terminate()
             return
         self.forwards += 1
-        assert not self.stop_in or self.swaps or self.forwards <= self.stop_in, "the evaluation goes on"
+        assert not self.stop_in or self.swaps or self.forwards <= self.stop_in, "the evaluation continues"
         if self.forwards == self.stop_in:
             terminate()
 
@@ -93,7 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Loop:
 
 @pytest.mark.parametrize("step", slow_but([1, 5, 6, 11], lambda step: step == 6))
 def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_path: Path) -> None:
-    """Within an epoch, and after its last step."""
+    """Stops within an epoch, and after its last step."""
     cut = Loop(tmp_path, stop=step)
     with pytest.raises(Stopped) as stopped:
         cut.go()
@@ -101,7 +101,7 @@ def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_p
     assert step in cut.draws
     resumed = Loop(tmp_path)
     assert resumed.run.resume()
-    resumed.average = cut.average  # which is the user's to keep
+    resumed.average = cut.average  # which the user must save
     resumed.go()
     assert {**cut.losses, **resumed.losses} == whole.losses
     assert {**cut.draws, **resumed.draws} == whole.draws
@@ -114,7 +114,7 @@ def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_p
 def test_an_evaluation_is_abandoned_and_made_again(
     stop_in: int, step: int, whole: Loop, tmp_path: Path
 ) -> None:
-    """Within an epoch, at its end, and at the end of all."""
+    """Stops within an epoch, at its end, and at the end of the run."""
     cut = Loop(tmp_path, stop_in=stop_in)
     with pytest.raises(Stopped) as stopped:
         cut.go()
@@ -130,7 +130,7 @@ def test_an_evaluation_is_abandoned_and_made_again(
 
 
 def test_other_weights_are_never_kept(tmp_path: Path) -> None:
-    """An average is evaluated in the place of the weights: the run ends before its next step."""
+    """The evaluation uses the average in place of the weights: the run ends before its next step."""
     whole = Loop(tmp_path / "whole", swaps=True)
     whole.go()
     cut = Loop(tmp_path / "cut", stop_in=2, swaps=True)

@@ -1,4 +1,4 @@
-"""Compared runs: each is recorded, failures too, and judged by the band."""
+"""Compared runs: each is recorded, also a failure, and evaluated by the band."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ RESULTS = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 
 
-# ---- what a run says about itself -------------------------------------------------------------------------
+# ---- figures of one run -----------------------------------------------------------------------------------
 
 
 def a_run(**changes: Any) -> ComparedRun:
-    """A run whose prediction was right."""
+    """Return a run whose prediction was right."""
     right = ComparedRun(
         number=3,
         family="bert",
@@ -91,11 +91,11 @@ def test_results_round_trip_through_json() -> None:
 
 
 def test_steps_count_from_one_and_older_documents_are_read() -> None:
-    """An older document counts its steps from 0, and does not say so."""
+    """An older document counts its steps from 0, without a field for that."""
     moment = footprint().at
     assert moment
     written = footprint().to_json()["at"]
-    assert (moment.step, written["step"]) == (3, 3), "as the text says: the peak is in step 3"
+    assert (moment.step, written["step"]) == (3, 3), "the text counts from one too: the peak is in step 3"
     assert Moment.from_json(written) == moment
     older = {name: value for name, value in written.items() if name != "counted_from"}
     assert Moment.from_json({**older, "step": 2}) == moment
@@ -128,7 +128,7 @@ def ranked(_: Any) -> list[PlannedRecipe]:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Predictions and measurements that agree, at no cost; the list collects what was asked."""
+    """Invent predictions and measurements that agree; return the list of the requests."""
     asked: list[Any] = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:
@@ -287,7 +287,7 @@ def test_every_run_is_on_the_page_with_foreign_words_as_data() -> None:
 def test_the_page_tells_the_committed_results() -> None:
     files = sorted(RESULTS.glob("accuracy-*.json"))
     if not files:
-        assert not PAGE.exists(), "docs/accuracy.md shows figures that no committed result holds"
+        assert not PAGE.exists(), "docs/accuracy.md shows figures that are in no committed result"
         pytest.skip("no draw is committed under results/ yet")
     for file in files:
         for recipe in re.findall(r'"recipe": "([^"]+)"', file.read_text()):

@@ -1,4 +1,5 @@
-"""The order of several recipes of each job, drawn ones and each plan's best; and results continued later."""
+"""The order of several recipes of each job, drawn ones and each plan's best, and results that are continued
+later."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def seconds(length: float) -> StepSeconds:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
-    """Each recipe takes as many MiB, and milliseconds, as its text has letters; measured it takes a tenth
-    longer. The list collects what was predicted."""
+    """Predict as many MiB and milliseconds as the recipe's text has letters; the measured time is a tenth
+    longer. Return the list of predicted recipes."""
     asked: list[Recipe] = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:
@@ -100,7 +101,7 @@ def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: P
     def ranked(asked: Any) -> list[PlannedRecipe]:
         if asked.batch_size == 8:
             raise SnugfitError("No recipe could be rehearsed: no shapes")
-        order = ("micro_batches(2)", "bf16", "plain")  # measured, the second and the third are faster
+        order = ("micro_batches(2)", "bf16", "plain")  # the second and the third are faster when measured
         return [
             PlannedRecipe(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=(place + 1) / 100)
             for place, text in enumerate(order)
@@ -159,7 +160,7 @@ def test_rescoring_predicts_again_and_says_so(answered: list[Recipe], tmp_path: 
     drifted = replace(again, versions={"torch": "2.13.0"}, runs=(measured, *again.runs[1:]))
     assert "Measured with torch 2.11.0: an error may be a difference" in document([drifted])
     third = room.rescore(again, H200, file=tmp_path / "b.json")
-    assert third.runs[0].original == first.runs[0].predicted, "the first prediction stays the first"
+    assert third.runs[0].original == first.runs[0].predicted, "the first prediction does not change"
     assert read(tmp_path / "b.json") == third
 
 

@@ -1,5 +1,5 @@
-"""AdamW with moments in 8 bits: codes that are right on average, an update that stays beside AdamW's, a
-kernel that does the same, and rehearsed, resumed and refused as what it is."""
+"""AdamW with moments in 8 bits. Codes are unbiased, and updates stay close to those of AdamW. The kernel
+equals its reference. Predictions, checkpoints and errors match the 8-bit states."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tiers import crossed, slow_but
 RECIPE = "bf16_master + adamw_compact"
 IN_24_BITS = f"{RECIPE}(master_bits=24)"
 TABLES = 20_000
-"""Bytes that tell kernels where a small model's weights are."""
+"""Bytes of the kernels' tables of addresses for the weights of a small model."""
 
 
 def kept(numbers: torch.Tensor, moment: str, step: int) -> torch.Tensor:
-    """What comes back of moments that were kept once."""
+    """Return moments after one pass through their codes."""
     scales = torch.zeros(compact.scale_count(numbers.numel()))
     chance = compact.chances(0, numbers.numel(), step, numbers.device)
     if moment == "first":
@@ -52,20 +52,20 @@ def drawn(count: int = 1000) -> torch.Tensor:
 
 
 def test_moments_that_are_kept_are_right_on_average() -> None:
-    """Over many steps, of which each has chances of its own."""
+    """The mean over many steps, each with random numbers of its own."""
     first, second = drawn(), drawn().square() ** 2
     for moment, numbers in (("first", first), ("second", second)):
         mean = torch.stack([kept(numbers, moment, step) for step in range(400)]).mean(0)
         largest = compact.cut_in_groups(numbers.abs()).amax(1).repeat_interleave(GROUP)[: len(numbers)]
         assert float(((mean - numbers).abs() / largest).max()) < 2e-3, moment
         once = (kept(numbers, moment, 1) - numbers).abs()
-        assert float((once / largest).max()) < 2 / 127, "neighbours lie so far apart at most"
+        assert float((once / largest).max()) < 2 / 127, "the largest distance of neighbouring codes"
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
 def test_edges_of_groups(count: int) -> None:
-    """The largest of a group is kept as it is, zeros are zeros, and what is small is no zero where an update
-    divides by it."""
+    """The largest value of a group and zeros are exact. A small second moment is never rounded to zero,
+    because an update divides by it."""
     numbers = drawn(count)
     largest = compact.cut_in_groups(numbers.abs()).amax(1)
     back = compact.cut_in_groups(kept(numbers, "first", 3).abs()).amax(1)
@@ -99,7 +99,7 @@ def test_chances_are_even_and_differ_by_step_and_moment() -> None:
 
 @pytest.mark.whole
 def test_weights_stay_beside_those_of_moments_in_32_bits() -> None:
-    """Over noisy gradients; they went many times as far."""
+    """Noisy gradients; the weights moved many times the difference."""
     models = [torch.nn.ParameterList([torch.nn.Parameter(drawn(4096) / 10)]) for _ in range(2)]
     start = models[0][0].detach().clone()
     ours, exact = CompactAdamW(models[0], lr=1e-3), MasterAdamW(models[1], lr=1e-3)
@@ -126,7 +126,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
     [(RECIPE, 4.125, 14.25), (IN_24_BITS, 3.125, 12.25), ("bf16 + adamw_compact", 2.125, 16.25)],
 )
 def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
-    """Of states, and of what an update reads and writes."""
+    """Bytes of the states, and bytes that an update reads and writes."""
     job = replace(small_job("llama", 2, batch_size=1), clip=1.0)
     kinds = dict(predict(job, recipe, gpu="h200").footprint.kinds)
     model = build_model(job, Recipe.parse("plain").setup(), torch.device("meta"))
@@ -143,7 +143,7 @@ def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("recipe", slow_but([RECIPE, IN_24_BITS, "adamw_compact"], 1))
 def test_a_run_that_is_resumed_is_the_run(recipe: str, tmp_path: Path) -> None:
-    """What chance gives follows from the step's number, so weights and losses are equal bit for bit."""
+    """Stochastic rounding depends on the step's number, so weights and losses are equal bit for bit."""
     options: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
     whole = train(small_run(tmp_path / "whole", recipe, **options))
     killed_in(small_run(tmp_path / "killed", recipe, **options), 3)

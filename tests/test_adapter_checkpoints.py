@@ -1,4 +1,4 @@
-"""Checkpoints of models with adapters: every adapter and everything that trains, of every front-end."""
+"""Checkpoints of models with adapters hold every adapter and every trained weight, in every front-end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ MORE_KINDS: dict[str, Adapt] = {
 
 
 def adapted(adapt: Adapt, seed: int = 1) -> Any:
-    """One base, with adapters that begin otherwise under another seed."""
+    """Return the same base with adapters that another seed initialises differently."""
     model = model_of("llama")
     torch.manual_seed(seed)
     return adapt(model)
@@ -121,12 +121,12 @@ def by_hand(adapt: Adapt, folder: Path, *, seed: int = 1, stop: int = 0, resume:
 
 
 def keep(model: Any, folder: Path) -> None:
-    """Writes what a checkpoint holds of this model."""
+    """Write the weights of this model as a checkpoint does."""
     weights_of(model).with_copies(Staging(CPU).copy).write(folder)
 
 
 def assert_same(one: Any, another: Any) -> None:
-    """Every parameter and every buffer, those that no `state_dict` has too."""
+    """Assert equality of every parameter and buffer, also of those without an entry in `state_dict`."""
     ours = {**dict(one.named_parameters()), **dict(one.named_buffers())}
     theirs = {**dict(another.named_parameters()), **dict(another.named_buffers())}
     assert ours.keys() == theirs.keys()
@@ -137,7 +137,7 @@ def assert_same(one: Any, another: Any) -> None:
     "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
 )
 def test_a_killed_run_with_adapters_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    """Resumed beside adapters that begin otherwise; and what is kept of each is peft's."""
+    """The resumed run starts with differently initialised adapters. peft can load each saved adapter."""
     adapt = (KINDS | MORE_KINDS)[kind]
     whole = trained(fitted(adapt, tmp_path / "whole"))
     killed(fitted(adapt, tmp_path / "cut", dies=True))
@@ -148,8 +148,8 @@ def test_a_killed_run_with_adapters_goes_on_bit_for_bit(kind: str, tmp_path: Pat
 
 
 def assert_peft_loads(folder: Path, model: Any) -> None:
-    """`from_pretrained` gives each adapter, and the base weights that were trained with it. Of a prompt's
-    encoder peft keeps the prompt that it makes."""
+    """Assert that `from_pretrained` loads each adapter, and the base weights that were trained with it. For a
+    prompt encoder, peft saves only the resulting prompt."""
     prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
     ours = {f"{prefix}{name}": weight for name, weight in model.named_parameters()}
     for name in model.peft_config:
@@ -173,7 +173,7 @@ def test_by_hand_too(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_best_model_is_all_of_it(tmp_path: Path) -> None:
-    """The Trainer would load one adapter, and leave the trained base as the last step made it."""
+    """The Trainer would load one adapter, and leave the trained base at the last step."""
     trainer = fitted(base_trains_too, tmp_path)
     trainer.eval_dataset = spoken(8)
     for name, value in {
@@ -189,7 +189,7 @@ def test_the_best_model_is_all_of_it(tmp_path: Path) -> None:
 
 
 class Normed(torch.nn.Module):
-    """A running mean beside a matrix, and a temperature that no `state_dict` has."""
+    """A running mean beside a matrix, and a temperature that is not in `state_dict`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_buffers_of_the_base_are_kept_when_they_change(tmp_path: Path) -> None:
 
 
 def test_what_adalora_has_seen_of_its_ranks_is_kept(tmp_path: Path) -> None:
-    """It keeps the importance of each rank outside of the model, and masks by it."""
+    """AdaLoRA stores the importance of each rank outside of the model, and masks by it."""
 
     def ranked(seed: int) -> Any:
         config = peft.AdaLoraConfig(
@@ -235,7 +235,7 @@ def test_what_adalora_has_seen_of_its_ranks_is_kept(tmp_path: Path) -> None:
         model.zero_grad()
 
     first, again = ranked(1), ranked(2)
-    keep(first, tmp_path)  # as a run begins
+    keep(first, tmp_path)  # the state at the start of a run
     keep(again, tmp_path)
     for number in (1, 2, 3):
         step(first, number)
@@ -263,7 +263,7 @@ def test_what_no_checkpoint_can_hold_is_refused_at_the_start(tmp_path: Path) -> 
 
 
 def test_frozen_weights_of_any_kind_are_told_apart(tmp_path: Path) -> None:
-    """Halves, an odd number of bytes, complex numbers; what has no bits to read is passed over."""
+    """Half precision, an odd number of bytes, complex numbers; a tensor without readable bits is skipped."""
 
     class Odd(torch.nn.Module):
         """Frozen tensors of several dtypes beside a matrix that is adapted."""
@@ -309,7 +309,7 @@ def test_another_models_weights_are_refused_by_name(
 
 
 def test_an_older_checkpoint_loads_and_is_refused_where_it_lacks_something(tmp_path: Path) -> None:
-    """It held the adapter called "default", as peft writes it, and nothing else."""
+    """It held only the adapter named "default", as peft writes it."""
     from safetensors.torch import save_file
 
     model = adapted(with_peft(lora))

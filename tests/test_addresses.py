@@ -1,4 +1,4 @@
-"""The allocator against recorded runs: every address, and the order in which the driver gives segments."""
+"""The allocator against recorded runs: every address, and the driver's order of segments."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SETTLES = {
     "vit-6x1024-plain": 14,
     "mistral-7x1408-qlora": 415,
 }
-"""Births and deaths of each recorded run before its context settles."""
+"""Number of births and deaths of each recorded run before its context settles."""
 
 AT_EVERY_PLACE = sorted(
     set(SETTLES) - {"mixtral-5x1216-fused", "modernbert-5x960-plain", "mistral-7x1408-qlora"}
 )
-"""Runs in which no two addresses that are ever chosen between lie otherwise than foreseen."""
+"""Runs in which any two free blocks that the allocator compares have the predicted order of addresses."""
 
 WORKSPACE = 32 * MIB
-"""A thread's first product with cuBLAS shows in a recorded run by this block: the first thread goes forward,
-the second backward."""
+"""In a recorded run this block marks a thread's first cuBLAS product. The first thread runs the forward pass,
+the second the backward pass."""
 
 
 def recorded_runs() -> list[Path]:
@@ -46,7 +46,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 class Recorded:
-    """Addresses as they were recorded."""
+    """The recorded addresses of segments."""
 
     def __init__(self) -> None:
         self.following: list[int] = []
@@ -61,7 +61,7 @@ def test_every_recorded_run_is_known() -> None:
 
 @pytest.mark.parametrize("name", SETTLES)
 def test_every_block_gets_its_recorded_address(name: str) -> None:
-    """Fed with the driver's own addresses, the replay makes every choice that torch's allocator made."""
+    """With the driver's recorded addresses, the replay repeats every choice of torch's allocator."""
     document = read(name)
     allocator, held = Allocator(), {}
     allocator.addresses = Recorded()  # type: ignore[assignment]
@@ -78,26 +78,26 @@ def test_every_block_gets_its_recorded_address(name: str) -> None:
 
 
 class Noted(DeviceAddresses):
-    """The driver's rule, and which segments it was asked for."""
+    """The driver's rule, with a list of the requested segments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.segments: list[tuple[int, int]] = []
 
     def map_segment(self, size: int) -> int:
-        """The same, noted."""
+        """Map a segment and append it to the list."""
         address = super().map_segment(size)
         self.segments.append((address, size))
         return address
 
 
 def place(segments: list[tuple[int, int]], address: int) -> tuple[int, int]:
-    """Which segment an address lies in, and where."""
+    """Return the number of the segment that contains an address, and the offset in it."""
     return next((n, address - low) for n, (low, size) in enumerate(segments) if 0 <= address - low < size)
 
 
 def played(name: str) -> tuple[Allocator, list[tuple[Any, Any]]]:
-    """The recorded run under the driver's rule, and where each block lies as recorded and as foreseen."""
+    """Return the replay under the driver's rule, and each block's recorded and predicted place."""
     allocator, driver = Allocator(), Noted()
     allocator.addresses = driver
     held: dict[int, Any] = {}
@@ -142,7 +142,7 @@ def test_segments_fill_the_lowest_hole_and_else_a_chunk_below_all() -> None:
     second = driver.map_segment(32 * MIB)
     assert second == first - CHUNK
     assert driver.map_segment(2 * MIB) == first + 30 * MIB
-    assert driver.map_segment(2 * MIB) > first  # above what the context holds
+    assert driver.map_segment(2 * MIB) > first  # above the context's own memory
     assert driver.map_segment(12 * MIB) > first + OWN  # and higher still
     assert driver.map_segment(20 * MIB) == second - CHUNK
 
@@ -158,16 +158,16 @@ def test_what_the_context_lets_go_is_a_hole_below_the_first_small_segment() -> N
 def test_a_chunk_that_nobody_uses_is_gone_and_new_ones_take_its_place_from_above() -> None:
     driver = DeviceAddresses()
     large = driver.map_segment(90 * MIB)
-    driver.release_context()  # its code takes two of the six that are left
+    driver.release_context()  # its code takes two of the remaining six
     assert driver.map_segment(4 * MIB) == large + 92 * MIB
     first, second = driver.map_segment(30 * MIB), driver.map_segment(60 * MIB)
     assert first == TOP + 416 * MIB - CHUNK
     assert second == first - 2 * CHUNK
-    for left in (4, 2, 20):  # what was a hole is filled before cuBLAS starts, which takes two chunks there
+    for left in (4, 2, 20):  # the hole is filled before cuBLAS starts, which takes two chunks there
         driver.map_segment(left * MIB)
-    driver.start_cublas()  # takes two chunks, and its libraries six of those that are left
+    driver.start_cublas()  # takes two chunks, and its libraries six of the remaining ones
     assert driver.map_segment(30 * MIB) == TOP + CHUNK
-    assert driver.map_segment(30 * MIB) == large - CHUNK  # the lowest stays empty
+    assert driver.map_segment(30 * MIB) == large - CHUNK  # the lowest chunk stays empty
 
 
 def test_cublas_fills_holes_that_are_smaller_than_what_it_takes() -> None:
@@ -179,8 +179,8 @@ def test_cublas_fills_holes_that_are_smaller_than_what_it_takes() -> None:
 
 
 def test_the_driver_moves_before_the_births_that_the_trace_says() -> None:
-    """A small segment keeps the context's chunk. What is large lies below it before the context settles, and
-    in its hole afterwards; code and cuBLAS take theirs out of that hole before cuBLAS's workspace."""
+    """A small segment holds the context's chunk. Large segments are below it until the context settles, and
+    then in the context's hole. Code and cuBLAS take memory from that hole before cuBLAS's workspace."""
     blocks = (
         Block(512, "aten::randn", "", "build", -1, ""),
         Block(30 * MIB, "aten::empty", "", "build", -1, ""),

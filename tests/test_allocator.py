@@ -1,4 +1,4 @@
-"""The replayed caching allocator: the rules it documents, and properties that hold for any sequence."""
+"""The replayed caching allocator: its documented rules, and properties that hold for any sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ KIB = 1 << 10
 
 
 def trace(*requests: int) -> Trace:
-    """A trace of births in order (bytes), and deaths by the birth's number, counted from 1, negated."""
+    """Return a trace of births in bytes, in order; a negative number -n frees the n-th birth, counted
+    from 1."""
     blocks = [Block(nbytes, "", "", "forward", 0, "") for nbytes in requests if nbytes > 0]
     events, born = [], 0
     for request in requests:
@@ -39,7 +40,7 @@ def trace(*requests: int) -> Trace:
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),  # a segment of its own
-        (11 * MIB, 12 * MIB, 12 * MIB),  # the rest of 1 MiB is not split off: handed out whole
+        (11 * MIB, 12 * MIB, 12 * MIB),  # the rest of 1 MiB is not split off: the whole block is returned
         (13 * MIB + 1, 14 * MIB, 14 * MIB),
     ],
 )
@@ -56,7 +57,7 @@ def test_the_two_pools_share_nothing() -> None:
     allocator.allocate(512)
     allocator.allocate(2 * MIB)
     assert allocator.reserved == 22 * MIB
-    allocator.allocate(MIB)  # fits the small segment, and goes there
+    allocator.allocate(MIB)  # fits the small segment
     assert allocator.reserved == 22 * MIB
 
 
@@ -64,7 +65,7 @@ def test_the_two_pools_share_nothing() -> None:
 
 
 def test_the_smallest_block_that_fits_is_taken() -> None:
-    """Two holes, of 6 and of 4 MiB: a request of 4 MiB takes the one of 4 and leaves the other whole."""
+    """Two holes, of 6 and of 4 MiB: a request of 4 MiB takes the smaller one. The larger one stays whole."""
     allocator = Allocator()
     pieces = [allocator.allocate(size * MIB) for size in (6, 3, 4, 3)]  # 16 of 20 MiB
     allocator.release(pieces[0])
@@ -90,7 +91,7 @@ def test_a_large_block_splits_when_more_than_one_mib_remains() -> None:
     assert (allocator.allocated, allocator.reserved) == (19 * MIB - 512, 20 * MIB)
     other = Allocator()
     other.allocate(9 * MIB)
-    other.allocate(10 * MIB)  # 1 MiB is left: not worth a block, it goes along
+    other.allocate(10 * MIB)  # 1 MiB is left: too small for a block, so it stays with this one
     assert (other.allocated, other.reserved) == (20 * MIB, 20 * MIB)
 
 
@@ -135,7 +136,7 @@ def test_an_expandable_pool_grows_by_pages_at_its_end() -> None:
     allocator = Allocator(expandable=True)
     allocator.allocate(12 * MIB)
     assert allocator.reserved == 20 * MIB
-    allocator.allocate(12 * MIB)  # 8 MiB are there: one page more
+    allocator.allocate(12 * MIB)  # 8 MiB are free: one page more
     assert allocator.reserved == 40 * MIB
     assert allocator.allocated == 24 * MIB
     allocator.allocate(1)
@@ -172,7 +173,7 @@ SIZES = (1, 512, 700, 4 * KIB, 300 * KIB, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * M
 
 
 def walk(seed: int, *, expandable: bool) -> Iterator[tuple[Allocator, list[object]]]:
-    """A random sequence of births and deaths, ending with everything freed."""
+    """Yield a random sequence of births and deaths that ends with every block freed."""
     rng = random.Random(seed)
     allocator = Allocator(expandable=expandable)
     living: list[object] = []
@@ -193,7 +194,7 @@ def test_bytes_are_ordered_and_nothing_is_lost(seed: int, expandable: bool) -> N
     last = 0
     for allocator, living in walk(seed, expandable=expandable):
         assert allocator.requested <= allocator.allocated <= allocator.reserved
-        assert last <= allocator.reserved, "nothing is given back unasked"
+        assert last <= allocator.reserved, "the allocator frees no segment by itself"
         last = allocator.reserved
         assert allocator.allocated == sum(piece.size for piece in living)  # type: ignore[attr-defined]
     assert allocator.requested == allocator.allocated == 0
@@ -222,11 +223,11 @@ def test_free_neighbours_are_always_merged(seed: int) -> None:
                 assert piece.before is None or not piece.before.free
 
 
-# ---- what goes back to the device ----------------------------------------------------------------------
+# ---- memory that returns to the device -----------------------------------------------------------------
 
 
 def built(*requests: int, emptied_at: int | None = None) -> Trace:
-    """A trace whose blocks are all of the build; its cache is emptied before one of the events."""
+    """Return a trace whose blocks belong to the build; its cache is emptied before one of the events."""
     plain = trace(*requests)
     blocks = tuple(block._replace(phase="build", step=-1) for block in plain.blocks)
     marks = (Mark(0, -1, "build"),)
@@ -242,7 +243,7 @@ def test_an_emptied_cache_is_the_device_s_again() -> None:
 
 
 def test_a_segment_in_use_is_kept() -> None:
-    """Half of the first segment is still handed out, so nothing of it goes back."""
+    """Half of the first segment is still in use, so the whole segment stays."""
     requests = (5 * MIB, 5 * MIB, -1, 60 * MIB)
     assert replay(built(*requests, emptied_at=3)).reserved_peak == 80 * MIB
 
@@ -256,13 +257,14 @@ def test_a_build_that_runs_out_of_memory_gives_back_what_it_keeps() -> None:
 
 
 def test_a_step_that_does_so_does_not_fit() -> None:
-    """It would do so in each step: what it reserves at most is what it needs."""
+    """The retry would happen in each step, so the required memory is the largest reservation."""
     squeezed = replay(trace(40 * MIB, -1, 60 * MIB), limit=90 * MIB)
     assert (squeezed.reserved_peak, squeezed.retries) == (100 * MIB, 0)
 
 
 def steps(count: int, *, carried: str = "carried") -> Trace:
-    """So many steps after the first, each of which frees what the one before it left and leaves its own."""
+    """Return so many steps after the first. Each frees the block that the previous step left, and leaves its
+    own."""
     order = [(carried, 5), ("a", 12), ("b", 9), ("a", 0), ("b", 0), ("left", 0)]
     blocks = [Block(5 * MIB, "carried", "", "forward", 0, "")]
     events, marks, left = [1], [Mark(0, 0, "forward")], 1
@@ -279,7 +281,7 @@ def steps(count: int, *, carried: str = "carried") -> Trace:
 
 
 def test_the_last_step_is_replayed_until_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the third step leaves free is cut so that the fourth takes a segment of 20 MiB more."""
+    """The free memory after the third step is split, so that the fourth takes a segment of 20 MiB more."""
     assert [replay(steps(count)).reserved_peak for count in (2, 3, 9)] == [52 * MIB] * 3
     assert len(replay(steps(2)).reserved) == len(steps(2).events)
     monkeypatch.setattr(replayed, "MOST_REPEATED", 0)
@@ -287,6 +289,6 @@ def test_the_last_step_is_replayed_until_nothing_changes(monkeypatch: pytest.Mon
 
 
 def test_a_step_that_leaves_other_blocks_than_it_found_is_not_replayed() -> None:
-    """The second left a block of another operator than the first, and the third another than it found."""
+    """The second step leaves a block of another operator than the first did, and so does the third."""
     assert [replay(steps(count, carried="other")).reserved_peak for count in (1, 2)] == [32 * MIB, 52 * MIB]
     assert replay(steps(0)).reserved_peak == 20 * MIB

@@ -1,5 +1,5 @@
-"""A checkpoint is taken up by the run that it is of, or refused by the name of what differs: `fit` and
-`accelerate` compare what makes a run, and let alone what only logs, evaluates, saves and names."""
+"""A checkpoint is resumed by its own run. Another run is refused with the name of the difference. `fit` and
+`accelerate` compare the settings that define a run, and ignore logging, evaluation, saving and names."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.whole
 
 
 def trainer_to_fit(folder: Path, **changed: Any) -> Any:
-    """A run of ten steps that is kept at the fifth; what is `changed` is an argument, or data, model, recipe,
-    optimizers, samples to evaluate or collator."""
+    """Return a run of ten steps with a checkpoint at the fifth. `changed` holds arguments, or data, model,
+    recipe, optimizers, evaluation samples or collator."""
     model = changed.pop("model", None) or model_of("bert", dropout=0.1)
     data = changed.pop("data", None) or classified(22)
     recipe = changed.pop("recipe", "micro_batches(2)")
@@ -69,7 +69,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def other(count: int = 22) -> list[dict[str, Any]]:
-    """Other samples of the same number."""
+    """Return different samples of the same number."""
     return [{"input_ids": row["input_ids"], "labels": row["label"]} for row in rows(count, seed=9)]
 
 
@@ -102,7 +102,7 @@ ANOTHER: list[tuple[dict[str, Any], str]] = [
 TOGETHER = {"learning_rate", "seed", "data_seed", "lr_scheduler_type", "weight_decay", "max_grad_norm"}
 TOGETHER |= {"label_smoothing_factor", "warmup_steps", "per_device_train_batch_size", "adam_beta1"}
 TOGETHER |= {"neftune_noise_alpha", "dataloader_drop_last", "train_sampling_strategy"}
-"""Arguments that `make test` changes all at once."""
+"""Arguments that `make test` changes together."""
 
 
 def test_fit_names_all_that_was_changed(kept: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_fit_refuses_another_run_by_name(
 
 
 def test_fit_lets_alone_what_changes_no_step(kept: Path, tmp_path: Path) -> None:
-    """And says that other pieces are no longer the same bit for bit."""
+    """A warning adds that other micro-batches are no longer the same bit for bit."""
     changed: dict[str, Any] = {
         "logging_steps": 7, "save_steps": 3, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 4,
         "per_device_eval_batch_size": 2, "run_name": "other", "load_best_model_at_end": False,
@@ -157,7 +157,7 @@ def test_more_steps_go_on_where_the_schedule_does_not_depend_on_them(tmp_path: P
 
 
 def without_facts(folder: Path) -> None:
-    """A checkpoint as an older snugfit wrote it."""
+    """Rewrite a checkpoint as an older snugfit wrote it."""
     document = read_document(folder / MANIFEST)
     del document["sha256"], document["about"]["facts"]
     write_document(folder / MANIFEST, {**document, "sha256": checksum(document)})
@@ -360,7 +360,8 @@ def test_schedules_are_compared_by_their_settings_and_parts() -> None:
 
 
 def test_a_checkpoint_of_a_preset_that_named_no_class_is_of_the_same_run() -> None:
-    """Presets did not name their checkpoint's class; the sizes are the same, and another size is refused."""
+    """Older presets did not name their checkpoint's class. The sizes are equal, and a different size is
+    refused."""
     job = Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM, sequence_length=16)
     about: dict[str, Any] = {
         "job": job.to_json(),

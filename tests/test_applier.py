@@ -34,12 +34,12 @@ ENDS = {
 """The ends of a wish that each front-end offers."""
 
 BY_COUNTERPART = {("script", "expandable_segments")}
-"""What the technique's own counterparts say, in the script's environment."""
+"""Wishes that the technique's own counterparts export, in the script's environment."""
 
 
 def test_each_wish_has_one_handler() -> None:
     assert sorted(handler.wish for handler in HANDLERS) == sorted(WISHES)
-    several = {*roster.slots_of_several_gpus()}  # which share one wish
+    several = {*roster.slots_of_several_gpus()}  # they share one wish
     with_choice = {technique.slot for technique in roster.techniques() if not technique.plain}
     assert {handler.slot for handler in HANDLERS} | several >= with_choice
 
@@ -52,7 +52,7 @@ def test_handlers_stand_in_the_order_of_installing() -> None:
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: handler.wish)
 def test_a_front_end_honours_a_wish_or_refuses_it(front_end: str, handler: Handler) -> None:
-    """Honoured: the handler overrides one of the ends that this front-end offers, or every loop reads it."""
+    """Honoured means: the handler overrides one of this front-end's ends, or every loop reads the wish."""
     overridden = {name for name in ENDS[front_end] if getattr(type(handler), name) != getattr(Handler, name)}
     in_loop = handler.read_by_loops and front_end != "script"
     honoured = bool(overridden) or in_loop or (front_end, handler.wish) in BY_COUNTERPART

@@ -1,4 +1,5 @@
-"""Which attention kernel runs, against torch's own answer for the same operands, switches and order."""
+"""The choice of the attention kernel, compared with torch's own choice for the same operands, switches and
+order."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ NUMBERS = {"math": 0, "flash_for_cpu": 1, "flash": 1, "efficient": 2, "cudnn": 3
 
 
 def decided(case: dict[str, Any], policy: Policy) -> int | str:
-    """snugfit's answer in torch's words."""
+    """Return snugfit's choice as torch's enum value."""
     (query, key, value), mask = operands_of(case, "meta")
     grouped = case["grouped"] and {query.size(-3)} != {key.size(-3), value.size(-3)}
     operands = Operands(
@@ -70,7 +71,8 @@ def test_an_h200_is_chosen_for_as_torch_chose_there() -> None:
 
 
 class MultiQuery(nn.Module):
-    """Several query heads over one key head, by broadcasting, or by `enable_gqa`; a context around them."""
+    """Several query heads over one key head, by broadcasting or by `enable_gqa`, within up to two kernel
+    contexts."""
 
     def __init__(self, *, grouped: bool = False, kernels: Any = None, outer: Any = None) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ def trace_of(module: nn.Module, length: int = 16, recipe: str = "bf16") -> Trace
 
 
 def test_heads_that_broadcast_run_in_math() -> None:
-    """No fused kernel broadcasts: `check_batch_size_and_num_heads_dense`."""
+    """Fused kernels do not broadcast: `check_batch_size_and_num_heads_dense`."""
     trace = trace_of(MultiQuery(), length=256)
     assert trace.attention == ("math",)
     assert trace.peak()[0] > 2 * 4 * 256 * 256 * 2

@@ -1,5 +1,5 @@
-"""`auto` in a recipe: what it stands for on a GPU is the least that fits, which is said; what is kept of it
-is the concrete recipe."""
+"""`auto` in a recipe resolves to the least recomputing that fits on a GPU, with a message. Checkpoints and
+results hold the resolved recipe."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ REST = "lora(r=4) + bf16"
 
 @pytest.fixture(scope="module")
 def this() -> Job:
-    """One sample, which cannot be cut, and whose activations are most of its bytes."""
+    """Return a job of one sample, which cannot be cut; activations take most of its bytes."""
     return small_job("llama", LAYERS, batch_size=1, sequence_length=8192)
 
 
 @functools.cache
 def needed(this: Job, recipe: str) -> int:
-    """Bytes; several tests ask for those of the same recipe."""
+    """Return the bytes of a recipe, cached for several tests."""
     footprint = predict_recipe(this, recipe, gpu="h200").footprint
     return (footprint.reserved_bytes or 0) + footprint.context_bytes
 
@@ -43,7 +43,7 @@ def at(this: Job, memory: int, **how: Any) -> Recipe:
     return resolve(this, REST, gpu="h200", memory_bytes=memory, **how).recipe
 
 
-# ---- what it stands for ------------------------------------------------------------------------------------
+# ---- resolving ---------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_recomputed_where_all_fits(this: Job) -> None:

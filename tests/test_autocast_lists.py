@@ -1,4 +1,4 @@
-"""The lists of what autocast casts are those of the installed torch: its header is in every wheel."""
+"""The lists of autocast's operators equal those of the installed torch, read from the header in its wheel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 
 def macro(name: str) -> set[str]:
-    """The operators under one of the header's macros, with their overloads."""
+    """Return the operators under one of the header's macros, with their overloads."""
     body = re.search(rf"#define {name}\(_\)((?:.*\\\n)*.*)", HEADER.read_text())
     assert body, f"torch {torch.__version__} has no {name} in {HEADER.name}"
     found = re.findall(r"_\((\w+)(?:, (\w+))?\)", body[1])
@@ -35,5 +35,5 @@ def test_cuda_s_lists_are_torch_s(ours: tuple[str, ...], name: str) -> None:
 
 
 def test_what_the_installed_torch_does_not_cast_is_left_out() -> None:
-    """Nor what it does not have: lists of a newer torch say nothing of an older one."""
+    """Unknown operators are left out too: lists of a newer torch do not apply to an older one."""
     assert list(CUDA.of_installed_torch(["mm", "relu", "no_such_operator"])) == ["mm"]

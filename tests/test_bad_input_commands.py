@@ -1,4 +1,4 @@
-"""What people write that is no command, or an option that is an argument, is answered with what they want."""
+"""Words that are no command, and options that are arguments, end with a message that names the right form."""
 
 from __future__ import annotations
 

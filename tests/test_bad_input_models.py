@@ -1,5 +1,5 @@
-"""What newcomers get wrong about models, from Python and on the command line: one clear error, never a
-traceback, and what is harmless simply works."""
+"""Common mistakes of new users about models, from Python and on the command line. Each gives one clear error
+and no traceback; harmless input works."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trace_of(job: Job, recipe: str = "plain") -> Trace:
 
 @pytest.mark.parametrize("method", ["__init__", "forward"])
 def test_a_missing_package_is_named_with_its_cure(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm of Gemma 3n, natten of DiNAT: in place of the advice to check the config's sizes."""
+    """timm of Gemma 3n, natten of DiNAT: the message replaces the advice to check the config's sizes."""
 
     def require(*_: Any, **__: Any) -> None:
         raise ImportError("\nBertModel requires the natten library but it was not found. You can install it")
@@ -85,12 +85,13 @@ def test_a_package_that_is_there_and_does_not_load_is_not_said_to_be_missing(
     assert "pip install" not in str(told.value)
 
 
-# T5 and its kind ---------------------------------------------------------------------------------
+# T5 and its relatives ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lacking", [{}, {"pad_token_id": None}, {"decoder_start_token_id": None}])
 def test_a_config_without_a_start_token_gets_the_pad_token(lacking: dict[str, Any]) -> None:
-    """As T5 is documented. A config written by hand leaves it out, and no byte depends on it."""
+    """T5's documentation defines it so. A config written by hand omits the token, and no byte depends on
+    it."""
     whole = trace_of(job_of(T5 | {"decoder_start_token_id": 0, "pad_token_id": 0}, "seq2seq-lm"))
     assert trace_of(job_of(T5 | lacking, "seq2seq-lm")) == whole
 
@@ -102,7 +103,7 @@ def test_a_classifier_that_reads_the_end_token_needs_one(end: int | None) -> Non
 
 
 def test_each_sequence_ends_in_one_end_token_and_has_no_other() -> None:
-    """transformers refuses a batch whose sequences hold unequally many."""
+    """transformers refuses a batch whose sequences hold different numbers of end tokens."""
     job = job_of(T5 | {"eos_token_id": 90}, "sequence-classification", sequence_length=64)
     ids = synthetic(job, 16)["input_ids"]
     assert (ids == 90).sum(1).tolist() == [1] * 16
@@ -110,18 +111,18 @@ def test_each_sequence_ends_in_one_end_token_and_has_no_other() -> None:
 
 
 def test_a_classifier_counts_the_end_tokens_that_its_padding_makes() -> None:
-    """Where padding and end are one token, each sequence holds more than one of it, and all equally many."""
+    """If padding and end are one token, each sequence holds several of it, and all equally many."""
     config = T5 | {"pad_token_id": 1, "eos_token_id": 1}
     trace = trace_of(job_of(config, "sequence-classification", padding=0.25))
     assert trace.doubts == ()
-    assert trace.syncs > 0, "it asks"
+    assert trace.syncs > 0, "it reads a value"
 
 
 @pytest.mark.parametrize("recipe", ["segments", "segments(2)"])
 def test_layers_that_hand_on_a_position_bias_are_not_joined(recipe: str) -> None:
     with pytest.raises(RecipeError, match=r"position bias.*'every_layer'"):
         Recipe.parse(recipe).check(job_of(T5, "seq2seq-lm"))
-    trace_of(job_of(T5, "seq2seq-lm"), "every_nth_layer(2)")  # what the message says to try
+    trace_of(job_of(T5, "seq2seq-lm"), "every_nth_layer(2)")  # the message suggests this recipe
 
 
 # Errors of a rehearsal ---------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def test_a_model_that_fails_on_its_shapes_is_told_with_its_own_line() -> None:
 @pytest.mark.parametrize("mistake", [KeyError, AttributeError, TypeError, IndexError, ZeroDivisionError])
 def test_our_own_mistakes_are_called_ours(mistake: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": recorder.__name__, "mistake": mistake}
-    exec("def cost(*_):\n    raise mistake('lost')\n", names)  # as if it stood in that file
+    exec("def cost(*_):\n    raise mistake('lost')\n", names)  # as if it were defined in that file
     monkeypatch.setattr(ShapeCache, "cost", names["cost"])
     with pytest.raises(RehearsalError, match=r"bug in snugfit \d.*lost.*Please report it") as told:
         trace_of(job_of(BERT, "masked-lm"))
@@ -160,7 +161,7 @@ def test_our_own_mistakes_are_called_ours(mistake: type[Exception], monkeypatch:
 
 
 class Net(nn.Module):
-    """A user's own module, which gives what it is told to."""
+    """A user's own module with a configurable output."""
 
     def __init__(self, gives: str) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ def test_the_task_of_a_module_may_be_written_as_text() -> None:
         job_of(BERT, "custom")
 
 
-# Where a model is looked for ---------------------------------------------------------------------
+# Search for a model ------------------------------------------------------------------------------
 
 
 def test_a_folder_without_a_config_says_so_and_where_one_is(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_a_folder_without_a_config_says_so_and_where_one_is(tmp_path: Path) -> N
 def test_a_folder_that_may_not_be_looked_into_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By injection: whoever runs as root may look everywhere."""
+    """The error is injected, because root may read any folder."""
 
     def denied(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
@@ -238,9 +239,10 @@ def test_a_path_to_nothing_says_what_a_model_is(name: str) -> None:
 
 @pytest.mark.slow
 def test_predicting_fetches_no_kernels(tmp_path: Path) -> None:
-    """bitsandbytes imports `kernels` where it is installed, to fetch compiled code (on CPUs with
-    AVX512-BF16); accelerate and the Trainer import peft, and peft imports bitsandbytes. One process asks for
-    every loop, that which imports least first. In one that has imported all, `test_remembered` asks it."""
+    """bitsandbytes imports `kernels` if it is installed, to download compiled code (on CPUs with
+    AVX512-BF16). accelerate and the Trainer import peft, and peft imports bitsandbytes. One process runs
+    every loop, starting with the one that imports least. `test_remembered` covers a process that has imported
+    all."""
     fetched = tmp_path / "fetched"
     (tmp_path / "kernels.py").write_text(f"def get_kernel(*_, **__):\n    open({str(fetched)!r}, 'w')\n")
     (tmp_path / "config.json").write_text(json.dumps(BERT))

@@ -1,4 +1,4 @@
-"""What newcomers get wrong from Python: a name where a model belongs, text where a number belongs."""
+"""Common mistakes of new users in Python: a name in place of a model, text in place of a number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Layers that cannot be recomputed in spans: refused by name, never joined wrongly.
+"""Layers that cannot be recomputed in spans are refused by name, and never joined wrongly.
 
-The first layers of a span hand their input on, so a model that expects a tuple of them unpacks a tensor, and
-one that changes the hidden state between two layers would silently be another model.
+The first layers of a span pass only their input on. A model that expects a tuple of them would unpack a
+tensor. A model that changes the hidden state between two layers would silently compute something else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = {
 
 
 class Layers(nn.Module):
-    """Four layers, called in one of several manners."""
+    """Four layers with one of several calling conventions."""
 
     def __init__(self, manner: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("manner", ["skips", "by keyword", "first of a tuple", "unpacks", "adds", "raises"])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_what_cannot_be_joined_is_refused(manner: str, rows: int) -> None:
-    """With two rows a tensor unpacks like a pair, so the shape alone does not tell."""
+    """With two rows a tensor unpacks like a pair, so the shape alone does not show the error."""
     model = Layers(manner)
     checkpoint_layers(model, SPAN)
     with pytest.raises(RecipeError, match=r"Linear passes on more.*each layer on its own"):

@@ -1,4 +1,5 @@
-"""Synthetic batches: the guide's shapes, taken by the real models, counted as the models' losses count."""
+"""Synthetic batches: shapes of the guide, accepted by the real models, with labels counted as their losses
+do."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_padding_is_the_last_part_of_each_sequence(config: dict[str, Any], task:
 def test_micro_batches_weighed_by_label_items_give_the_whole_loss(
     config: dict[str, Any], task: Task, shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Also when the pieces hold different numbers of labels that count."""
+    """Also if the micro-batches hold different numbers of counted labels."""
     job = job_of(config, task)
     model, batch = evaluated(job), synthetic(job, 3)
     if batch["labels"].dim() == 2:

@@ -1,5 +1,5 @@
-"""`fit` and `accelerate` take `batch_dims`: a tensor whose first dimension is no batch is never cut, even if
-it is as long as the batch; samples may lie along another dimension."""
+"""`fit` and `accelerate` accept `batch_dims`. A tensor whose first dimension is not the batch is never cut,
+even if it is as long as the batch. The batch may be another dimension."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIMS = {"table": None, "x": 1}
 
 
 class Lookup(torch.nn.Module):
-    """A table of four rows beside four samples, which lie along the second dimension of x, (3, B)."""
+    """A table of four rows beside four samples, which are the second dimension of x, (3, B)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_fit_cuts_finer_along_the_named_dimension(tmp_path: Path) -> None:
         trainer = trainer_of(tmp_path, Lookup(), points(), max_steps=2, learning_rate=1e-3)
         trainer.data_collator = collated
         fit(trainer, "plain", batch_dims=DIMS, watch=quiet)
-        if pieces > 1:  # as after memory ran out
+        if pieces > 1:  # as after exhausted memory
             trainer.snugfit = trainer.snugfit.cut_finer(Recipe.parse(f"micro_batches({pieces})"))
         trainer.train()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -1,4 +1,5 @@
-"""Which tensors of a batch hold its samples: never guessed, where predictions repeat and loops cut."""
+"""Batch tensors that hold samples are identified, never guessed. Predictions repeat them and loops cut
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def graph(nodes: int = 8, edges: int = 50) -> dict[str, torch.Tensor]:
 
 
 def pictures(samples: int = 2, patches: int = 16) -> dict[str, Any]:
-    """As vision-language models take them: the patches of all pictures in one row, and where each ends."""
+    """Return input of vision-language models: the patches of all pictures in one row, and the end of each."""
     return {
         "input_ids": torch.arange(samples * 6).reshape(samples, 6),
         "pixel_values": torch.arange(float(samples * patches * 3)).reshape(-1, 3),
@@ -39,7 +40,7 @@ def pictures(samples: int = 2, patches: int = 16) -> dict[str, Any]:
 
 
 class Table(nn.Module):
-    """Looks rows up in a table of constants, and notes the shapes that it was given."""
+    """Looks rows up in a table of constants, and records the shapes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,8 @@ def shapes(batch: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def test_edges_and_tables_are_neither_cut_nor_repeated() -> None:
-    """Silently done until now: two rows of edges became eight, and a table of 10,000 rows became four."""
+    """An earlier version did so silently: two rows of edges became eight, and a table of 10,000 rows became
+    four."""
     batch = synthetic(job_of(graph(), 8), 8)
     assert shapes(batch) == {"x": (8, 4), "edges": (2, 50), "labels": (8,)}
     table = {"x": torch.ones(4, 2), "table": torch.ones(10_000, 2)}

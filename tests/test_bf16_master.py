@@ -1,5 +1,6 @@
-"""Weights of bfloat16 whose masters are whole: halves that are the number, torch's AdamW in 32 bits bit for
-bit, a kernel that does the same, and rehearsed, kept and refused as what it is."""
+"""bfloat16 weights with fp32 masters in two halves. The halves equal the number, and AdamW equals torch's
+in 32 bits bit for bit. The kernel equals its reference. Predictions, checkpoints and errors match the
+masters."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ EDGES = (
     0x3F7F7FFF, 0x3F7F8000, 0x3F7FFFFF, 0x3F800000, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000,
     0x7F7FFFFF, 0x7F800000,
 )  # fmt: skip
-"""Bits of zero, subnormal numbers and the borders beside them, ties to both sides, carries into the exponent,
-the largest numbers and infinity."""
+"""Bits of zero, of subnormal numbers and their borders, and of ties to both sides. Also carries into the
+exponent, the largest numbers and infinity."""
 
 NOT_NUMBERS = (0x7FC00000, 0x7FFFFFFF, 0x7F800001, 0x7FBFFFFF)
 
@@ -78,7 +79,7 @@ def test_two_halves_are_the_number() -> None:
 
 
 def test_the_first_half_is_the_nearest_bfloat16() -> None:
-    """As torch rounds, but for what lies halfway, which goes away from zero."""
+    """The same rounding as torch's, except that ties round away from zero."""
     torch.manual_seed(0)
     numbers = torch.cat([torch.randn(100_000), both_signs(EDGES)])
     high, _ = halved(numbers)
@@ -97,7 +98,7 @@ def test_what_is_no_number_stays_none_in_both() -> None:
 
 
 def of_many_shapes() -> torch.nn.ParameterList:
-    """Also transposed, channels last, of one number, and empty."""
+    """Return weights that are transposed, channels last, of one number, or empty."""
     draw = torch.Generator().manual_seed(7)
     made = [0.1 * torch.randn(size, generator=draw) for size in ((33, 20), (1000,), (3, 4, 5, 6), (), (0, 3))]
     made[0], made[2] = made[0].t(), made[2].to(memory_format=torch.channels_last)
@@ -124,7 +125,7 @@ def test_masters_and_moments_are_torch_s_in_32_bits(
     for step in range(10):
         for weight, wide in zip(weights, exact, strict=True):
             slope = torch.randn(weight.shape, generator=draw).bfloat16()
-            late = step == 0 and weight.shape == (1000,)  # it counts its steps apart
+            late = step == 0 and weight.shape == (1000,)  # it counts its steps separately
             weight.grad = None if late else torch.empty_like(weight).copy_(slope)
             wide.grad = None if late else torch.empty_like(wide).copy_(slope)
         ours.step()
@@ -140,7 +141,7 @@ def test_masters_and_moments_are_torch_s_in_32_bits(
 
 @pytest.mark.whole
 def test_small_updates_are_not_lost() -> None:
-    """Each is a hundredth of what separates neighbours of bfloat16 at 1."""
+    """Each update is a hundredth of the distance between neighbouring bfloat16 numbers at 1."""
     weights = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(10))])
     split_weights(weights)
     optimizer = MasterAdamW(weights, lr=1e-4, weight_decay=0.0)
@@ -204,7 +205,7 @@ def test_what_it_cannot_update_is_said() -> None:
 
 
 class Quiet(Observer):
-    """Watches a step and says nothing."""
+    """An observer that ignores all events."""
 
 
 @pytest.mark.whole
@@ -213,8 +214,8 @@ class Quiet(Observer):
     crossed(["bert", "llama"], [("adamw", None), ("adamw_fused + micro_batches(2)", 0.05)]),
 )
 def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip: float | None) -> None:
-    """A loop as one writes it by hand: a copy of the weights in fp32, bfloat16 for the passes, AdamW over the
-    copy, and what is the nearest bfloat16 written back. Losses and masters are equal, bit for bit."""
+    """The reference is a hand-written loop with a copy of the weights in fp32. Passes run in bfloat16, AdamW
+    updates the copy, and its nearest bfloat16 is written back. Losses and masters are equal, bit for bit."""
     job = replace(small_job(family, 2, batch_size=4), clip=job_clip, learning_rate=1e-2)
     setup = Recipe.parse(f"bf16_master + {recipe}").setup()
     torch.manual_seed(5)
@@ -243,7 +244,7 @@ def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip:
             share.backward()
         for weight, exact in zip(working.parameters(), wide.parameters(), strict=True):
             exact.grad = None if weight.grad is None else weight.grad.float()
-        if job_clip:  # in 32 bits, where nothing is rounded once more
+        if job_clip:  # in 32 bits, without a second rounding
             grads = [weight.grad for weight in working.parameters() if weight.grad is not None]
             norm = torch.stack([grad.float().norm() for grad in grads]).norm()
             torch.nn.utils.clip_grads_with_norm_(wide.parameters(), job_clip, norm)
@@ -297,7 +298,7 @@ def test_the_kernel_does_what_the_reference_does(device: str, tmp_path: Path) ->
 
 @pytest.mark.whole
 def test_a_checkpoint_has_the_masters(tmp_path: Path) -> None:
-    """As libraries load them, in 32 bits; and in bfloat16 they are what the model computes with."""
+    """Libraries load the masters in 32 bits. Rounded to bfloat16 they equal the model's weights."""
     from transformers import AutoModelForSequenceClassification
 
     from small_runs import bert_job, small_run
@@ -314,7 +315,7 @@ def test_a_checkpoint_has_the_masters(tmp_path: Path) -> None:
     for name, weight in begun.model.named_parameters():
         assert torch.equal(halves.halves_of(kept[name].data)[0], weight.data)
         some_differ |= not torch.equal(kept[name], weight.float())
-    assert some_differ, "the masters are more than the weights"
+    assert some_differ, "the masters hold more bits than the weights"
 
 
 def test_weights_in_32_bits_are_loaded_into_both_halves() -> None:

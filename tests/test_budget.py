@@ -1,8 +1,8 @@
-"""Budgets of compiled layers: what is kept is torch's choice to the byte, and gradients are those of one
-dropout.
+"""Memory budgets of compiled layers. The saved bytes are those of torch's choice, and gradients belong to one
+dropout mask.
 
-Law 1 holds for them on the CPU, event by event, as for `compiled`; what they keep on a GPU is worked out
-below from the layer's own sizes.
+Law 1 holds for them on the CPU, event by event, as for `compiled`. The bytes that they save on a GPU are
+computed below from the layer's own sizes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ from tiers import slow_but
 LLAMA = "meta-llama/Llama-3.2-1B"
 
 KEPT = {1.0: 280.5, 0.75: 184.5, 0.5: 136.0, 0.25: 68.0, 0.0: 0.0}
-"""MiB that each of Llama-3.2-1B's layers keeps beside its input, of 2 x 2,048 tokens in bfloat16, by budget
-(`torch._functorch.config.activation_memory_budget`, 2.11 and 2.13). A hidden state is 16 MiB, keys and values
-are 4 MiB each, each projection of the MLP 64 MiB, the logarithms of attention's sums 0.5 MiB. A quarter keeps
-one such projection and the keys; a half both, keys and values; three quarters also queries, attention's
-result, its projection and the sums; all, besides, both norms' results and the input of the last product."""
+"""MiB that a layer of Llama-3.2-1B saves beside its input, by budget, for 2 x 2,048 tokens in bfloat16.
+
+The budget is `torch._functorch.config.activation_memory_budget` (2.11 and 2.13). A hidden state is 16 MiB,
+and keys and values are 4 MiB each. Each projection of the MLP is 64 MiB; the logarithms of attention's sums
+are 0.5 MiB. A quarter saves one such projection and the keys; a half saves both projections, keys and values.
+Three quarters also save queries, attention's result, its projection and the sums. The whole budget adds both
+norms' results and the input of the last product.
+"""
 
 
 def setup_of(share: float) -> Any:
@@ -58,7 +61,7 @@ def setup_of(share: float) -> Any:
 
 @functools.cache
 def of_llama(share: float) -> Trace:
-    """The first rehearsal of two layers within this budget; nobody changes it."""
+    """Return the first rehearsal of two layers within this budget, cached and shared by the tests."""
     return rehearse(small_job("llama", layers=2), setup_of(share), CpuPolicy())
 
 
@@ -98,7 +101,8 @@ def test_what_is_kept_on_a_gpu_is_the_largest_that_the_budget_allows() -> None:
 
 
 def masked(budget: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a compiled module with dropout, and what it is with the forward pass's mask."""
+    """Return the gradient of a compiled module with dropout, and the expected one from the forward pass's
+    mask."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     first, second = (torch.nn.Linear(32, 32, bias=False) for _ in range(2))
@@ -119,7 +123,7 @@ def masked(budget: float) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.whole
 @pytest.mark.parametrize("budget", slow_but([0.5, 0.1], lambda budget: budget == 0.5))
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(budget: float) -> None:
-    """Where nothing is done about it torch draws another mask (pytorch issue 190758)."""
+    """Without our change torch draws another mask in the backward pass (pytorch issue 190758)."""
     seen, right = masked(budget)
     torch.testing.assert_close(seen, right, rtol=1e-4, atol=1e-4)
 
@@ -135,7 +139,7 @@ def test_the_law_of_dropout_would_notice_another_mask(monkeypatch: pytest.Monkey
 
 @pytest.mark.whole
 def test_two_budgets_of_one_process_have_programs_of_their_own() -> None:
-    """Dynamo, and torch's caches on the disk, tell them apart."""
+    """Dynamo and torch's caches on disk use a separate key for each budget."""
     weight = torch.randn(32, 32, requires_grad=True)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +160,7 @@ def test_two_budgets_of_one_process_have_programs_of_their_own() -> None:
 
     torch._dynamo.reset()
     first = [kept(budget) for budget in (1.0, 0.25, 1.0)]
-    torch._dynamo.reset()  # from here on from the disk
+    torch._dynamo.reset()  # from here on, programs come from the disk
     second = [kept(budget) for budget in (0.25, 1.0)]
     assert first[1] < first[0] == first[2]
     assert second == [first[1], first[0]]
@@ -165,7 +169,7 @@ def test_two_budgets_of_one_process_have_programs_of_their_own() -> None:
 
 @pytest.mark.whole
 def test_rehearsals_of_two_budgets_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even in a planner's workers, where Dynamo remembers."""
+    """Also in a planner's workers, in which Dynamo reuses traced graphs."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     job = small_job("llama", layers=2)
 
@@ -191,7 +195,7 @@ def test_what_a_program_computes_again_is_no_work_of_the_model() -> None:
     assert work(again) == work(of_llama(0.25)) == work(of_llama(1.0))
 
 
-# ---- what is refused --------------------------------------------------------------------------------------
+# ---- refused combinations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,8 +223,8 @@ def test_a_module_that_drops_without_a_config_is_refused_when_nothing_is_kept() 
 @pytest.mark.slow
 @pytest.mark.whole
 def test_a_run_within_a_budget_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, by the program that g++ made: the same losses bit for bit. Two runs that nobody
-    interrupts differ in the last bit of some weights, as they do without a budget."""
+    """With dropout and a program compiled by g++, the losses are the same bit for bit. Some weights differ in
+    the last bit between two uninterrupted runs, with or without a budget."""
     for kind in roster.techniques():
         if kind.name in ("compiled", "budget"):
             monkeypatch.setattr(kind, "needs", ())

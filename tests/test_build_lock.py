@@ -1,4 +1,4 @@
-"""torch's lock of a C++ extension: a dead one is removed, a live one is waited for, and a line says so."""
+"""torch's lock of a C++ extension: a dead lock is removed, and a live one is waited for with a message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from snugfit.step.wishes.engine.loop import engine_context
 from snugfit.techniques.recipe import Recipe
 
 MANY = 4
-"""Ranks that begin at once."""
+"""Number of ranks that start at once."""
 
 compiles = pytest.mark.skipif(
     not shutil.which("g++") or not shutil.which("ninja"), reason="needs g++ and ninja"
@@ -37,7 +37,7 @@ def forks() -> Forks:
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Path:
-    """A lock that nobody holds, in a folder in which nothing has changed for long."""
+    """Return a lock without a holder, in a folder whose last change is old."""
     file = tmp_path / "cpu_adam" / "lock"
     file.parent.mkdir()
     file.touch()
@@ -46,7 +46,7 @@ def lock(tmp_path: Path) -> Path:
 
 
 def age(lock: Path) -> None:
-    """Make all that is in the folder of the lock an hour old."""
+    """Make all files in the folder of the lock an hour old."""
     for path in (*lock.parent.iterdir(), lock.parent):
         os.utime(path, (time.time() - 3600,) * 2)
 
@@ -66,7 +66,7 @@ def child() -> Iterator[Callable[..., int]]:
 
 
 def end(of: Callable[[], Forks], pid: int) -> None:
-    """Kill the process, a fork of these, unless it has ended."""
+    """Kill this fork unless it has ended."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -85,7 +85,7 @@ def test_a_dead_lock_is_removed_and_the_build_is_ours(lock: Path) -> None:
     told: list[str] = []
     with dead_locks_removed(told.append):
         baton = FileBaton(str(lock))
-        assert baton.try_acquire(), "torch loads what was never built where this is False"
+        assert baton.try_acquire(), "torch would load a missing extension if this were False"
         assert lock.exists()
         baton.release()
     (line,) = told
@@ -111,7 +111,7 @@ def test_a_lock_that_changes_beside_is_left(lock: Path) -> None:
     age(lock)
     assert remove_if_dead(lock) is None
     assert not lock.exists()
-    assert remove_if_dead(lock) == "", "it is free by now"
+    assert remove_if_dead(lock) == "", "the lock is already free"
 
 
 UNSEEN = {
@@ -127,13 +127,13 @@ def test_a_lock_whose_holder_may_be_unseen_is_left_and_named(
 ) -> None:
     name, answer, reason = UNSEEN[case]
     monkeypatch.setattr(name, answer)
-    if case == "another container":  # whose folder is a volume
+    if case == "another container":  # its folder is a volume
         real = os.stat
         monkeypatch.setattr("os.stat", lambda path, **more: real("/proc" if path == "/" else path, **more))
     told: list[str] = []
     wait = LockWait(lock, told.append)
     wait.look()
-    assert not told, "a short wait is not told"
+    assert not told, "a short wait gives no message"
     wait._began -= 10
     wait.look()
     wait.look()
@@ -156,7 +156,7 @@ def hold(lock: str) -> int:
 
 
 def work_in(folder: str) -> int:
-    """As ninja does, whose parent may be dead."""
+    """Work in the folder like ninja, whose parent may be dead."""
     os.chdir(folder)
     time.sleep(60)
     return 0
@@ -182,7 +182,7 @@ def test_a_live_builder_is_waited_for_by_name(
 
 
 def take_turns(lock: str, log: str) -> int:
-    """Build, as far as a lock can see."""
+    """Hold the lock for a while, like a build."""
     with dead_locks_removed(lambda text: None):
         baton = FileBaton(lock)
         assert baton.try_acquire()
@@ -207,7 +207,7 @@ def test_of_many_that_find_it_dead_one_builds_at_a_time(lock: Path, tmp_path: Pa
 
 
 def build(folder: str) -> int:
-    """A tiny extension, by torch's own build."""
+    """Build a tiny extension with torch's own build."""
     cpp_extension.load(
         "answer", [f"{folder}/answer.cpp"], build_directory=folder, with_cuda=False, is_python_module=False
     )
@@ -219,7 +219,8 @@ def build(folder: str) -> int:
 def test_a_build_that_is_killed_is_built_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[..., int]
 ) -> None:
-    """SIGKILL ends Python, while ninja and the compiler go on; they are waited for, by name."""
+    """SIGKILL ends Python while ninja and the compiler continue; the next start waits for them and names
+    them."""
     import ctypes
 
     (tmp_path / "answer.cpp").write_text(SOURCE)

@@ -1,4 +1,4 @@
-"""Models and adapters that are built on `meta` go through what they go through on a device."""
+"""Models and adapters built on `meta` allocate the same blocks as on a device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from snugfit.techniques.recipe import Recipe
 
 
 def built(family: str, recipe: str) -> list[Block]:
-    """What is born while a small model is built."""
+    """Return the blocks that are born while a small model is built."""
     trace = rehearse(small_job(family), Recipe.parse(recipe).setup(), CudaPolicy())
     return [block for block in trace.blocks if block.phase == "build"]
 
 
 def test_initialising_makes_tensors_of_its_own() -> None:
-    """Rotary frequencies are made by the constructor, and again when weights are initialised."""
+    """The constructor computes rotary frequencies, and the initialisation of weights computes them again."""
     angles = [block for block in built("llama", "plain") if block.operator == "aten::reciprocal"]
     assert len(angles) == 2
 

@@ -1,4 +1,4 @@
-"""Calibration against machines that are invented: what was changed in them must be found."""
+"""Calibration against invented machines: it must find the changed rates."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ GPU = find_gpu("h200")
 @pytest.fixture(autouse=True)
 def no_calibration_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
-    monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", {})  # invented machines do as predicted
+    # invented machines match their predictions
+    monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", {})
     monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", rehearsed)
 
 
 TRACES: dict[str, Trace] = {}
 REHEARSING = threading.Lock()
-"""An invented machine rehearses too, beside the calibration's own rehearsals, which no real one does."""
+"""Lock for `TRACES`: an invented machine rehearses in parallel to the calibration. A real machine does
+not."""
 
 
 def rehearsed(job: Job, setup: Setup, policy: Policy) -> Trace:
-    """Every test asks for the same few probes."""
+    """Rehearse once for each probe, because every test uses the same few."""
     key = json.dumps([job.to_json(), setup.to_json(), repr(policy)])
     with REHEARSING:
         if key not in TRACES:
@@ -56,12 +58,12 @@ def rehearsed(job: Job, setup: Setup, policy: Policy) -> Trace:
 
 
 def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
-    """The seconds of a step on a machine with these rates."""
+    """Return the seconds of a step on a machine with these rates."""
     return step_on(rates, job, recipe).step_seconds
 
 
 def step_on(rates: Rates, job: Job, recipe: Recipe) -> StepSeconds:
-    """A step on a machine with these rates, on all GPUs of it where the recipe is for several."""
+    """Return a step on a machine with these rates, on all of its GPUs if the recipe needs several."""
     setup = recipe.setup()
     setup = on_gpus(setup, rates.gpus) if setup.parallel else setup
     trace = rehearsed(job_of_rank(job, setup), setup, policy_for(GPU, Software()))
@@ -69,7 +71,7 @@ def step_on(rates: Rates, job: Job, recipe: Recipe) -> StepSeconds:
 
 
 def quiet(rates: Rates) -> MeasureSeconds:
-    """Measures on that machine, whose host nobody else uses."""
+    """Return a measurement on that machine, with no foreign load on its host."""
     return lambda job, recipe, _: ProbeSeconds(machine(rates, job, recipe), 0.0)
 
 
@@ -135,7 +137,7 @@ def test_the_machine_that_is_known_changes_nothing() -> None:
 
 
 def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose probes are off as they always are is the one that is known."""
+    """A machine with only the usual errors of the probes gets the known rates."""
     errors = {"host": 0.9, "bandwidth": 1.05, "fp32": 0.95, "tf32": 1.02, "bf16": 1.04}
     monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", errors)
     known, asked = rates_for(GPU), iter(("bandwidth", "host", "host", "host", "fp32", "tf32", "bf16"))
@@ -151,7 +153,7 @@ def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_host_is_measured_again_while_others_use_it() -> None:
-    """Two runs of each probe of the host are slow and disturbed here, and the third is neither."""
+    """Two runs of each host probe are slow and disturbed here, and the third is neither."""
     known, asked = rates_for(GPU), dict[str, int]()
 
     def crowded(job: Job, recipe: Recipe, _: int) -> ProbeSeconds:
@@ -205,7 +207,7 @@ def test_what_was_found_is_used_from_then_on() -> None:
     file.parent.mkdir(parents=True)
     remembered_as = key_of(job, GPU)
     file.write_text(json.dumps({"rates": other.to_json()}))
-    assert key_of(job, GPU) != remembered_as, "a plan made before would be recalled"
+    assert key_of(job, GPU) != remembered_as, "a plan from before would be read from the cache"
     assert rates_for(GPU).host == other.host
     after = predict(job, gpu=GPU).timing
     assert before
@@ -232,7 +234,7 @@ def test_one_that_cannot_be_read_can_be_made_again() -> None:
 
 
 def test_what_no_probe_told_is_not_called_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No probe ends, so nobody asks what was foreseen of it."""
+    """Every probe fails, so no prediction of a probe is used."""
     step = rehearse(small_job("llama", 1), Recipe().setup(), policy_for(GPU, Software()))
     monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", lambda *_: step)
 

@@ -1,7 +1,9 @@
-"""Steps that are recorded and played back: the same numbers, the same promises, and rehearsed as they are.
+"""Steps that are recorded as CUDA graphs and replayed: equal numbers, equal guarantees and accurate
+rehearsals.
 
-CUDA graphs need a GPU. Here work that is recorded runs again when it is played (`run_again.py`); what a GPU
-computes and takes is measured there (`tests/captured_on_gpu.py`)."""
+CUDA graphs need a GPU. Here a replay runs the recorded work again (`run_again.py`). The results and memory of
+a GPU are measured there (`tests/captured_on_gpu.py`).
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,11 @@ RECIPES = (
     "lora + adamw_fused",
 )
 PLAYED_UPDATES = ("plain", "bf16 + adamw_fused", "bf16_master + adamw_fused", "lora + adamw_fused")
-"""Whose optimizers can be recorded."""
+"""Recipes whose optimizers can be recorded."""
 
 
 class Quiet(Observer):
-    """Watches a step and says nothing."""
+    """An observer that ignores all events."""
 
 
 def run(recipe: str, family: str = "bert", *, clip: float | None = 0.05, steps: int = 5) -> Any:
@@ -66,7 +68,7 @@ def run(recipe: str, family: str = "bert", *, clip: float | None = 0.05, steps: 
 @pytest.mark.whole
 @pytest.mark.parametrize(("clip", "recipe"), crossed([None, 0.05], RECIPES))
 def test_steps_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
-    """Bit for bit, with dropout: from the second step on everything is played."""
+    """Bit for bit, with dropout: from the second step on everything is replayed."""
     written, expected = run(recipe, clip=clip)
     with captured_on_cpu() as graphs:
         played, ours = run("captured" if recipe == "plain" else f"{recipe} + captured", clip=clip)
@@ -104,7 +106,8 @@ def test_without_a_gpu_steps_run_as_they_are_written() -> None:
     "recipe", slow_but(["adamw_fused", "bf16_pure + adafactor", "bf16_master + released"], 1)
 )
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, recipe: str) -> None:
-    """With a schedule, clipping, dropout and batches of several lengths: losses, norms, rates and weights."""
+    """With a schedule, clipping, dropout and batches of several lengths: losses, norms, rates and weights
+    agree."""
     whole = train(small_run(tmp_path / "written", recipe))
     recorded = f"{recipe} + captured(multiple=1)"
     with captured_on_cpu() as graphs:
@@ -130,7 +133,7 @@ def test_a_step_that_cannot_be_recorded_is_told_once(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stops_before_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a step that is played, too: the loss is read between the passes and the update."""
+    """Also in a replayed step: the loss is read between the passes and the update."""
     recipe = "captured(multiple=16)"
     plain, count = TrainingStep.take, [0]
 
@@ -165,7 +168,8 @@ def _spoilt(out: Any) -> Any:
 def test_when_memory_runs_out_what_was_recorded_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a step that is played: the run goes on with smaller micro-batches, recorded anew."""
+    """Memory runs out within a replayed step. The run continues with smaller micro-batches, which are
+    recorded again."""
     plain, steps = CapturedStep.update, [0]
 
     def update(self: CapturedStep, *more: Any) -> None:
@@ -230,7 +234,7 @@ def rehearsed(recipe: str, family: str = "bert", clip: float | None = 1.0, **cha
 
 
 class Unplayed(RunAgain):
-    """Keeps nothing of what was recorded, as a GPU's graphs do not either."""
+    """Drops the recorded work, because a GPU's graphs do not hold Python objects either."""
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
         work()
@@ -248,7 +252,7 @@ class Unplayed(RunAgain):
     ],
 )
 def test_graphs_and_weights_go_with_the_step_that_made_them(family: str, recipe: str) -> None:
-    """At once: Python's collector does not know how much of a GPU they hold."""
+    """They must be freed at once, because Python's garbage collector does not see their GPU memory."""
     graphs = [Unplayed()]
     token = REHEARSED.set(lambda: graphs[0])
     gc.disable()
@@ -296,7 +300,8 @@ def test_code_that_reads_the_device_is_not_recorded_and_that_is_said() -> None:
 
 
 def test_layers_are_recomputed_where_they_draw_no_random_numbers() -> None:
-    """A model with dropout is not recorded then; one without is, and recomputes while it is played."""
+    """A model with dropout is not recorded then. A model without dropout is recorded, and recomputes in the
+    replay."""
     played = rehearsed("bf16 + adamw_fused + every_layer + captured", "llama")
     products = [
         kernel.phase
@@ -306,7 +311,8 @@ def test_layers_are_recomputed_where_they_draw_no_random_numbers() -> None:
     assert products == ["forward"] * 2 + ["backward"] * 2
     with pytest.raises(RecipeError, match=r"dropout again \(hidden_dropout_prob=0\.1\)"):
         Recipe.parse("every_layer + captured").check(small_job("bert"))
-    drawing = rehearsed("bf16 + adamw_fused + every_layer + captured")  # where no config has said it
+    # the config does not reveal its dropout
+    drawing = rehearsed("bf16 + adamw_fused + every_layer + captured")
     assert not any(kernel.played for kernel in drawing.kernels)
     assert any("draws random numbers in a layer that is recomputed" in doubt for doubt in drawing.doubts)
 
@@ -325,7 +331,7 @@ KEPT = "bf16 + adamw_fused + fused + selective(attention)"
 
 
 def test_attention_with_dropout_is_kept_where_other_dropout_has_seeds() -> None:
-    """Recorded, it is computed once; as it is written it is computed again."""
+    """A recorded step computes it once; an eager step computes it again."""
     played, written = rehearsed(f"{KEPT} + captured"), rehearsed(KEPT)
     assert not any("is not recorded" in doubt for doubt in played.doubts)
     assert [phase for phase in phases_of_attention(played) if phase] == ["forward"] * 2
@@ -335,7 +341,7 @@ def test_attention_with_dropout_is_kept_where_other_dropout_has_seeds() -> None:
 
 
 def test_so_it_is_of_padded_batches() -> None:
-    """Whose attention is FlashAttention's for sequences of several lengths, called by its operator's name."""
+    """Their attention is FlashAttention's for sequences of several lengths, called by its operator's name."""
     played = rehearsed(f"{KEPT} + captured", padding=0.25)
     assert not any("is not recorded" in doubt for doubt in played.doubts)
     assert phases_of_attention(played) == ["forward"] * 2
@@ -363,8 +369,8 @@ def phases_of_attention(trace: Trace) -> list[str]:
 
 @pytest.mark.whole
 def test_dropout_with_seeds_is_the_same_in_layers_that_are_recomputed() -> None:
-    """In 32 bits to the bit; in 16 where the residual is rounded before the first layer too, which a layer
-    that is recomputed finds rounded."""
+    """In 32 bits, results are equal to the bit. In 16 bits the residual must also be rounded before the first
+    layer, because a recomputed layer reads it rounded."""
     job = replace(small_job("bert", 2, {"attention_probs_dropout_prob": 0.0}), clip=0.05)
     recipes = ("fused", "fused + selective(attention)", "bf16 + fused + selective(attention)")
     for kept, again in itertools.pairwise(recipes):

@@ -1,5 +1,5 @@
-"""How many cards of each kind: the fewest that fit and the cheapest, held against every recipe on every
-number of GPUs; rehearsals that kinds share; what is asked wrongly; the report."""
+"""The number of cards of each kind: the fewest that fit and the cheapest. Both are checked against every
+recipe on every number of GPUs. Further tests cover rehearsals shared by kinds, wrong input and the report."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_kinds_that_run_the_same_kernels_share_rehearsals(made_up: type[MadeUpJu
     assert plans.screened == len(made_up.asked)
     together = {named for _, _, named in made_up.asked}
     assert ("H200-SXM", "H100-SXM") in together
-    assert all(named == ("L4",) for named in together if "L4" in named), "it chooses other kernels"
-    assert len(made_up.asked) == len(set(made_up.asked)), "nothing is asked twice"
+    assert all(named == ("L4",) for named in together if "L4" in named), "it runs other kernels"
+    assert len(made_up.asked) == len(set(made_up.asked)), "no candidate is evaluated twice"
 
 
 def test_most_of_the_recipes_are_never_asked_about(made_up: type[MadeUpJudge]) -> None:
@@ -113,7 +113,7 @@ def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(
     assert [one.gpus for one in kind.answers] == [1]
     assert kind.dearer == (2, 4)
     asked = {count for count, _, _ in made_up.asked}
-    assert asked == {1, 2, COUNTS[-1]}, "on the most the precision is chosen; on 4 none can be cheaper"
+    assert asked == {1, 2, COUNTS[-1]}, "the precision is chosen on the largest number; 4 cannot be cheaper"
 
 
 def test_a_kind_without_seconds_says_why(made_up: type[MadeUpJudge]) -> None:
@@ -141,7 +141,7 @@ def test_what_fits_nowhere_is_the_nearest_miss(
 
 
 def test_kinds_judged_together_take_what_each_takes_alone() -> None:
-    """Bytes by the policy of the one with the most scratch, so at most a little more."""
+    """Both use the policy of the kind with the most scratch, so a kind needs at most slightly more bytes."""
     job = replace(small_job("llama", 3), batch_size=8)
     recipe = Recipe.parse("bf16 + fsdp")
     together = Judge(job, *KINDS[:2]).judge_kinds(2, recipe, (0, 1))
@@ -155,8 +155,8 @@ def test_kinds_judged_together_take_what_each_takes_alone() -> None:
 
 @pytest.mark.whole
 def test_answers_are_those_of_a_plan_for_one_kind() -> None:
-    """On the GPUs that a search names, a plan that simulates in full finds a step as fast, in a precision
-    that one GPU and several take."""
+    """For the numbers of GPUs in the answers, a plan with full simulation finds a step of the same speed. The
+    precision is one that both one GPU and several allow."""
     job = replace(small_job("llama", 3), batch_size=8)
     keep = f"whole_batch + bf16 + sdpa + adamw_fused + default + inline + {REST}"
     (kind,) = plan_cards(job, ["h200"], counts=[1, 2], keep=keep, workers=1).answers
@@ -171,7 +171,7 @@ def test_answers_are_those_of_a_plan_for_one_kind() -> None:
 
 
 def cards() -> CardPlans:
-    """An H200 that fits alone and is cheaper by two, an L4 of which four are needed, and one without
+    """Return three kinds: an H200 that fits alone but is cheaper as a pair, four L4s, and a kind without
     figures."""
     one = OnGpus(
         gpus=1, recipe="bf16", needed_bytes=100 * GIB, step_seconds=10.0, samples_per_second=6.4,
@@ -218,7 +218,7 @@ def test_what_so_many_cost() -> None:
     assert two.run == pytest.approx(7.2 / 9)
     best = cheapest_cards(cards(), PRICES)
     assert best is not None
-    assert (best.key, best.gpus) == ("H200-SXM", 2), "four L4s cost less an hour and take five times as long"
+    assert (best.key, best.gpus) == ("H200-SXM", 2), "four L4s cost less per hour and take five times as long"
     best = cheapest_cards(cards(), Prices({"H200-SXM": 3.6, "L4": 0.1}))
     assert best is not None
     assert (best.key, best.gpus) == ("L4", 4)
@@ -256,7 +256,7 @@ ASK = ["gpus", "h200", "l4", "--for", "bert-large-uncased", "--task", "sequence-
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Searches are made up, and remembered in a folder of the test's own."""
+    """Invent the results of searches, and cache them in a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     questions: list[Any] = []

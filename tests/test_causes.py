@@ -172,7 +172,8 @@ def ending(returncode: int, *, timed_out: bool = False, tail: str = "", kills: i
         (ending(-9), "no-result", "signal:KILL"),
         (ending(-9, kills=1), "no-result", "host-oom"),
         (ending(-11, kills=1), "no-result", "signal:SEGV"),
-        (ending(1, kills=1), "exit:1", "host-oom"),  # a loader's worker was killed, and the child gave up
+        # a loader's worker was killed, and the child raised an error
+        (ending(1, kills=1), "exit:1", "host-oom"),
         (ending(-200), "no-result", "signal:200"),
         (ending(-15, timed_out=True), "no-result", "timeout"),
         (ending(0, timed_out=True), "ok", "timeout"),

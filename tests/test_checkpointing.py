@@ -1,4 +1,4 @@
-"""Activation checkpointing on models that are wrapped, of two layer classes, or with a cache that stays on.
+"""Activation checkpointing on wrapped models, on two layer classes, and with a cache that stays on.
 
 A checkpointed step gives the gradients of the plain one, and its rehearsal computes layers a second time.
 """
@@ -49,7 +49,7 @@ CACHED = [
 
 
 class Wrapped(nn.Module):
-    """A head of the user's own on a model of transformers, which alone has the switch."""
+    """The user's own head on a model of transformers; only the inner model has the switch."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_stacks_of_two_classes_and_models_whose_cache_stays_on_are_checkpointed(
     torch.testing.assert_close(gradients(model, batch), plain)
 
 
-# ---- adapters that hand the layers a cache ---------------------------------------------------------------
+# ---- adapters that pass a cache to the layers ------------------------------------------------------------
 
 RECOMPUTING = ("every_layer", "every_nth_layer", "first_layers(1)", "segments(2)", "selective(products)")
 DROPPED = "(?s)PREFIX_TUNING.*would be lost.*keep_all"
@@ -174,7 +174,7 @@ def prefix_job() -> Job:
 
 @pytest.mark.parametrize("recipe", RECOMPUTING)
 def test_a_prefix_that_recomputed_layers_would_drop_is_refused(recipe: str) -> None:
-    """The fault: transformers gives checkpointed layers no cache, and what trains is a model without it."""
+    """transformers passes no cache to checkpointed layers, so the model would train without its prefix."""
     with pytest.raises(RecipeError, match=DROPPED):
         predict(prefix_job(), recipe, gpu="h200")
 
@@ -204,7 +204,7 @@ def test_the_front_ends_refuse_to_drop_a_prefix(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_model_with_a_prefix_is_planned(tmp_path: Path) -> None:
-    """With an adapter of a name of its own, accumulated in bf16, and an optimizer of the user's."""
+    """With an adapter under its own name, gradients accumulated in bf16, and the user's optimizer."""
     model = with_prefix("bert", "SEQ_CLS")
     optimizer = torch.optim.Adagrad([weight for weight in model.parameters() if weight.requires_grad])
     trainer = trainer_of(

@@ -1,4 +1,4 @@
-"""The loss in chunks: the same as of whole logits, its bytes as rehearsed, and what asks for whole logits."""
+"""The loss in chunks: equal to that of whole logits, with rehearsed bytes. Other uses get whole logits."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ LABELS[::7] = -100
 def gradients(
     dtype: torch.dtype, tokens: int = 0, scale: float = 1.0, smoothing: float = 0.0
 ) -> list[torch.Tensor]:
-    """Loss and gradients of hidden states and head, of whole logits where no tokens are said."""
+    """Return loss and gradients of hidden states and head; `tokens=0` uses whole logits."""
     hidden, weight = (value.to(dtype, copy=True).requires_grad_() for value in (HIDDEN, WEIGHT))
     wide = torch.promote_types(dtype, torch.float32)
     if tokens:
@@ -138,8 +138,8 @@ def test_in_64_bits_the_sums_are_the_same(smoothing: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 1024.0)])
 def test_in_16_bits_chunks_are_as_near_to_the_truth_as_whole_logits(dtype: torch.dtype, scale: float) -> None:
-    """The head's gradient is rounded once for each chunk: with 13 chunks that makes the error 1.2 times that
-    of whole logits; everything else is as near."""
+    """The head's gradient is rounded once for each chunk. With 13 chunks its error is 1.2 times that of whole
+    logits; all other errors are equal."""
     truth = gradients(torch.float64)
 
     def errors(values: list[torch.Tensor]) -> list[float]:
@@ -171,8 +171,8 @@ def test_gradients_are_handed_on_once() -> None:
 
 
 def test_no_chunk_s_gradient_is_an_answer_of_autograd_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread for a GPU may hold on to what it answered while the next chunk is computed, or may not: then
-    the same step takes more memory in one run than in another."""
+    """Autograd's thread for a GPU may hold a returned gradient while the next chunk is computed. So the
+    memory of a step would vary between runs."""
 
     def answer(*arguments: Any, **keywords: Any) -> Any:
         pytest.fail("autograd was asked for gradients")
@@ -198,7 +198,7 @@ def test_a_batch_without_labels_has_no_gradient_as_ever() -> None:
 
 
 def test_whatever_else_asks_for_logits_gets_them_whole() -> None:
-    """As the Trainer's label smoother does, and a metric."""
+    """Such as the Trainer's label smoother, and a metric."""
     model = model_of(HEADS["llama, tied"])
     plain = model(**batch()).logits
     defer_logits(model, LogitsWish(tokens=16))
@@ -245,7 +245,7 @@ def test_rehearsed_bytes_are_real_ones(family: str, recipe: str) -> None:
 
 @pytest.mark.whole
 def test_each_loop_trains_it_alike() -> None:
-    """As whole logits do, in pieces and under autocast too."""
+    """Each loop trains as with whole logits, also in micro-batches and under autocast."""
     this = small_job("gpt2", 1, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, batch_size=4)
     for more in ("", " + micro_batches(2)", " + bf16"):
         whole, chunked = (

@@ -1,4 +1,5 @@
-"""The command line: one clear error, the documented exit code, and nothing written, whatever is typed."""
+"""The command line. Any wrong input gives one clear error and the documented exit code, and writes no
+file."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ V100 = ["--gpu", "v100-16gb"]
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every command runs in a folder of its own, so that what it writes is seen."""
+    """Run every command in a folder of its own, to check the files that it writes."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Predictions are made up, and each question is written down."""
+    """Invent predictions; return the list of requests."""
     questions: list[Any] = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:
@@ -141,7 +142,7 @@ def test_a_mistake_is_one_message_and_exit_2(
 def test_what_the_recipe_refuses_is_told(
     recipe: str, gpu: str, told: str, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
-    """16 samples do not make 3 equal pieces; a V100 has no tf32."""
+    """16 samples cannot be cut into 3 equal micro-batches; a V100 has no tf32."""
     arguments = ["predict", *BERT, "--batch-size", "16", "--recipe", recipe, "--gpu", gpu]
     assert told in refused(arguments, capsys, empty_folder)
 
@@ -164,7 +165,7 @@ def test_memory_takes_the_unit_that_was_written(
 def test_too_little_memory_is_exit_3_and_says_by_how_much(
     capsys: pytest.CaptureFixture[str], asked: list[Any]
 ) -> None:
-    """Nothing fits in 512 MiB: an answer with a code of its own, and no failure."""
+    """Nothing fits in 512 MiB: a valid answer with an exit code of its own, and not an error."""
     assert run(["predict", *BERT, "--memory", "512MiB"]) == 3
     assert "Does not fit: short by 7.09 GiB" in capsys.readouterr().out
 
@@ -258,7 +259,7 @@ def test_predicting_beside_a_run_on_the_cpu_is_refused_before_the_run(
 def test_a_run_without_a_gpu_s_figures_shows_the_whole_prediction(
     outcome: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[Any]
 ) -> None:
-    """Measured on the CPU, or dead: there is nothing to lay beside the prediction."""
+    """The run was on the CPU, or failed: no figures exist to compare with the prediction."""
     of_a_gpu = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes"))
     on_host = Footprint(**of_a_gpu, host_bytes=GIB) if outcome == "ok" else None
 
@@ -301,7 +302,7 @@ def test_a_job_file_says_what_flags_say_and_flags_are_stronger(
 def test_a_job_file_says_what_a_plan_keeps_and_leaves_free(
     monkeypatch: pytest.MonkeyPatch, asked: list[Any], empty_folder: Path
 ) -> None:
-    """`headroom` serves predictions as well, and a flag is stronger."""
+    """`headroom` applies to predictions too, and a flag overrides it."""
     plans: list[dict[str, Any]] = []
 
     def refuse(job: Any, **question: Any) -> None:
@@ -371,7 +372,7 @@ def test_a_bad_job_file_is_one_message_that_names_it(
 def test_what_is_no_text_file_is_refused_without_being_read(
     capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
-    """A FIFO would block, a huge file would fill the memory, UTF-16 is no UTF-8."""
+    """A FIFO would block, a huge file would fill the memory, and UTF-16 is not UTF-8."""
     os.mkfifo(empty_folder / "pipe")
     assert "regular file" in refused(["predict", "--job", "pipe"], capsys, empty_folder)
     assert "regular file" in refused(["predict", "--job", "."], capsys, empty_folder)
@@ -394,7 +395,7 @@ def test_scalars_are_yaml_1_2(text: str, value: object) -> None:
 
 
 def test_every_advice_leads_somewhere() -> None:
-    """No foreign name is one of ours, and every name that counts as the same is."""
+    """Names of other libraries differ from ours, and each synonym refers to one of ours."""
     names = foreign_names()
     assert set(names.same.values()) <= set(jobfile.kinds())
     assert not set(names.keys) & set(jobfile.kinds())
@@ -468,7 +469,7 @@ def test_an_interrupted_command_ends_with_130(
 def test_help_says_what_holds_when_nothing_is_said(
     name: str, defaults: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A word in brackets is markup to rich, which would show nothing."""
+    """rich treats a word in brackets as markup and would omit it."""
     monkeypatch.setenv("COLUMNS", "200")
     assert run([name, "--help"]) == 0
     told = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The GPU's clock while steps were timed: read, cut to those seconds, and said where it was lowered."""
+"""The GPU's clock while steps were timed: read, cut to those seconds, and reported if it was lowered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The code of a user's loss, collator and forward passes makes a run: compared as Python compiles it."""
+"""The code of a user's loss, collator and forward passes belongs to a run: Python's compiled code is
+compared."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def loss(model, batch, alpha=0.5):
 
 
 def written(source: str, name: str = "loss", file: str = "one.py", **names: Any) -> Any:
-    """The function of this name in a file of this text."""
+    """Return the function of this name from a file with this text."""
     namespace: dict[str, Any] = {"__name__": "users", **names}
     exec(compile(source, file, "exec"), namespace)
     return namespace[name]

@@ -1,4 +1,4 @@
-"""What a space is put together of: the same recipes as where each whole one is asked, in the same order."""
+"""Combinations of a search space: the recipes that pass a check of each whole recipe, in the same order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kept(text: str = "", start: str = "") -> Kept:
 
 
 def planned(recipe: Recipe, fixed: Kept) -> bool:
-    """Whether no technique objects to the whole recipe, nor to a plan with it."""
+    """Return true if no technique rejects the whole recipe or a plan with it."""
     if any(next(technique.objections(JOB, recipe), "") for technique in recipe):
         return False
     free = Recipe(tuple(one for one in recipe if one.slot not in fixed.slots))

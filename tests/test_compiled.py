@@ -1,7 +1,7 @@
-"""Layers that torch.compile compiles, one by one: rehearsed as the real program runs.
+"""Layers that torch.compile compiles one by one: rehearsed as the real program runs.
 
-Law 1 holds for them on the CPU, event by event: there Inductor generates C++ where it generates Triton for a
-GPU, and all else (tracing, partitioning, fusion, buffers that are reused) is the same code.
+Law 1 holds for them on the CPU, event by event. There Inductor generates C++ instead of Triton. All other
+code is the same as for a GPU: tracing, partitioning, fusion and the reuse of buffers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LOSS_OUTSIDE = 256
 
 
 OTHERS = "ieee + torch_kernels + whole_logits + on_device + all_gradients + default + inline"
-"""Slots that compiling has nothing to do with, where a space is asked for."""
+"""Fixed slots without influence on compiling, for tests of a search space."""
 
 
 def rehearsed(job: Job, recipe: str = "compiled", policy: Policy | None = None) -> Trace:
@@ -64,7 +64,7 @@ def rehearsed(job: Job, recipe: str = "compiled", policy: Policy | None = None) 
 
 @functools.cache
 def of_llama() -> Trace:
-    """The first rehearsal of three compiled layers; nobody changes it."""
+    """Return the first rehearsal of three compiled layers, cached and shared by the tests."""
     return rehearsed(small_job("llama", layers=3))
 
 
@@ -73,7 +73,8 @@ def of_llama() -> Trace:
 @pytest.mark.parametrize("recipe", ["compiled", "bf16 + compiled + every_layer"])
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "vit", "t5"])
 def test_a_compiled_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    """Event by event; T5 at its peak: in a program of its decoder two buffers come in another order."""
+    """Event by event. T5 agrees only at its peak: a program of its decoder allocates two buffers in another
+    order."""
     this = small_job(family, layers=2)
     trace = foreseen(rehearsed(this, recipe))
     torch._dynamo.reset()
@@ -86,7 +87,8 @@ def test_a_compiled_step_allocates_what_its_trace_says(family: str, recipe: str)
 
 @pytest.mark.whole
 def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
-    """torch remembers where traced operators go: unless it forgets, the second has no gradients of layers."""
+    """torch caches the destination of traced operators. Unless the cache is cleared, the second rehearsal has
+    no gradients of layers."""
     first, second = of_llama(), rehearsed(small_job("llama", layers=3))
     assert (first.blocks, first.events, first.kernels) == (second.blocks, second.events, second.kernels)
     launched = [
@@ -108,7 +110,8 @@ def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
 def test_where_nothing_else_compiles_what_dynamo_traced_is_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a planner's workers; elsewhere nothing is left that a user's own compiling would count."""
+    """Planner's workers reuse traced graphs. Elsewhere they are dropped, so that they do not count towards
+    the limits of a user's own compiling."""
     graphs = []
     own = Compiler.compiled_graph
 
@@ -122,7 +125,7 @@ def test_where_nothing_else_compiles_what_dynamo_traced_is_used_again(
     assert len(graphs) == 1
     assert (first.blocks, first.events, first.kernels) == (second.blocks, second.events, second.kernels)
     rehearsed(small_job("llama", layers=2), policy=replace(CpuPolicy(), softmax_saves_input=True))
-    assert len(graphs) == 2, "another policy decides otherwise"
+    assert len(graphs) == 2, "another policy makes other choices"
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     for _ in range(2):
         rehearsed(small_job("llama", layers=2))
@@ -152,8 +155,8 @@ def test_what_torch_would_run_uncompiled_is_refused() -> None:
 def test_a_dispatch_mode_that_hears_of_compilers_is_noticed(
     inner: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under such a mode torch runs layers uncompiled and says nothing, so the figures would look likely. By
-    default it still compiles what runs while an operator is dispatched (`inner`), which is no layer."""
+    """Under such a mode torch silently runs layers uncompiled, so wrong figures would look plausible. The
+    default setting (`inner`) still compiles code within the dispatch of an operator, which is not a layer."""
     monkeypatch.setattr(Recorder, "ignore_compile_internals", classmethod(lambda cls: False))
     config = torch._dynamo.config.patch(inline_torch_dispatch_torch_compile=inner)
     with config, pytest.raises(RehearsalError, match="did not compile"):
@@ -162,7 +165,8 @@ def test_a_dispatch_mode_that_hears_of_compilers_is_noticed(
 
 @functools.cache
 def of_bert_on_a_gpu() -> tuple[Trace, Sequence[torch.device]]:
-    """Compiled layers in bfloat16, and the devices that torch opened for their tensors without data."""
+    """Return compiled layers in bfloat16, and the devices that torch opened for their tensors without
+    data."""
     opened: list[torch.device] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_tensor, "init_gpu_context", opened.append)
@@ -172,7 +176,7 @@ def of_bert_on_a_gpu() -> tuple[Trace, Sequence[torch.device]]:
 
 @pytest.mark.parametrize("family", slow_but(["bert", "llama"], 1))
 def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
-    """In a model that is compiled whole transformers makes a mask of what is none, and attention with it
+    """In a model that is compiled whole, transformers builds a mask even without padding. Attention then
     stores every score."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     if family == "bert":
@@ -188,8 +192,8 @@ def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
     ("precision", "replaced"), slow_but([("ieee", False), ("tf32", True), ("bf16_pure", True)], 1)
 )
 def test_attention_that_is_written_out_is_replaced_as_on_a_gpu(precision: str, replaced: bool) -> None:
-    """By the kernel that torch chooses there; in fp32 only with tf32, which its kernels multiply in.
-    Each time `test_compiled_backends.py` sees it in 16 bits."""
+    """Inductor inserts the kernel that torch chooses on a GPU. In fp32 it does so only with tf32, which the
+    kernels multiply in. `test_compiled_backends.py` covers 16 bits in `make test`."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
     kernels = rehearsed(job, f"{precision} + eager + compiled", CudaPolicy()).kernels
@@ -200,8 +204,8 @@ def test_attention_that_is_written_out_is_replaced_as_on_a_gpu(precision: str, r
 
 @pytest.mark.parametrize(("positions", "pads"), slow_but([(1500, True), (1536, False)], 1))
 def test_products_of_odd_sizes_are_padded_and_that_is_said(positions: int, pads: bool) -> None:
-    """Where they are, attention is not replaced by a kernel: a Whisper's scores were stored on an H200. It is
-    where they are not, as above."""
+    """With padded products, Inductor does not replace attention by a kernel: a Whisper on an H200 stored its
+    scores. Other sizes are replaced, as above."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     facts = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": positions}
     job = small_job("bert", 2, facts=facts, sequence_length=positions)
@@ -213,8 +217,8 @@ def test_products_of_odd_sizes_are_padded_and_that_is_said(positions: int, pads:
 
 @pytest.mark.whole
 def test_a_graph_that_is_said_to_be_elsewhere_shares_the_same_storages() -> None:
-    """Inductor keeps a copy of what is saved too, and drops any other: it compares storages. A LoRA beside
-    a product of attention's result is such a copy (a ModernBERT on an H200 held 1 % more for it)."""
+    """Inductor compares storages: it keeps a copy of a saved tensor and drops any other. A LoRA beside a
+    product of attention's result is such a copy. A ModernBERT on an H200 took 1 % more for it."""
 
     def part(x: torch.Tensor) -> torch.Tensor:
         return x.sin().transpose(0, 1).cos()
@@ -229,15 +233,15 @@ def test_a_graph_that_is_said_to_be_elsewhere_shares_the_same_storages() -> None
 
 @functools.cache
 def of_llama_on_a_gpu(cache_bytes: int) -> Trace:
-    """Compiled layers on a GPU with a cache of this size."""
+    """Return compiled layers on a GPU with a cache of this size."""
     job = small_job("llama", 2, {"hidden_size": 256})
     return rehearsed(job, policy=CudaPolicy(cache_bytes=cache_bytes))
 
 
 @pytest.mark.slow
 def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
-    """As many bytes as the GPU's cache has, once for each different kernel that has a choice: 14 layers of a
-    Mistral with adapters held 1.7 % more at their peak on an H200."""
+    """Timing allocates as many bytes as the GPU's cache has, once for each kernel with several settings. 14
+    layers of a Mistral with adapters took 1.7 % more at their peak on an H200."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     traces = [of_llama_on_a_gpu(nbytes) for nbytes in (60 * MIB, 0)]
     timed = [[block for block in trace.blocks if block.nbytes == 60 * MIB] for trace in traces]
@@ -251,8 +255,8 @@ def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 def test_what_only_the_first_step_holds_is_in_no_lower_bound() -> None:
-    """Sixty MiB beside which no optimizer states stand yet: a plan took them for part of every step, and gave
-    up because the whole step took less than its bound."""
+    """60 MiB exist only in the first step, before the optimizer states. A plan counted them in every step. It
+    failed because the whole step took less than its bound."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     found = plan(small_job("llama", 2), gpu="h200", keep=kept("bf16 + compiled", but="allocator"), workers=1)
     assert "compiled" in str(found.best.recipe)
@@ -274,7 +278,7 @@ def test_a_short_run_pays_for_compiling_in_each_of_its_steps() -> None:
 
 
 def test_a_described_gpu_is_not_opened() -> None:
-    """Where torch is built with CUDA, its tensors without data open a context, or fail where no GPU is."""
+    """If torch is built with CUDA, its tensors without data open a context, or fail without a GPU."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     assert not of_bert_on_a_gpu()[1]
 

@@ -1,6 +1,8 @@
-"""Modes and backends of `compiled`: `reduce-overhead` by two runs on an H100, and the others, which run and
-whose predictions say that they are uncertain (`data/compile-modes-h100.json`, torch 2.11 and transformers
-5.17, a bare loop over a model that is compiled whole).
+"""Modes and backends of `compiled`. Two runs on an H100 check `reduce-overhead`. The rest run, and their
+predictions are marked as uncertain.
+
+`data/compile-modes-h100.json` holds the runs: torch 2.11, transformers 5.17, and a bare loop over a model
+that is compiled whole.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def rehearsed(family: str, recipe: str, policy: Policy | None = None, layers: in
 
 @functools.cache
 def of_gpt2_recorded() -> Trace:
-    """Two compiled layers in bfloat16 whose graphs a GPU records and plays; nobody changes it."""
+    """Return two compiled layers in bfloat16 whose graphs a GPU records and replays, cached for the tests."""
     return rehearsed("gpt2", "bf16 + compiled(mode=reduce-overhead)", CudaPolicy(), hidden_size=256)
 
 
@@ -57,7 +59,7 @@ NEAREST = {
     "mode=max-autotune-no-cudagraphs": "compiled",
     "mode=max-autotune": "compiled(mode=reduce-overhead)",
 }
-"""The simulated recipe that another mode or backend is predicted as."""
+"""The simulated recipe whose prediction is used for another mode or backend."""
 
 
 @pytest.mark.parametrize("setting", slow_but(list(NEAREST), 2))
@@ -89,7 +91,7 @@ def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
 
 @pytest.mark.parametrize("what", slow_but(["layers", "model"], 1))
 def test_the_third_step_plays_graphs_back_and_allocates_nothing_for_them(what: str) -> None:
-    """The pool's memory stays reserved; kernels are launched as one, but for the copies of inputs."""
+    """The pool's memory stays reserved. Kernels are launched as one graph, except the copies of inputs."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = rehearsed("llama", f"compiled(what={what}, mode=reduce-overhead)", CudaPolicy(), hidden_size=256)
     steps = {trace.blocks[index].step for index in trace.of_graphs}
@@ -103,14 +105,14 @@ def test_the_third_step_plays_graphs_back_and_allocates_nothing_for_them(what: s
 
 
 def trace_end(trace: Trace) -> int:
-    """The number of the event with which the last step begins."""
+    """Return the index of the first event of the last step."""
     last = max(mark.step for mark in trace.marks)
     return next(mark.event for mark in trace.marks if mark.step == last)
 
 
 @pytest.mark.slow
 def test_a_classifier_is_compiled_once_more_and_plays_a_step_later() -> None:
-    """It writes its `problem_type` in the first step, so torch compiles it again in the second."""
+    """It sets its `problem_type` in the first step, so torch compiles it again in the second."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = rehearsed("bert", "compiled(what=model, mode=reduce-overhead)", CudaPolicy(), 1, hidden_size=256)
     assert max(mark.step for mark in trace.marks) == 4
@@ -124,7 +126,7 @@ def test_the_pool_of_graphs_gives_nothing_back_and_lends_nothing() -> None:
     allocator.release(graphs)
     allocator.release(own)
     allocator.allocate(25 * MIB)
-    assert allocator.reserved == 60 * MIB, "neither pool lends to the other"
+    assert allocator.reserved == 60 * MIB, "neither pool uses memory of the other"
     allocator.release(allocator.allocate(25 * MIB, Memory.GRAPHS))
     assert allocator.reserved == 60 * MIB
     allocator.empty_cache()
@@ -133,8 +135,8 @@ def test_the_pool_of_graphs_gives_nothing_back_and_lends_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_stream_that_graphs_are_recorded_on_has_pools_of_its_own() -> None:
-    """What lives there, two numbers of a generator, takes a segment (2 MiB of gpt2's and a Llama's on an
-    H100), which goes back when it is free, as graphs' own does not."""
+    """Two numbers of a generator take a segment there (2 MiB for gpt2 and a Llama on an H100). The segment is
+    freed with them; the graphs' own segments are not."""
     allocator = Allocator()
     own = allocator.allocate(8)
     beside = allocator.allocate(8, stream=GRAPH_STREAM)
@@ -152,8 +154,8 @@ def test_the_stream_that_graphs_are_recorded_on_has_pools_of_its_own() -> None:
 
 
 def test_what_recording_gave_back_is_taken_again_when_graphs_are_first_played() -> None:
-    """Outside of graphs, forward and backward, in the first step that plays; the step after it is as all that
-    follow. So 394 MiB more of gpt2 are reserved on an H100 in a fourth step."""
+    """The first replayed step allocates workspaces outside of graphs, forward and backward. The next step
+    already equals all later ones. So gpt2 reserves 394 MiB more on an H100 in a fourth step."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = of_gpt2_recorded()
     taken = [
@@ -166,8 +168,8 @@ def test_what_recording_gave_back_is_taken_again_when_graphs_are_first_played() 
 
 
 def test_what_a_graph_reads_and_gives_back_is_its_own_copy() -> None:
-    """The first layer's input is kept for the backward pass: in the step that records, as the copy that the
-    graph was recorded with. The original is free once it is copied, before the next layer is recorded."""
+    """The first layer's input is saved for the backward pass. The recording step saves the copy that the
+    graph was recorded with. The original is freed after its copy, before the recording of the next layer."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = of_gpt2_recorded()
     inputs, layer = (
@@ -197,7 +199,7 @@ def test_what_a_mode_or_backend_does_not_go_with_is_said(words: str, told: str) 
 
 
 def test_plans_do_not_search_steps_that_play_graphs() -> None:
-    """Nor are they put together from parts; other modes may be kept."""
+    """Nor are they combined from parts; other modes may be fixed with `keep`."""
     kept_of(small_job("llama"), "compiled(backend=aot_eager)").refuse()
     with pytest.raises(UsageError, match=r"do not search with compiled\(mode=reduce-overhead\).*Predict one"):
         kept_of(small_job("llama"), "compiled(mode=reduce-overhead)").refuse()
@@ -217,8 +219,7 @@ def test_plans_do_not_search_steps_that_play_graphs() -> None:
 def test_attention_that_a_program_runs_is_told_in_every_rehearsal(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of attention that Inductor replaces, and where what was traced before is used again: NVML shows 16
-    MiB for cuDNN's."""
+    """Also for attention that Inductor inserts, and for reused graphs: NVML shows 16 MiB for cuDNN's."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -234,7 +235,7 @@ MOST = ("requested", "allocated", "reserved")
 
 
 def measured_and_predicted(how: str) -> tuple[dict[str, Any], Prediction]:
-    """The measured run of a Llama of four layers, and its prediction."""
+    """Return the measured run of a Llama of four layers, and its prediction."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     seen = RUNS[how]
     recipe = Recipe.parse(f"bf16 + adamw_fused + compiled(what=model, {next(iter(seen['compile']))}={how})")
@@ -243,9 +244,9 @@ def measured_and_predicted(how: str) -> tuple[dict[str, Any], Prediction]:
 
 @pytest.mark.slow
 def test_the_bytes_of_measured_steps_with_graphs_are_met() -> None:
-    """As measured, but for the zeros that stand for the gradient of logits: torch 2.11 keeps them until the
-    backward pass is over, and 2.13 drops them when they are copied. Each time `test_compiled_truth.py` holds
-    compiled layers to measured bytes."""
+    """As measured, except zeros in place of the gradient of logits. torch 2.11 keeps them until the end of
+    the backward pass, and 2.13 drops them after their copy. `test_compiled_truth.py` checks measured bytes of
+    compiled layers in `make test`."""
     seen, found = measured_and_predicted("reduce-overhead")
     most = {key: max(step[key] for step in seen["steps"]) for key in MOST}
     zeros = 0 if boxed_gradients_are_kept() else ZEROS
@@ -260,7 +261,7 @@ def test_the_bytes_of_measured_steps_with_graphs_are_met() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["aot_eager", "cudagraphs"])
 def test_measured_steps_of_another_backend_are_predicted_as_uncertain(how: str) -> None:
-    """Within 7 % of the allocated bytes, as it happens."""
+    """Within 7 % of the allocated bytes, by chance."""
     seen, found = measured_and_predicted(how)
     assert any(f"backend={how} of 'compiled' is not simulated" in sentence for sentence in found.doubts)
     allocated = max(step["allocated"] for step in seen["steps"])
@@ -272,5 +273,5 @@ ZEROS = 2 * 2048 * 32000 * 2
 
 
 def boxed_gradients_are_kept() -> bool:
-    """Whether this torch keeps what a compiled backward pass is given until it is over."""
+    """Return true if this torch keeps the inputs of a compiled backward pass until its end."""
     return not hasattr(torch.autograd.Function, "boxed_grads_call")

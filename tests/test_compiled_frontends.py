@@ -1,7 +1,7 @@
-"""What is compiled, through every front-end: the user's Trainer, a hand-written loop, a changed recipe.
+"""Compiled layers and models in every front-end: the user's Trainer, a hand-written loop, a changed recipe.
 
-torch traces here and runs what it traced uncompiled, so losses are those of the layers as written, bit for
-bit; that the layers were traced shows that they would be compiled.
+torch traces here and runs the traced graph uncompiled. So losses equal those of the eager layers, bit for
+bit. The trace of the layers shows that they would be compiled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.whole
 
 @pytest.fixture(autouse=True)
 def _without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled, so what compiles need not be there."""
+    """Remove the requirement of a compiler, because no test here compiles."""
     from snugfit.techniques import roster
 
     for kind in roster.techniques():
@@ -57,7 +57,7 @@ WITH_THE_TRAINER = [
 
 @pytest.mark.parametrize("recipe", slow_but(WITH_THE_TRAINER, 1))
 def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: list[str]) -> None:
-    """Each time a loop below trains with a model that is compiled whole, and within a budget."""
+    """`make test` covers a whole compiled model and a budget in a loop below."""
     model = model_of("bert")
     plain = trainer_of(tmp_path / "plain", copy_of(model), classified(12))
     fitted(plain, "plain").train()
@@ -81,7 +81,7 @@ def test_a_loop_of_ones_own_trains_with_them(traced_only: list[str]) -> None:
 
 
 def test_another_recipe_finds_the_layers_as_they_were_written(tmp_path: Path, traced_only: list[str]) -> None:
-    """What is recomputed stands around what is compiled; both are taken away."""
+    """Checkpointing wraps the compiled layers; both wrappers are removed."""
     trainer = trainer_of(tmp_path, model_of("bert"), classified(8))
     layer = trainer.model.bert.encoder.layer[0]
     job = job_of(trainer)
@@ -143,7 +143,7 @@ def test_backends_that_compile_nothing_train_in_other_loops(recipe: str) -> None
 
 
 def test_a_loss_is_copied_out_of_a_graph_that_the_next_step_writes_over(traced_only: list[str]) -> None:
-    """Its memory is another step's then; of what is not recorded nothing is copied."""
+    """The next step reuses the graph's memory. Without recording there is no copy."""
     batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": torch.zeros(1, dtype=torch.int64)}
     for recipe, copies in (
         ("compiled(what=model, mode=reduce-overhead)", True),

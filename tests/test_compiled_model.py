@@ -1,7 +1,7 @@
-"""Models that torch.compile compiles whole, as `torch_compile=True` of the Trainer does, rehearsed.
+"""Models that torch.compile compiles whole, as the Trainer's `torch_compile=True` does, rehearsed.
 
-Law 1 holds for them on the CPU, event by event, as for compiled layers (`test_compiled.py`); on a GPU they
-are held to three runs of a bare loop on an H200.
+Law 1 holds for them on the CPU, event by event, as for compiled layers (`test_compiled.py`). On a GPU they
+are compared with three runs of a bare loop on an H200.
 """
 
 from __future__ import annotations
@@ -55,17 +55,19 @@ LAW = [
 ]
 
 IN_ANOTHER_LAYOUT = {("vit", f"bf16 + {WHOLE}"), ("vit", f"lora + bf16 + {WHOLE}")}
-"""oneDNN makes the gradient of a convolution's weight in 16 bits channels last, and torch copies it then."""
+"""oneDNN computes the gradient of a convolution's weight in 16 bits as channels last, and torch then copies
+it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_whole_model_with_recomputed_layers_is_predicted_for_a_gpu(family: str) -> None:
-    """Its program keeps the state of random numbers for attention that it computes again. Nothing else
-    runs."""
+    """Its program saves the random state for recomputed attention. All kernels of the forward pass are
+    compiled."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     setup = Recipe.parse(f"bf16 + {WHOLE} + every_layer").setup()
-    once = {"problem_type": "single_label_classification"} if family == "bert" else {}  # or it compiles twice
+    # otherwise it compiles twice
+    once = {"problem_type": "single_label_classification"} if family == "bert" else {}
     kernels = rehearse(small_job(family, 2, once), setup, CudaPolicy()).kernels
     attention = "aten::_scaled_dot_product_cudnn_attention"
     assert [kernel.phase for kernel in kernels if kernel.operator == attention].count("backward") == 2
@@ -89,21 +91,23 @@ def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, reci
 
 @functools.cache
 def of_whole_llama() -> Trace:
-    """One layer that is compiled with its model; nobody changes it."""
+    """Return one layer that is compiled with its model, cached and shared by the tests."""
     return rehearsed(small_job("llama", layers=1), WHOLE)
 
 
 @functools.cache
 def after_a_rank() -> list[Trace]:
-    """Two rehearsals after one of a rank: each has its own stand-ins, which Dynamo sees."""
+    """Return two rehearsals that follow one of a rank. Each has its own replacements of functions, which
+    Dynamo sees."""
     predict(small_job("gpt2", layers=1, batch_size=4), "fsdp", gpu="h200", gpus=2)
     return [rehearsed(small_job("gpt2", layers=1), WHOLE) for _ in range(2)]
 
 
 @pytest.mark.whole
 def test_a_loss_that_is_a_graph_of_its_own_has_gradients_in_every_rehearsal() -> None:
-    """transformers warns of GPT-2's loss, where Dynamo breaks the graph; torch's own kernel for shapes of a
-    loss would hide its gradient, unless autograd's is in the way, as in a process's first rehearsal."""
+    """transformers warns about GPT-2's loss, where Dynamo breaks the graph. torch's kernel for shapes of a
+    loss would hide its gradient, unless autograd's kernel precedes it. In a process's first rehearsal it
+    does."""
     trace = after_a_rank()[1]
     programs = [(kernel.phase, kernel.programs) for kernel in trace.kernels if kernel.programs]
     assert sum(count for phase, count in programs if phase == "forward") == 2, "two graphs"
@@ -112,14 +116,14 @@ def test_a_loss_that_is_a_graph_of_its_own_has_gradients_in_every_rehearsal() ->
 
 @pytest.mark.whole
 def test_a_rank_s_rehearsal_leaves_dynamo_s_table_of_functions_as_it_was() -> None:
-    """GPT-2's attention asks for `math.sqrt`, which another function stands in for during a rehearsal."""
+    """GPT-2's attention calls `math.sqrt`, which is replaced during a rehearsal."""
     assert all(trace.kernels for trace in after_a_rank())
     root = torch.compile(lambda x: x * math.sqrt(x.shape[-1]), backend="eager", fullgraph=True)
     assert root(torch.ones(4)).tolist() == [2.0] * 4
 
 
 class Broken(torch.nn.Module):
-    """A model with something in the middle that Dynamo leaves to Python."""
+    """A model with an operation that breaks Dynamo's graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +156,7 @@ def test_what_was_not_tried_in_a_whole_model_is_refused(words: str, told: str) -
 
 
 def test_what_stands_around_a_compiled_model_stays_when_it_runs_as_written_again() -> None:
-    """accelerate puts autocast around a model's forward pass, and never takes it away."""
+    """accelerate wraps a model's forward pass in autocast, and never removes the wrapper."""
     model = build_model(small_job("llama", layers=2), Recipe.parse(WHOLE).setup(), torch.device("cpu"))
     compiled = model.forward
 
@@ -171,7 +175,7 @@ def test_what_stands_around_a_compiled_model_stays_when_it_runs_as_written_again
 
 @pytest.mark.whole
 def test_a_short_run_pays_for_compiling_the_whole_model() -> None:
-    """Even for one of fewer and lesser layers."""
+    """Compiling the whole model costs more even with fewer layers."""
     once = {}
     for recipe, layers, trace in (("compiled", 3, of_llama()), (WHOLE, 1, of_whole_llama())):
         job = small_job("llama", layers)
@@ -192,7 +196,7 @@ LLAMA = {
 
 
 def measured_job(name: str) -> Job:
-    """The job of one of the recorded runs."""
+    """Return the job of one of the recorded runs."""
     if name == "llama4_whole":
         model = Model.from_config(LLAMA, name=name)
         return Job(model=model, task=Task.CAUSAL_LM, batch_size=2, sequence_length=2048)
@@ -202,8 +206,8 @@ def measured_job(name: str) -> Job:
 
 @pytest.mark.parametrize("name", slow_but(["llama4_whole", "bert4_whole", "bert24_whole"], 0))
 def test_the_bytes_of_a_bare_compiled_step_are_met(name: str) -> None:
-    """As measured; transformers 5.23 traces BERT otherwise than 5.17 did. Each time `test_compiled_truth.py`
-    holds compiled layers to measured bytes."""
+    """As measured. transformers 5.23 traces BERT differently from 5.17. `test_compiled_truth.py` checks
+    measured bytes of compiled layers in `make test`."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = measured_job(name)
     found: Prediction = predict(job, Recipe.parse(f"bf16 + adamw_fused + {WHOLE}"), gpu="h200")
@@ -227,7 +231,7 @@ def test_the_bytes_of_a_bare_compiled_step_are_met(name: str) -> None:
 
 @pytest.mark.slow
 def test_attention_is_what_the_traced_model_asks_for() -> None:
-    """A given mask is a tensor in the graph; where none is given and none is made, attention stays fused."""
+    """A given mask is a tensor in the graph. Without any mask, attention stays fused."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace: Trace = rehearsed(small_job("llama", 1, {"hidden_size": 256}), f"bf16 + {WHOLE}", CudaPolicy())
     names = {kernel.operator for kernel in trace.kernels}
@@ -236,23 +240,23 @@ def test_attention_is_what_the_traced_model_asks_for() -> None:
 
 
 class Precise(torch.nn.Module):
-    """A product in 32 bits within autocast, as routers and norms compute it."""
+    """A product in 32 bits within autocast, as in routers and norms."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 64 * 64).reshape(64, 64))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """The sum of the product's squares."""
+        """Return the sum of the product's squares."""
         with torch.autocast("cpu", enabled=False):
             return (rows @ self.weight).square().sum()
 
 
 @pytest.mark.whole
 def test_autocast_within_is_what_accelerate_compiles() -> None:
-    """accelerate puts autocast around a model's forward pass and compiles both, and the Trainer has it do so.
-    Gradients are those of a program whose backward pass is traced without autocast, bit for bit. Where
-    autocast is around the program, its backward pass multiplies in 16 bits."""
+    """accelerate wraps a model's forward pass in autocast and compiles both; so does the Trainer. The
+    reference program traces its backward pass without autocast, and gradients are equal bit for bit. With
+    autocast around the program, its backward pass multiplies in 16 bits."""
     AcceleratorState._reset_state(reset_partial_state=True)
     gradients = {}
     for begins in ("accelerate", "within", "around"):

@@ -1,8 +1,8 @@
 """Compiled layers, measured on an H200 and predicted again: bytes to a fraction of a per cent, and seconds.
 
-Measured with torch 2.11 and lowered here by the version that is installed. What Inductor's versions do
-otherwise (a sum of bias gradients is cast in the kernel that adds it up, a norm's backward pass is one kernel
-or two) moves no byte of a peak. Where the cache on the disk was warm no kernel's settings were timed.
+The runs used torch 2.11; the installed version lowers them here. Versions of Inductor differ in two ways. One
+is the kernel that casts a sum of bias gradients, the other the number of kernels of a norm's backward pass.
+Neither moves a byte of a peak. With a warm cache on disk no kernel's settings were timed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COMPILED = sorted(file.parent.name for file in FOLDER.rglob("measurement.json")
                   if "uncompiled" not in file.parent.name)  # fmt: skip
 BAND = {"requested_bytes": 1e-6, "allocated_bytes": 0.002, "reserved_bytes": 0.0035}
 STEP_MEDIAN, STEP_WORST = 0.12, 0.25
-"""Of the step's seconds in compared.json: so much longer they took than predicted, on a shared host on which
-uncompiled steps took 3 to 18 % longer."""
+"""Bounds on the relative error of the step's seconds in compared.json. The host was shared, and uncompiled
+steps took 3 to 18 % longer on it."""
 
 
 @pytest.mark.parametrize("name", slow_but(COMPILED, lambda name: name == "llama-cold"))
@@ -50,7 +50,7 @@ def test_a_compiled_step_takes_the_bytes_that_were_predicted(name: str) -> None:
 
 
 def test_the_committed_comparison_is_of_these_constants() -> None:
-    """What compared.json says of a small one is what is predicted now."""
+    """The prediction in compared.json for a small run equals the current one."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     run = next(run for run in _compared() if run["run"] == "llama-cold")
     seen = Measurement.from_json(json.loads((FOLDER / "llama-cold" / "measurement.json").read_text()))

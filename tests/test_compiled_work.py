@@ -1,4 +1,5 @@
-"""The part of a step that compilers of layers leave, and plans that lower them only where that matters."""
+"""The kernels of a step that compiling layers leaves unchanged, and plans that lower layers only if that
+matters."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_compiled_layers_are_lowered_only_where_they_may_matter(slow: bool) -> N
     rng = random.Random(0)
     space = space_of_rounds()
     told = recomputed(told_of(space, rng), space, rng)
-    if slow:  # what is left without the compiler takes longer than all, and more bytes
+    if slow:  # the remaining kernels take longer than the whole step, and more bytes
         most = max(bound.needed_bytes for bound in told.bounds)
         told.bounds = [
             bound

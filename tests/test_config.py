@@ -1,5 +1,5 @@
-"""Bad configs, from broken JSON to remote code and config bombs: one `ModelError`, nothing run, no prompt, no
-socket."""
+"""Bad configs, from broken JSON to remote code and config bombs. Each gives one `ModelError`, runs no code,
+shows no prompt and opens no socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BERT = read_preset("google-bert/bert-base-uncased")
 
 @pytest.fixture(autouse=True)
 def closed_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No socket is made and nothing is asked on the terminal while a config is read."""
+    """Fail if a socket is opened or the terminal is read while a config is parsed."""
 
     def refuse(*arguments: Any, **named: Any) -> None:
         raise AssertionError("a socket was opened, or the user was asked")
@@ -150,7 +150,7 @@ def test_a_model_folder_that_is_another_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By injection: whoever runs as root can read everything."""
+    """The error is injected, because root can read any file."""
     (tmp_path / "config.json").write_bytes(changed())
 
     def denied(*arguments: Any) -> int:
@@ -185,7 +185,8 @@ def test_infinite_numbers_are_read_as_python_and_as_transformers_write_them() ->
 
 
 def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
-    """DeepSeek-V3, Kimi-K2 and Phi-4-mini name code of their own, gpt-oss and DeepSeek a quantization."""
+    """DeepSeek-V3, Kimi-K2 and Phi-4-mini refer to code of their own, gpt-oss and DeepSeek to a
+    quantization."""
     config = changed(auto_map={"AutoModel": "evil.Model"}, quantization_config={"quant_method": "mxfp4"})
     model = Model.from_config(parse_config(config, where="here"), name="bert")
     built = model.transformers_config("sequence-classification", 2)
@@ -212,14 +213,15 @@ def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
     ids=lambda facts: facts["model_type"],
 )
 def test_facts_that_stand_as_they_are(facts: dict[str, Any]) -> None:
-    """Sizes that are absent, 0, lists or floats; heads of a width that only their class names (GLM), or that
-    are cut (GLM-4.5)."""
+    """Sizes may be absent, 0, lists or floats. In GLM only the class defines the head width; in GLM-4.5 it is
+    cut."""
     assert check_facts(facts, where="here") == facts
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_facts_only(name: str) -> None:
-    """Sizes, not weights: what reading keeps is all that stands in the file, but for its weights' dtype."""
+    """A preset holds sizes, not weights. Reading retains every key of the file, including the dtype of the
+    weights."""
     from importlib import resources
 
     file = resources.files("snugfit.job").joinpath("presets", *f"{name}.json".split("/"))

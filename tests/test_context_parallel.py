@@ -1,4 +1,4 @@
-"""Sequences that are cut over GPUs: what is refused by name, what a rank holds, and what it exchanges."""
+"""Sequences that are cut over GPUs: named refusals, the memory of a rank, and its exchanges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kernels(trace: Trace, operator: str) -> list[Kernel]:
     return [kernel for kernel in trace.kernels if kernel.operator == operator]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------
+# ---- refused combinations --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_gpus_that_make_no_such_groups(recipe: str, gpus: int, why: str) -> None
 
 
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
-    """As data brings it, which no recipe is checked with."""
+    """The batch comes from data; a check of the recipe does not see it."""
     mesh: Any = SimpleNamespace(size=lambda: 2)
     ids = torch.zeros(2, 8, dtype=torch.int64)
     padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2])}
@@ -122,7 +122,7 @@ def test_another_attention_is_not_computed_as_if_it_were_this_one(given: dict[st
         attend(SimpleNamespace(), query, query, query, **given)
 
 
-# ---- what a recipe asks ----------------------------------------------------------------------------------
+# ---- the setup of a recipe -------------------------------------------------------------------------------
 
 
 def test_it_is_an_axis_of_its_own() -> None:
@@ -142,7 +142,7 @@ def test_other_words_for_it(word: str) -> None:
     assert str(Recipe.parse(f"{word}(2)")) == "context(2)"
 
 
-# ---- what one rank takes ---------------------------------------------------------------------------------
+# ---- bytes and exchanges of one rank ---------------------------------------------------------------------
 
 
 def test_activations_are_shared_and_weights_are_not() -> None:
@@ -162,8 +162,8 @@ def test_one_copy_of_the_weights_is_spread_over_the_ranks_of_a_sequence_too() ->
 
 
 def test_keys_and_values_go_around() -> None:
-    """In each layer they are gathered, once forward and once backward, and their gradients are sent on, once
-    for each rank; each waits for what it carries, and what computes waits for it."""
+    """Each layer gathers keys and values once forward and once backward, and sends their gradients once for
+    each rank. An exchange waits for its operands, and the kernels that use its result wait for it."""
     trace = trace_of("bf16 + context(4)", 4)
     gathered, sent = kernels(trace, ALL_GATHER), kernels(trace, SEND)
     assert [kernel.phase for kernel in gathered].count("forward") == LAYERS
@@ -174,9 +174,10 @@ def test_keys_and_values_go_around() -> None:
     assert all(kernel.stream != 0 and kernel.after for kernel in (*gathered, *sent))
     first = trace.kernels.index(gathered[0])
     assert next(kernel for kernel in trace.kernels if first in kernel.after).stream == 0
-    heads = JOB.model.config["num_key_value_heads"]  # none is repeated for the queries' heads before
-    group = JOB.batch_size * JOB.sequence_length // 4 * heads * 16  # of heads of 16
-    assert gathered[0].nbytes == 4 * 2 * 2 * group  # keys and values of 16 bits, of four ranks
+    # key heads are not repeated for the queries' heads before the exchange
+    heads = JOB.model.config["num_key_value_heads"]
+    group = JOB.batch_size * JOB.sequence_length // 4 * heads * 16  # heads of size 16
+    assert gathered[0].nbytes == 4 * 2 * 2 * group  # keys and values of 16 bits, from four ranks
     assert {kernel.nbytes for kernel in sent} == {2 * 4 * group}  # gradients of 32 bits
 
 
@@ -211,9 +212,10 @@ def test_samples_per_second_are_of_all_and_nothing_is_said_to_be_measured() -> N
 
 
 def test_nothing_stays_replaced_after_a_step_that_fails() -> None:
-    """torch 2.11's own context leaves its attention in place then."""
+    """torch 2.11's own context leaves its attention replaced after an error."""
     plain = torch.nn.functional.scaled_dot_product_attention
-    broken = replace(JOB, sequence_length=264)  # which pieces of 32 bits cannot be, if nobody asks first
+    # pieces of this length are invalid in 32 bits; the check of the recipe is skipped here
+    broken = replace(JOB, sequence_length=264)
     setup = on_gpus(Recipe.parse("fp32 + context(4)").setup(), 4)
     with pytest.raises(Exception, match="could not be simulated"):
         rehearse(broken, setup, CudaPolicy())

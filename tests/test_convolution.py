@@ -1,6 +1,6 @@
-"""Workspaces of convolutions, beside what cuDNN 9.19 took on one H200: allocator histories of drawn runs, and
-the patch embeddings of `results/h200-2026-11-22/convolutions.json` and of
-`results/h200-2026-11-27/patch-embeddings.json`."""
+"""Workspaces of convolutions, compared with those of cuDNN 9.19 on one H200. The sources are allocator
+histories of drawn runs, and the patch embeddings of two files. These are
+`results/h200-2026-11-22/convolutions.json` and `results/h200-2026-11-27/patch-embeddings.json`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from snugfit.step.wishes.precision import matmul_precision
 from snugfit.techniques.recipe import Recipe
 
 H200 = GpuSize(132, 2048)
-"""Multiprocessors, and threads of each."""
+"""Number of multiprocessors, and of threads on each."""
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("h200-2026-11-22/convolutions.json", "h200-2026-11-27/patch-embeddings.json")
@@ -36,17 +36,17 @@ SEEN: list[dict[str, Any]] = [
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 TAIL = 2_200
-"""Bytes by which a workspace of the backward pass may be larger than its copies."""
+"""Bytes by which a workspace of the backward pass may exceed its copies."""
 
 UNKNOWN_FORWARD = ((96, 384), (128, 384), (256, 384))
-"""Samples and image of large inputs in half precision that took no copy in the forward pass."""
+"""Samples and image size of large inputs in half precision whose forward pass made no copy."""
 
 
 @contextmanager
 def shapes(
     x: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype, precision: str, **how: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Input, weight and output on `meta`, under a precision of fp32 products."""
+    """Yield input, weight and output on `meta`, under a precision of fp32 products."""
     operands = [torch.empty(size, dtype=dtype, device="meta") for size in (x, weight)]
     conv = torch.conv2d if len(x) == 4 else torch.conv1d
     with matmul_precision(precision):
@@ -91,7 +91,8 @@ def test_each_wanted_gradient_takes_a_workspace() -> None:
 
 @pytest.mark.parametrize("seen", SEEN, ids=lambda each: f"{each['B']}x{each['image']} {each['precision']}")
 def test_a_patch_embedding_takes_what_cudnn_took(seen: dict[str, Any]) -> None:
-    """Forward to the byte, backward but for tails: every birth and death in order, the outputs among them."""
+    """The forward pass matches to the byte, the backward pass up to tails: every birth and death in order,
+    with outputs."""
     image, patch, hidden = seen["image"], seen["patch"], seen["hidden"]
     x, weight = (seen["B"], 3, image, image), (hidden, 3, patch, patch)
     dtype = DTYPES.get(seen["precision"], torch.float32)
@@ -110,7 +111,7 @@ def test_a_patch_embedding_takes_what_cudnn_took(seen: dict[str, Any]) -> None:
 
 
 def moves(scratch: Scratch, outputs: tuple[torch.Tensor | None, ...]) -> list[int]:
-    """Births and deaths, the outputs among them."""
+    """Return births and deaths, including those of the outputs."""
     found = [] if any(move == OUTPUTS or move in ONE_OUTPUT for move in scratch) else [*map(size, outputs)]
     for move in scratch:
         if move == OUTPUTS:
@@ -136,7 +137,7 @@ class Convolved(torch.nn.Module):
 
 
 def test_a_prediction_does_not_depend_on_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels take is remembered in a process, and was remembered in any precision for all."""
+    """A process caches the scratch of kernels. An earlier version shared the cache between precisions."""
     job = Job(model=Model.from_module(Convolved(), {"x": torch.zeros(4, 16, 24, 24)}), task=Task.CUSTOM)
 
     def workspaces(recipe: str) -> int:
@@ -153,8 +154,8 @@ def test_a_prediction_does_not_depend_on_those_before_it(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("last", [(), ("x",), ("weight",), ("gradient",)], ids="+".join)
 def test_gradients_lie_as_input_and_weight_do(last: tuple[str, ...]) -> None:
-    """Not as the gradient of the output, which comes transposed to the patches of a ViT: a weight's gradient
-    that lies otherwise than the weight would be copied."""
+    """Their layout is not that of the output's gradient, which is transposed for the patches of a ViT. A
+    weight's gradient in another layout would be copied."""
     sizes = {"gradient": (2, 8, 4, 4), "x": (2, 3, 16, 16), "weight": (8, 3, 4, 4)}
     given = {
         name: torch.empty(

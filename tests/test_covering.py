@@ -1,4 +1,4 @@
-"""The arrays that the laws are tried on hold what they promise."""
+"""The covering arrays that the laws use meet their specification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def any_goes(_: Case) -> bool:
 
 
 def some_go(case: Case) -> bool:
-    """Two that exclude each other, and one that goes with no d."""
+    """Return false for two values that exclude each other, and for one value with any d."""
     return not {"a1", "b2"} <= {*case} and not ("c1" in case and any(value[0] == "d" for value in case))
 
 

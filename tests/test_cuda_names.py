@@ -1,4 +1,4 @@
-"""A module of the user's own that names CUDA is rehearsed as it would run on a GPU."""
+"""A user's module that names CUDA is rehearsed as it would run on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snugfit.techniques.recipe import Recipe
 
 
 class Says(nn.Module):
-    """A linear layer whose input some code has gone over."""
+    """A linear layer whose input the given code transforms first."""
 
     def __init__(self, code: Callable[[torch.Tensor], Any] = lambda x: x) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules of the user's own: the ways in which they give their loss, and what an example batch may hold."""
+"""The user's own modules: the forms of their loss, and the contents of an example batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = {
 
 
 class Net(nn.Module):
-    """Gives its loss in one of the ways, and asks for more than tensors."""
+    """Returns its loss in one of several forms, and takes more arguments than tensors."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_an_output_without_a_loss_says_the_ways(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_that_leaves_weights_on_the_host_is_moved_or_refused() -> None:
-    """XLNet makes its projections by `torch.FloatTensor`, which no device context reaches."""
+    """XLNet creates its projections by `torch.FloatTensor`, which no device context reaches."""
     facts = {
         "model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64, "vocab_size": 96,
     }  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_model_that_leaves_weights_on_the_host_is_moved_or_refused() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_a_model_that_reads_torchs_older_switches_trains_in_any_precision(precision: str) -> None:
-    """CTC heads of transformers go through `cudnn.flags`, which reads `allow_tf32`."""
+    """CTC heads of transformers use `cudnn.flags`, which reads `allow_tf32`."""
     example = spoken()
     job = Job(model=Model.from_module(RecognisesFlatTargets(), example), task=Task.CUSTOM)
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32

@@ -1,5 +1,5 @@
-"""Losses whose pieces train otherwise, found by gradients: class weights, own means over tokens, answers that
-are left out, two means in one loss, the balance of experts."""
+"""Gradients reveal losses that train differently in micro-batches. Examples are class weights, a user's mean
+over tokens, and ignored answers. Further ones are two means in one loss, and the balance of experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from snugfit.training.recovery import compares_again
 
 WEIGHTS = torch.tensor([1.0, 10.0])
 RARE = [{**row, "labels": int(index % 10 == 7)} for index, row in enumerate(classified(24))]
-"""Nine of ten are of one class."""
+"""Samples of which nine in ten belong to one class."""
 
 
 def without_labels(model: Any, batch: dict[str, Any]) -> Any:
@@ -49,7 +49,7 @@ def renamed(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def loop_of(
     model: Any, rows: Any, heard: list[Any], loss: Any = None, recipe: str = "micro_batches(4)", **more: Any
 ) -> Any:
-    """A loop over batches of 8, that tells what is to be read."""
+    """Return a loop over batches of 8 that appends its events to `heard`."""
     collate = renamed if loss is own_names else padded
     loader = DataLoader(rows, 8, collate_fn=collate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -101,14 +101,14 @@ def test_the_models_own_mean_is_no_warning(make: Any, rows: Any, recipe: str) ->
 
 
 class Dropping(torch.nn.Module):
-    """Layers of torch that drop by a number of their own, and a function that drops."""
+    """Layers of torch with a dropout rate of their own, and a function that drops."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer, self.head = layer, torch.nn.Linear(8, 1)
 
     def forward(self, x: Any, labels: Any) -> dict[str, Any]:
-        """A plain mean."""
+        """Return a plain mean."""
         is_attention = isinstance(self.layer, torch.nn.MultiheadAttention)
         out, _ = self.layer(x, x, x) if is_attention else self.layer(x)
         out = self.head(functional.dropout1d(out, 0.5, self.training))
@@ -135,7 +135,7 @@ def test_dropout_is_no_difference(layer: Any) -> None:
 
 @pytest.mark.whole
 def test_a_count_of_weights_trains_as_the_whole_batch() -> None:
-    """Counts may be fractions."""
+    """The counts of a loss may be fractions."""
     halves, weights = WEIGHTS / 4, []
     for recipe in ("plain", "micro_batches(4)"):
         model = model_of("bert")
@@ -150,7 +150,7 @@ def test_a_count_of_weights_trains_as_the_whole_batch() -> None:
 
 
 class Counting(torch.nn.Module):
-    """A layer with dropout and a buffer that counts; its loss draws noise where it is `noisy`."""
+    """A layer with dropout and a buffer that counts; its loss adds noise if it is `noisy`."""
 
     def __init__(self, noisy: bool = False, blind: int = 0) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Counting(torch.nn.Module):
         self.last: Any = None
 
     def forward(self, x: Any, labels: Any) -> dict[str, Any]:
-        """A weighted mean; alike for all while the model is `blind`."""
+        """Return a weighted mean; equal for all samples while the model is `blind`."""
         self.calls += 1
         self.last = x
         x = functional.dropout(x, 0.5, self.training)
@@ -228,7 +228,7 @@ def test_a_model_that_shows_nothing_at_first_is_compared_again() -> None:
 
 @pytest.mark.whole
 def test_train_compares_again(tmp_path: Path) -> None:
-    """After the first step, whose gradients were 0."""
+    """It compares after the first step, whose gradients were 0."""
     example = {"x": torch.randn(4, 8), "labels": torch.tensor([0, 0, 0, 1])}
     job = Job(model=Model.from_module(Counting(blind=2), example), task=Task.CUSTOM, batch_size=4)
     heard: list[Any] = []
@@ -243,10 +243,10 @@ def test_train_compares_again(tmp_path: Path) -> None:
 
 
 class Weighted(transformers.Trainer):  # type: ignore[misc]
-    """Weights of classes in `compute_loss`."""
+    """A trainer with class weights in `compute_loss`."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        """A weighted mean."""
+        """Return a weighted mean."""
         out = without_labels(model, inputs)
         loss = functional.cross_entropy(out.logits, inputs["labels"], weight=WEIGHTS)
         return (loss, out) if return_outputs else loss
@@ -257,7 +257,7 @@ def of_weights(out: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 
 def of_sums(out: Any, labels: Any, num_items_in_batch: Any) -> Any:
-    """Right in pieces: a sum, over a count of the whole batch."""
+    """Return a loss that is correct in micro-batches: a sum, divided by a count of the whole batch."""
     losses = functional.cross_entropy(out.logits, labels, weight=WEIGHTS, reduction="sum")
     return losses / num_items_in_batch
 
@@ -296,7 +296,8 @@ def test_micro_batches_of_one_sample_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_losses_decide_where_memory_runs_out(own: bool, tmp_path: Path) -> None:
-    """Weights with noise show what a new model hides, and are afterwards as they were."""
+    """Noise on the weights reveals a difference that a new model hides; the weights are restored
+    afterwards."""
 
     def refuse(module: Any, given: Any) -> None:
         if torch.is_grad_enabled():
@@ -321,10 +322,10 @@ def test_no_share_is_praised_where_the_comparison_failed(recipe: Any, tmp_path: 
 
 
 class Blind(Weighted):
-    """All gradients are 0 in the first step."""
+    """A trainer whose gradients are all 0 in the first step."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        """A weighted mean from the second step on."""
+        """Return a weighted mean from the second step on."""
         loss, out = super().compute_loss(model, inputs, True)
         loss = loss if self.state.global_step else loss * 0.0
         return (loss, out) if return_outputs else loss

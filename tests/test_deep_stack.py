@@ -1,4 +1,4 @@
-"""A deep model is rehearsed where the end of its graph finds room on the stack."""
+"""A deep model is rehearsed on a stack that is large enough for the deletion of its graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def forks() -> Forks:
 
 
 def end_of_a_graph() -> None:
-    """A chain of nodes that Python has seen, as a rehearsal sees them, is made and deleted."""
+    """Build and delete a chain of nodes that Python has seen, as in a rehearsal."""
     value = torch.ones(1, requires_grad=True)
     for _ in range(NODES):
         value = value * 2
@@ -39,7 +39,7 @@ def with_its_stack() -> int:
 
 @pytest.mark.whole
 def test_the_end_of_a_deep_graph_has_room() -> None:
-    """On the usual stack the process ends by SIGSEGV."""
+    """On a stack of the usual size the process ends with SIGSEGV."""
     assert forks().ended(forks().start(with_its_stack)) == 0
 
 

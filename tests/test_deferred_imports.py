@@ -1,4 +1,4 @@
-"""Imports that are put off: the same predictions, and real modules as soon as anybody wants them."""
+"""Deferred imports: predictions do not change, and modules become real at their first use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ print("FOUND", json.dumps(found))
 
 
 def found(code: str, folder: Path) -> list[object]:
-    """Return what this code prints in a process that has imported nothing."""
+    """Return the printed result of this code in a process that has imported nothing."""
     with (folder / "printed").open("w+") as printed:
         forks = forks_of(__name__, bare=True)
         process = forks.start(run, code, streams={1: printed.fileno(), 2: printed.fileno()})
@@ -71,8 +71,8 @@ def run(code: str) -> int:
 
 @pytest.mark.parametrize("jobs", slow_but([FEW, ALL], 1), ids=len)
 def test_predictions_are_the_same_and_simple_ones_import_little(jobs: list[Any], tmp_path: Path) -> None:
-    """In `make test` beside those of this process, which has imported all; in `make test-all` beside those of
-    another that puts nothing off."""
+    """`make test` compares with predictions of this process, which has imported all. `make test-all` compares
+    with another process that defers nothing."""
     light = found(PREDICTS.format(puts_off=True, jobs=jobs), tmp_path)
     alone = 1 if jobs == FEW else 4
     assert light[1 : 2 * alone : 2] == [[]] * alone, "of one GPU"

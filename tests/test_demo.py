@@ -1,4 +1,4 @@
-"""`make demo`: the killed run resumes and ends like the run left alone; one screen and a picture."""
+"""`make demo`: the killed run resumes and ends like the uninterrupted run; one screen and a picture."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from snugfit.errors import SnugfitError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCREEN = (40, 100)
-"""Lines and columns."""
+"""Lines and columns of one screen."""
 
 NEAR = 0.01
-"""Share by which the predicted bytes of the CPU's step may differ from those that the profiler counted."""
+"""Bound on the relative difference of the CPU step's predicted bytes and the profiler's."""
 
 
 def demo_module() -> Any:
-    """Import the demo, under a name with which its results are sent between processes."""
+    """Import the demo under a name with which processes can exchange its results."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         return importlib.import_module("demo")
@@ -53,7 +53,7 @@ def test_the_demo_is_killed_resumes_and_ends_alike(tmp_path: Path, forks: Forks)
     assert code == 0, shown
     lines = shown.splitlines()
     assert len(lines) <= SCREEN[0]
-    assert max(map(len, lines[:-1])) <= SCREEN[1]  # the last one ends with a path
+    assert max(map(len, lines[:-1])) <= SCREEN[1]  # the last line ends with a path
     pids = re.findall(r"process (\d+) ", shown)
     assert len({*pids}) == 3
     assert f"process {pids[0]} was killed with SIGKILL after step 50 of 100" in shown

@@ -1,4 +1,4 @@
-"""Every command and every piece of Python in README and docs: typed as it stands, it is understood."""
+"""Every command and every piece of Python in README and docs is valid as written."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def pieces(language: str) -> list[str]:
-    """The fenced pieces of one language, of every page."""
+    """Return the fenced pieces of one language on every page."""
     found = [piece for page in PAGES for piece in FENCE.findall(page.read_text())]
     return [text for kind, text in found if kind == language]
 
 
 def commands() -> list[str]:
-    """The lines that call snugfit, each with its continuation."""
+    """Return the lines that call snugfit, each with its continuation."""
     texts = [*pieces(""), *pieces("console")]
     lines = [line.removeprefix("$ ") for text in texts for line in text.replace("\\\n", " ").splitlines()]
     calls = {line.partition(" | head")[0] for line in lines if line.startswith("snugfit ")}
@@ -50,8 +50,8 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Questions are read and checked; the answers are made up. What the package gives by name it keeps, so it
-    gets the real ones first."""
+    """Parse and check the requests, and invent the results. The package caches its lazy attributes, so the
+    real ones are loaded first."""
     assert all(hasattr(snugfit, name) for name in snugfit.__all__)
 
     def predict(job: Any, recipe: Any, **_: Any) -> Any:
@@ -92,7 +92,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 OF_FEATURES = re.compile(r"(guide|check|export)\b|.* --(arguments|export|\w*_\w*) ")
-"""Commands that the tests of features type."""
+"""Commands that the tests of features run."""
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ DOORS = ("snugfit.train(", "snugfit.fit(", "snugfit.accelerate(")
 
 
 def trained() -> list[str]:
-    """The pieces of Python that train."""
+    """Return the pieces of Python that train."""
     return [text for text in pieces("python") if any(door in text for door in DOORS)]
 
 

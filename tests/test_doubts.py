@@ -1,4 +1,4 @@
-"""What a rehearsal had to assume is said in every output, by whichever road its trace came."""
+"""Every output shows the assumptions of a rehearsal, for every way in which its trace is produced."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTLED = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.BATCHIN
 
 @pytest.fixture(autouse=True)
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer that is rehearsed rests on a guess."""
+    """Add a doubt to each layer that is rehearsed."""
     plain = BertLayer.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The jobs that `lab/draw_runs.py` draws: the same from a seed, valid, and of every family and technique."""
+"""The jobs that `lab/draw_runs.py` draws: equal for a seed, valid, and of every family and technique."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snugfit.techniques import roster
 
 @cache
 def first(seed: int, number: int) -> DrawnJob:
-    """Several tests take the same draws."""
+    """Return a draw, cached for several tests."""
     return next(proposals(seed, number))
 
 
@@ -26,7 +26,7 @@ def drawn(seed: int, count: int = 16) -> list[DrawnJob]:
 
 
 def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
-    """On no draw before it, and on no other random numbers."""
+    """Earlier draws and other random numbers have no influence."""
     in_order = [str(first(7, number)) for number in range(4)]
     random.seed(1)
     assert [str(next(proposals(7, number))) for number in reversed(range(4))] == in_order[::-1]
@@ -38,8 +38,9 @@ def test_sixteen_draws_meet_every_family() -> None:
 
 
 def test_draws_are_lawful_and_broad() -> None:
-    """Every technique is drawn but two, which need a package that we cannot measure with or are slower than
-    another; in fewer draws, but a few. On lengths that are no powers of two too, and nothing unlawful is."""
+    """Every technique but two is drawn: we cannot measure with the package of one, and the other is slower
+    than a third. Few draws miss a few more techniques. All draws are valid, some with lengths that are not
+    powers of two."""
     everything = [one for seed in range(12) for one in drawn(seed)]
     for one in everything:
         one.recipe.check(one.job, (9, 0), installed=False)

@@ -1,4 +1,4 @@
-"""In which dtype weights are loaded: whose word it is, what a recipe makes of it, and what is said."""
+"""The dtype in which weights are loaded: its sources, the effect of a recipe, and the messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FACTS = {
 
 
 def tiny(folder: Path, *, weights: str | None = None, **keys: Any) -> Model:
-    """The model of a folder, with weights in this dtype where one is given."""
+    """Return the model of a folder, with weights in this dtype if one is given."""
     (folder / "config.json").write_text(json.dumps(FACTS | keys))
     if weights:
         from safetensors.torch import save_file
@@ -134,7 +134,8 @@ def test_a_plan_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
     ):
         fixed = kept_of(job, {slot: Recipe()[slot] for slot in Slot if slot != "precision"})
         asked = replace(job, dtype=dtype)
-        space = space_of(asked, fidelity=Fidelity.LEARNS, capability=(8, 0), fixed=fixed)  # too old for fp8
+        # this GPU is too old for fp8
+        space = space_of(asked, fidelity=Fidelity.LEARNS, capability=(8, 0), fixed=fixed)
         assert {candidate.recipe[Slot.PRECISION].name for candidate in space.candidates} == names
         excluded = {one.what: one.why for one in space.excluded}
         assert all(text in excluded[name] for name, text in why.items())
@@ -215,7 +216,7 @@ def test_a_plan_says_first_that_a_technique_changes_nothing(tmp_path: Path) -> N
     ],
 )
 def test_what_transformers_keeps_in_fp32_is_fp32(family: str, dtype: str, kept: str, tmp_path: Path) -> None:
-    """A model of random weights, which a prediction is about, has the dtypes of one that is loaded."""
+    """A model of random weights, which a prediction uses, has the dtypes of a loaded one."""
     routed = {
         "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 2,
         "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
@@ -247,7 +248,7 @@ def test_weights_that_stay_in_fp32_are_predicted_so() -> None:
 
 @pytest.mark.parametrize("copied", ["embed_tokens", "lm_head"])
 def test_whole_modules_that_train_beside_adapters_are_cast_with_the_model(copied: str) -> None:
-    """Nothing casts the inputs and outputs of such a copy; peft's own layers cast theirs."""
+    """Such a copy has no casts of its inputs and outputs; peft's own layers cast theirs."""
     config: Any = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[copied])
     base: Any = instantiate(small_job("llama", 1), dtype="float32", attention="sdpa")
     model = peft.get_peft_model(base, config)

@@ -1,4 +1,4 @@
-"""Law 1 for the update of an optimizer of ours: the third step, which is like all later ones."""
+"""Law 1 for the update of our own optimizers: the third step, which equals all later ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from snugfit.techniques.setup import Setup
 
 
 def hold_third_step(job: Job, setup: Setup) -> None:
-    """A real third step allocates, event by event, what its trace says, and the runs have the same peak."""
+    """Assert that a real third step allocates the events of its trace, and that both runs have the same
+    peak."""
     trace = compared(foreseen(rehearse(job, setup, CpuPolicy())))
     real = compared(reports(job, setup))
     third = [[event for event in events if event.step == 2] for events in (real, trace)]

@@ -1,7 +1,7 @@
-"""Which cases of a test `make test` runs, and which only `make test-all` does.
+"""Choose the cases of a test for `make test`; `make test-all` runs all.
 
-A test that asks the same of many cases at great cost (every recipe, many kills) keeps a few of them in
-`make test`; the others carry the marker `slow` and run before an issue is called resolved.
+A test may repeat one check for many cases at great cost (every recipe, many kills). A few of its cases run in
+`make test`. The rest carry the marker `slow` and run before an issue is called resolved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 
 
 def slow_but(cases: Iterable[Any], keep: int | Callable[[Any], bool]) -> list[Any]:
-    """The cases for `pytest.mark.parametrize`, all `slow` but the first `keep`, or those that it picks."""
+    """Return the cases for `pytest.mark.parametrize`; all are `slow` but the first `keep`, or those that it
+    selects."""
     marked = []
     for number, case in enumerate(cases):
         kept = keep(case) if callable(keep) else number < keep
@@ -25,9 +26,9 @@ def slow_but(cases: Iterable[Any], keep: int | Callable[[Any], bool]) -> list[An
 
 
 def crossed(*axes: Iterable[Any], keep: int | None = None) -> list[Any]:
-    """Each combination of these axes' values, for `pytest.mark.parametrize`. `make test` runs those in which
-    each value of each axis is met once, or the first `keep` of them; the others are `slow`. A tuple is the
-    values of several parameters."""
+    """Return each combination of these axes' values, for `pytest.mark.parametrize`. `make test` runs the
+    cases that cover each value of each axis once, or the first `keep` of them. The rest are `slow`. A tuple
+    holds the values of several parameters."""
     values = [list(axis) for axis in axes]
     longest = max(map(len, values))
     often = [tuple(one[number % len(one)] for one in values) for number in range(longest)][:keep]
@@ -43,8 +44,8 @@ Case = TypeVar("Case")
 
 
 def few_of(cases: Sequence[Case], left_out: Iterable[Case]) -> list[Case]:
-    """The cases that processes are started for together: in `make test` without some, in `make test-all`
-    (`SNUGFIT_ALL_TRUTH`) all."""
+    """Return the cases that share one start of processes: some in `make test`, all in `make test-all`
+    (`SNUGFIT_ALL_TRUTH`)."""
     out = [] if os.environ.get("SNUGFIT_ALL_TRUTH") else list(left_out)
     assert all(case in cases for case in out)
     return [case for case in cases if case not in out]

@@ -1,11 +1,12 @@
 """torchtitan's Llama and its loop, for a rehearsal.
 
-The same architecture, groups of FSDP2 and order of a step as torchtitan's, written anew, with the habits of
-two times (`HABITS`); what was published of its memory stands in `data/published-titan.json`.
+The architecture, the groups of FSDP2 and the order of a step are torchtitan's, written anew. `HABITS` holds
+its behaviour at two dates. `data/published-titan.json` holds the published memory figures.
 
-Weights are spread before they have bytes (`to_empty`), so nothing is ever whole on the GPU. Every layer is a
-group of its own, the last one stays gathered after the forward pass, and the rest of the model is one more
-group. Layers are checkpoints within their groups. Attention is flash attention, which torch chose then.
+Weights are sharded before they have bytes (`to_empty`), so no whole weight is ever on the GPU. Every layer is
+a group of its own, and the rest of the model is one more group. The last layer stays gathered after the
+forward pass. Layers are checkpointed within their groups. Attention is flash attention, which torch chose
+then.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Recomputes = Literal["full", "selective op"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a model, and of a GPU's batch."""
+    """Sizes of a model and of a GPU's batch."""
 
     vocabulary: int
     key_value_heads: int
@@ -57,25 +58,25 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Of torchtitan, and of the FSDP2 of its time."""
+    """Behaviour of torchtitan and of FSDP2 at one date."""
 
     keeps_logits: bool
-    """The model gives its logits in fp32, and they stand until those of the next step do. Otherwise they are
-    bf16, the loss widens them, and they are dropped before the backward pass."""
+    """True: the model returns its logits in fp32, and they live until the next step's logits replace them.
+    False: they are bf16, the loss widens them, and they are dropped before the backward pass."""
 
     angles: int
-    """Positions whose rotary angles are kept."""
+    """Number of positions whose rotary angles are stored."""
 
     gradients_apart: bool = False
-    """FSDP2 takes the gradients that it is about to sum from the pool of the stream that sums them; later
-    from that of the stream that computes (pytorch 129721)."""
+    """FSDP2 allocates the gradients to reduce from the pool of the reducing stream. Later versions allocate
+    from that of the computing stream (pytorch 129721)."""
 
 
 HABITS = {
     "2024-03": Habits(keeps_logits=True, angles=65_536, gradients_apart=True),
     "2024-12": Habits(keeps_logits=False, angles=8192),
 }
-"""By the time of what was published."""
+"""Behaviour by the date of publication."""
 
 
 class Norm(nn.Module):
@@ -92,8 +93,8 @@ class Norm(nn.Module):
 
 
 def turned(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, turned by a complex number for each position. What is made on the way stands until
-    both are done."""
+    """Rotate queries and keys by a complex number for each position. Intermediate tensors live until both are
+    done."""
     q_pairs = torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
     k_pairs = torch.view_as_complex(k.float().reshape(*k.shape[:-1], -1, 2))
     angles = angles[: q.size(1)].view(1, q.size(1), 1, -1)
@@ -103,7 +104,7 @@ def turned(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[torc
 
 
 class Attention(nn.Module):
-    """Causal attention, whose key and value heads are repeated."""
+    """Causal attention with repeated key and value heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One transformer layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model."""
+    """The whole Llama model."""
 
     angles: torch.Tensor
 
@@ -184,7 +185,7 @@ class Transformer(nn.Module):
 
 @contextlib.contextmanager
 def _gradients_apart() -> Iterator[None]:
-    """Within it, FSDP2 lays out gradients in the stream that sums them."""
+    """Make FSDP2 allocate gradients in the stream that reduces them."""
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
 
     reduce = groups.foreach_reduce
@@ -201,7 +202,7 @@ def _gradients_apart() -> Iterator[None]:
 
 
 class _Apart:
-    """FSDP2's exchange of gradients, whose tensors are all of one stream."""
+    """FSDP2's gradient reduction with all tensors in one stream."""
 
     def __init__(self, exchange: Any, stream: Any) -> None:
         self._exchange, self._stream = exchange, stream
@@ -230,7 +231,7 @@ class TitanStep(Step):
 
     def _train(self, steps: int, observer: Observer) -> None:
         observer.phase("build")
-        with _host(self.device):  # nothing has bytes so far
+        with _host(self.device):  # no parameter has bytes so far
             model = self._spread(Transformer(self._sizes, self._habits))
         model.to_empty(device=self.device)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -278,7 +279,7 @@ MODELS = {
 
 
 def rehearsed(row: Mapping[str, Any]) -> Trace:
-    """The trace of a GPU of a published row, by torchtitan's own model and loop."""
+    """Return the trace of a GPU of a published row, by torchtitan's own model and loop."""
     sizes = Sizes(**MODELS[row["model"]], rows=row["rows"], length=row["length"])
     step = TitanStep(ranks=row["gpus"], recomputes=row["recomputes"], sizes=sizes, habits=HABITS[row["time"]])
     policy = policy_for(find_gpu("h100-sxm"), find_software(INSTALLED))

@@ -1,4 +1,4 @@
-"""The one tolerance of the tests: how close two runs of the same mathematics are, by the kind of sameness.
+"""The one tolerance of the tests: bounds on the difference of two runs of the same mathematics, by kind.
 
 Bounds are relative to the larger of the two, and per value; `atol` is for values near zero.
 """
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 SAME = (2e-4, 2e-6)
-"""The same sums in another order, in fp32: rounding (6e-8) grown by a few steps through a few layers."""
+"""The same sums in another order, in fp32: rounding (6e-8), amplified by a few steps through a few layers."""
 
 ROUNDS = (5e-2, 5e-3)
 """The same formula in 8 or 11 significant bits, or with 8-bit states, after a few small steps."""
 
 
 def same_losses(left: Sequence[float], right: Sequence[float], tolerance: tuple[float, float] = SAME) -> None:
-    """Asserts that two runs' losses agree, step by step."""
+    """Assert that two runs' losses agree, step by step."""
     import torch
 
     assert left
@@ -32,7 +32,7 @@ def same_parameters(
     right: Mapping[str, torch.Tensor],
     tolerance: tuple[float, float] = SAME,
 ) -> None:
-    """Asserts that two models' parameters agree, name by name."""
+    """Assert that two models' parameters agree, name by name."""
     import torch
 
     assert left.keys() == right.keys()

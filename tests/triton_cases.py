@@ -1,6 +1,6 @@
-"""In which cases kernels are laid beside their references: all on a GPU and in `make test-all`, and a few in
-`make test`, where Triton's interpreter takes seconds for each. What a dtype, a setting or a size does to a
-kernel is in those few, though not each with each."""
+"""Select the cases in which kernels are compared with their references. A GPU and `make test-all` run all
+cases. `make test` runs a few, because Triton's interpreter takes seconds for each. Each dtype, setting and
+size occurs in these few, but not each combination."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import os
 
 
 def asks_all(device: str = "cpu") -> bool:
-    """Whether every case is compared on this device."""
+    """Return true if every case is compared on this device."""
     return device == "cuda" or bool(os.environ.get("SNUGFIT_ALL_TRUTH"))

@@ -1,4 +1,4 @@
-"""The process that forks those that train by DeepSpeed's engine: it has imported DeepSpeed too."""
+"""Warm process for forks that train with DeepSpeed's engine: it has imported DeepSpeed too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import many_ranks
 
 
 def warm() -> None:
-    """What the process that forks does first."""
+    """Import the dependencies of the forks."""
     many_ranks.warm()
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
         import deepspeed.ops.adam
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
         from deepspeed.utils import numa
-    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # or each gradient starts `numactl`
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # otherwise each gradient starts `numactl`
