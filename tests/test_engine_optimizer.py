@@ -1,5 +1,8 @@
-"""DeepSpeed's engine as an optimizer over the model's own weights: what goes into its partitions and comes
-out of them, in one process. `test_train_zero.py` trains with several."""
+"""Test DeepSpeed's engine as an optimizer over the model's own weights, in one process.
+
+The tests cover the values that enter its partitions and leave them. `test_train_zero.py` trains with
+several processes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ STAGES = ["zero2(offload=none)", "zero3(offload=none)"]
 def engine_of(
     family: str, recipe: str, frozen: str = "none of them"
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor], Any]]:
-    """A model in an engine, what its weights were, and what stands for the optimizer."""
+    """Yield a model in an engine, a copy of its initial weights, and the optimizer's substitute."""
     job, setup = small_job(family, 1), Recipe.parse(recipe).setup()
     torch.manual_seed(0)
     with in_process_group(CPU):

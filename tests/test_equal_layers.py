@@ -43,8 +43,11 @@ OFTEN = [CASES[3], *CASES[5:]]
 def test_a_prediction_from_few_layers_is_the_whole_one(
     family: str, recipe: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole document: bytes, seconds, timeline, anatomy and doubts. Where few layers leave it open, the
-    step is rehearsed in full. Each time `test_law_depth.py` writes T5's moves from few layers."""
+    """Compare the whole document: bytes, seconds, timeline, anatomy and doubts.
+
+    A step is simulated in full if few layers leave the result open. Here T5 is slow, because
+    `test_law_depth.py` derives its moves from few layers in every run.
+    """
     pytest.importorskip("peft" if "lora" in recipe else "bitsandbytes" if "8bit" in recipe else "torch")
     monkeypatch.setattr(few_layers, "DEEP", DEEP)
     monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)

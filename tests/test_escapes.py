@@ -1,4 +1,4 @@
-"""What somebody else wrote reaches the terminal without what speaks to it: control characters as escapes."""
+"""Text of foreign origin reaches the terminal with its control characters escaped."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def tiny_model(folder: Path, **changes: Any) -> str:
 
 
 def answer(script: str, **settings: str) -> str:
-    """What the example prints, answers and messages; its last command ends well."""
+    """Run an example with bash and return its output, messages included; require exit code 0 at the end."""
     ran = subprocess.run(
         ["bash", str(EXAMPLES / script)],
         check=False,
@@ -113,7 +113,7 @@ def test_lora_of_an_8b_model_on_24_gb(folder: Path) -> None:
 
 
 def check_trainer_script(said: str) -> None:
-    """The script is read, what is wrong in it is named, and the plan keeps what trains."""
+    """Check that the script was read, its faults were named, and the plan kept the settings that train."""
     assert "renamed" in said
     assert "eval_strategy" in said
     assert "conflict" in said
@@ -190,7 +190,7 @@ NOTEBOOKS = ("will_it_fit", "where_do_the_bytes_go", "plan_and_train")
 
 
 def run_cell(source: str, names: dict[str, Any]) -> tuple[str, Any]:
-    """What a cell prints, and the value of its last line where that is an expression."""
+    """Return the printed text of a cell and the value of its last line, if that is an expression."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     value, printed = None, io.StringIO()
@@ -206,7 +206,8 @@ def figures(text: str) -> list[float]:
 
 
 def stored(cell: dict[str, Any], kind: str) -> str:
-    """What a notebook's cell printed (`stream`), or the text of its value (`execute_result`)."""
+    """Return the stored output of a notebook's cell: printed text (`stream`) or a value's text
+    (`execute_result`)."""
     outputs = [output for output in cell["outputs"] if output["output_type"] == kind]
     return "".join("".join(output.get("text") or output["data"]["text/plain"]) for output in outputs)
 

@@ -71,8 +71,10 @@ def test_a_chrome_trace_holds_the_step(one: Prediction) -> None:
 
 
 def test_a_chrome_trace_keeps_to_the_format(one: Prediction) -> None:
-    """As the description of the Trace Event Format has it, which Perfetto reads: the fields of each kind of
-    event and their types, tracks that are named, slices of a track one after the other."""
+    """Check the rules of the Trace Event Format, which Perfetto reads.
+
+    Each kind of event has its fields and types. Each track has a name, and its slices do not overlap.
+    """
     document = json.loads(export_trace(one, ".json"))
     assert document.keys() == {"traceEvents", "displayTimeUnit"}
     assert document["displayTimeUnit"] in ("ms", "ns")

@@ -1,7 +1,7 @@
-"""Thirteen model families rehearsed as an H200 would run them, in small: kernels, kinds, and special paths.
+"""Simulate small models of thirteen families for an H200, and check kernels, kinds and special paths.
 
-Each family goes through two recipes that together touch most of what a recipe can do; the attention kernels
-that each must choose stand in the table.
+Two recipes per family cover most techniques. A table lists the attention kernels that each family must
+choose.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ H200, V100 = CudaPolicy(), CudaPolicy(capability=(7, 0), multiprocessors=80)
 NAMED = {family.name: family for family in FAMILIES}
 
 COPIED = "position_bias_mask.contiguous()" in inspect.getsource(sdpa_attention)
-"""Whether this transformers makes learnt biases contiguous (5.17 does not, 5.23 does)."""
+"""True if this transformers makes learnt biases contiguous (5.17 does not, 5.23 does)."""
 
 CAPPED = not Gemma2PreTrainedModel._supports_sdpa
-"""Whether this transformers keeps scaled_dot_product_attention from Gemma 2, whose soft caps between scores
-and softmax it does not know (5.17 leaves the caps out, 5.23 takes eager)."""
+"""True if this transformers excludes Gemma 2 from scaled_dot_product_attention. The operator has no soft
+cap between scores and softmax: 5.17 omits the caps, 5.23 takes eager attention."""
 
 WHOLE_FALLBACK = hasattr(moe, "_grouped_mm_fallback_bwd")
-"""Whether the backward pass of experts without grouped products is one operator (in 5.17 it reads the number
-of each expert's tokens from the device, which a rehearsal has to assume)."""
+"""True if the backward pass of experts without grouped products is one operator. In 5.17 it reads each
+expert's number of tokens from the device, so a simulation has to assume it."""
 
 FUSED_ATTENTION = {
     **({"gemma2": ((), ())} if CAPPED else {}),

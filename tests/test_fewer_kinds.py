@@ -123,7 +123,8 @@ def test_gradients_that_share_a_block_are_written_out_from_few_layers(record: Re
 def test_an_update_is_not_spliced_to_a_model_that_was_built_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fused kernels lay weights together as the model is built, and leave the same gradients."""
+    """Fused kernels place weights side by side in memory as the model is built, and leave the same
+    gradients."""
     pytest.importorskip("peft")
     job = small_job("llama", 2, batch_size=4)
     parts = Parts(job, [GPU], GpuTimers([GPU]))

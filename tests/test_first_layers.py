@@ -1,5 +1,8 @@
-"""Recomputing the first k layers: the gradients of `keep_all` bit for bit, bytes and kernels between none and
-each, and why the first ones."""
+"""Recompute the first k layers.
+
+The gradients equal those of `keep_all` bit for bit. Bytes and kernels are between those of no layer and of
+every layer. One test shows the reason for the first layers rather than the last.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ LAYERS = 5
 
 
 def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
-    """Of a model with its dropout, from one seed, with padding."""
+    """Return the gradients of a model with dropout and padding, built from a fixed seed."""
     this = job(family)
     torch.manual_seed(0)
     model = build_model(this, Recipe.parse(recipe).setup(), torch.device("cpu")).train()
@@ -113,7 +116,8 @@ def test_each_further_layer_frees_about_as_much(family: str) -> None:
 
 
 def test_the_first_layers_leave_less_than_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass comes to the first ones last, when what the others kept is gone."""
+    """The backward pass reaches the first layers last, after it has freed the activations of the later
+    ones."""
     this = deep("llama")
     first = on_a_gpu(this, "lora + first_layers(3)").peak().nbytes
     whole = CheckpointWish.cut

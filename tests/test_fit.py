@@ -1,4 +1,5 @@
-"""`snugfit.fit`: what a recipe asks is done to a live trainer, or refused by name; the batch is kept."""
+"""`snugfit.fit` applies each technique of a recipe to a live trainer or refuses it by name, and keeps the
+batch."""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ def test_an_evaluation_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_what_the_users_trainer_holds_stays_the_same_object(tmp_path: Path) -> None:
-    """Its loss is asked for once; what that collects is forgotten, and nothing is replaced by a copy."""
+    """fit runs the user's loss once, drops all that this call collects, and replaces no object by a copy."""
 
     class Collects(transformers.Trainer):
         def compute_loss(self, *arguments: Any, **more: Any) -> Any:

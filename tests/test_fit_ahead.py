@@ -17,7 +17,7 @@ pytestmark = pytest.mark.whole
 
 
 class Asked(list[dict[str, Any]]):
-    """Samples that remember which of them were asked for, and break at one."""
+    """Samples that record each index that is read, and raise an error at one of them."""
 
     def __init__(self, broken: int | None = None) -> None:
         super().__init__(classified(22))
@@ -32,7 +32,7 @@ class Asked(list[dict[str, Any]]):
 
 
 class AtUpdates(transformers.TrainerCallback):
-    """How many samples were asked for when each update is made."""
+    """Record the number of samples that were read before each update."""
 
     def __init__(self, data: Asked) -> None:
         self.data, self.seen = data, list[int]()

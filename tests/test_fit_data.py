@@ -1,4 +1,4 @@
-"""Where a fitted trainer is in its data: streams, samples and loaders that draw, resumed bit for bit."""
+"""The position of a fitted trainer in its data: streams, random samples and loaders resume bit for bit."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_data_that_cannot_be_made_again_is_refused_at_the_start(dataset: Any, tm
 
 
 def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the other samples are none of those that are compared at the start, too."""
+    """Detect changed data although the facts compared at the start of a run are the same."""
     monkeypatch.setattr("snugfit.frontends.trainer.checkpoints.dataset_facts", lambda data: {})
     killed(run_of("drawing", tmp_path, at=4))
     again = run_of("drawing", tmp_path)
@@ -123,8 +123,10 @@ def test_data_that_gives_no_batch_is_refused_in_words(data: Any, told: str, tmp_
 
 
 def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the process's generators alone and no position, so transformers' is taken, and what the data
-    has of its own stays as it is."""
+    """An old checkpoint contains the process's generators and no position.
+
+    The run resumes at transformers' own position. The data's own generators stay unchanged.
+    """
     case, plain = "a loader of one's own", DataPosition.to_json
     whole = trained(run_of(case, tmp_path / "whole", save_strategy="no"))
 

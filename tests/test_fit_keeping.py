@@ -78,8 +78,11 @@ def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("recipe", slow_but(["bf16_pure + adamw_stochastic", "bf16", "fp8"], 1))
 def test_a_run_that_was_killed_twice_goes_on_in_its_precision(recipe: str, tmp_path: Path) -> None:
-    """accelerate marks a model that it has wrapped in autocast, and leaves a marked one as it is. A
-    checkpoint of a resumed run must not hold the mark. Where an update draws numbers, it draws the same."""
+    """A checkpoint of a resumed run must not contain accelerate's mark of a wrapped model.
+
+    accelerate marks a model that it has wrapped in autocast, and does not wrap a marked model again. An
+    update that draws random numbers draws the same ones.
+    """
     skip_without_packages(recipe)
     whole = trained(run_of(tmp_path / "whole", recipe=recipe))
     for step in (3, 5):

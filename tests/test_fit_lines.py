@@ -1,4 +1,4 @@
-"""A fitted trainer's steps in its journal, what was foreseen beside them, and the Trainer's own trackers."""
+"""The journal of a fitted trainer: its steps, their predicted values, and the Trainer's own trackers."""
 
 from __future__ import annotations
 

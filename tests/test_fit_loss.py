@@ -53,7 +53,7 @@ class Averages(Divides):
 
 
 class Passes(transformers.Trainer):
-    """Looks at what the Trainer itself computes."""
+    """Pass all arguments on to the Trainer's own loss."""
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         return super().compute_loss(model, inputs, *arguments, **keywords)
@@ -146,7 +146,7 @@ def test_what_transformers_does_wrong_is_said_once(way: str, words: str | None, 
 
 
 def test_transformers_alone_gets_it_wrong(tmp_path: Path) -> None:
-    """The fault that is mended here is there still: without it this door would say what is not true."""
+    """transformers still has the fault that fit corrects; without it, fit's correction would be wrong."""
     model = model_of("bert", layers=1)
     trainer = trainer_of(tmp_path, copy_of(model), classified(), micro=(1, 4), max_steps=1)
     trainer.train()
@@ -170,7 +170,7 @@ def test_a_micro_batch_in_which_nothing_counts_is_left_out(tmp_path: Path) -> No
 
 
 def test_finding_out_changes_no_buffer_and_no_generator(tmp_path: Path) -> None:
-    """A model with dropout and running statistics is asked once more than it is trained."""
+    """fit runs a model with dropout and running statistics one time more than training does."""
 
     class Normalised(NoKeywords):
         def __init__(self) -> None:

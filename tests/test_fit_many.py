@@ -115,7 +115,7 @@ def test_memory_that_runs_out_in_one_ends_all(forks: Forks, tmp_path: Path) -> N
 
 
 def test_the_best_model_and_a_finished_run_are_those_of_all(forks: Forks, tmp_path: Path) -> None:
-    """What transformers says of an evaluation is left as it is: of a classifier, twice its loss."""
+    """fit keeps transformers' own evaluation result: for a classifier, twice its loss."""
     how: dict[str, Any] = {
         "evaluates": True, "eval_strategy": "steps", "eval_steps": 4, "save_steps": 4,
         "load_best_model_at_end": True,

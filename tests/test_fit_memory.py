@@ -96,7 +96,7 @@ def test_what_is_cut_stays_cut_after_a_resume(tmp_path: Path) -> None:
 
 
 def follows(monkeypatch: pytest.MonkeyPatch, *recipes: str) -> list[str]:
-    """As on a GPU, where what follows is planned; gives the causes that were told."""
+    """Replace the planner by these recipes, as on a GPU, and return the list of causes that it receives."""
     left, causes = [Recipe.parse(each) for each in recipes], []
 
     def next_recipe(device: Any, **_: Any) -> Any:

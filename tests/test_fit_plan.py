@@ -1,4 +1,4 @@
-"""`fit` without a recipe: planned for a GPU, from a copy without data, and what the user chose is kept."""
+"""`fit` without a recipe plans for a GPU from a copy without data, and keeps the user's choices."""
 
 from __future__ import annotations
 

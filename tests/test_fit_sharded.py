@@ -1,7 +1,8 @@
-"""`fit` in several processes under accelerate's FSDP2: each holds a part, and they train as one alone does.
+"""`fit` in several processes under accelerate's FSDP2: each process has a shard, and results equal one
+process's.
 
-Processes are forked from one that has imported all (`clean_forks.py`), with the variables that torchrun sets,
-and accelerate is told that they have GPUs (`exported_processes.py`).
+The processes are forks of one that has imported everything (`clean_forks.py`), with torchrun's variables.
+`exported_processes.py` makes accelerate assume GPUs.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ LAUNCHED = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_MIXED_PRECISION": "no",
 }  # fmt: skip
-"""What `accelerate launch` tells its processes of a file with FSDP2."""
+"""Environment variables that `accelerate launch` sets for a config file with FSDP2."""
 
 
 @pytest.mark.slow
@@ -139,8 +140,11 @@ def test_a_run_whose_process_died_goes_on_bit_for_bit(
 
 @pytest.mark.slow
 def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path: Path) -> None:
-    """An evaluation leaves whole weights in the place of parts: those are what is kept, and what is put back.
-    What `save_model` writes is the model, in a run that has finished before too."""
+    """An evaluation leaves whole weights in place of shards.
+
+    A checkpoint then contains these weights, and loading the best model restores them. `save_model` writes
+    the model, also in a run that had finished before.
+    """
     how: dict[str, Any] = {
         "evaluates": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "saves": True,
         "load_best_model_at_end": True, "learning_rate": 0.02, "fsdp": GATHERED_ONCE,
@@ -209,7 +213,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"recipe": "fsdp", "fsdp": {}}),
     "fsdp of 4": (4, {"recipe": "fsdp", "micro": (2, 1), "fsdp": {}}),
 }
-"""Ways to train on a global batch of eight: how many processes, and what each is asked."""
+"""Ways to train on a global batch of eight: the number of processes, and the arguments of each."""
 
 
 @pytest.mark.slow
@@ -223,8 +227,11 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_run_goes_on_on_other_processes(
     model: str, before: str, after: str, forks: Forks, tmp_path: Path
 ) -> None:
-    """Whole weights and states become parts, parts whole ones or others; the next samples are the next ones.
-    Losses and weights are those of a run that nobody touched, to the rounding of sums."""
+    """Whole weights and states become shards, shards become whole or are split anew; the data continues in
+    order.
+
+    Losses and weights equal those of an uninterrupted run, up to the rounding of sums.
+    """
     how: dict[str, Any] = {"model": model, "samples": 56}
     (size, told), (other_size, told_then) = RUNS[before], RUNS[after]
     assert fits(forks, tmp_path / "whole", size, **how, **told) == [0] * size

@@ -1,5 +1,8 @@
-"""A signal during a fitted trainer's evaluation ends it there, with a checkpoint; the resumed run makes that
-evaluation first, so that its log, its callbacks and its best model are those of a run that nobody stopped."""
+"""A signal during a fitted trainer's evaluation ends the evaluation and writes a checkpoint.
+
+The resumed run repeats that evaluation first. Its log, callbacks and best model therefore equal those of an
+uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def dies_in_evaluations(trainer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs that nobody stops, each once."""
+    """Run each uninterrupted case once and store its result."""
     runs: dict[str, Any] = {}
 
     def made(more: dict[str, Any]) -> Any:
@@ -196,7 +199,7 @@ def test_the_checkpoint_of_a_signal_stays_where_the_limit_is_one(tmp_path: Path)
 
 @pytest.fixture
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which no folder is known."""
+    """Hide the list of this process's folders, as if another process ran."""
     monkeypatch.setattr("snugfit.frontends.trainer.finished.FOLDERS_OF_THIS_PROCESS", NoFolders())
 
 

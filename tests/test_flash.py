@@ -1,5 +1,8 @@
-"""The package flash-attn as a technique: predicted without it by torch's own FlashAttention-2, never run
-without it, and the sums of `sdpa` through transformers' code around it."""
+"""The package flash-attn as a technique.
+
+Without the package, torch's own FlashAttention-2 gives the prediction, and no step runs. The sums through
+transformers' code equal those of `sdpa`.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +206,7 @@ def test_it_does_not_run_without_a_gpu_or_the_package(
 @pytest.mark.stored_rehearsals
 @pytest.mark.slow
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
-    """Each time `test_host_adamw.py` asks the same of another technique."""
+    """This case is slow because `test_host_adamw.py` covers another technique in every run."""
     job, gpu = a_job(), find_gpu("h200")
     found = plan(job, gpu=gpu, keep=kept(RECIPE, but="batching checkpointing"), workers=1)
     assert found.best is not None

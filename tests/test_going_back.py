@@ -1,5 +1,5 @@
-"""A run that goes back to an earlier checkpoint keeps those after it under other names, says so, and is never
-resumed from one of them again: the three front-ends."""
+"""A run that returns to an earlier checkpoint keeps later ones under other names, reports that, and never
+resumes from them. All three front-ends do so."""
 
 from __future__ import annotations
 

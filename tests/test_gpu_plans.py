@@ -1,4 +1,5 @@
-"""Many GPUs at once: each gets what it would alone and what brute force finds; memory never hurts."""
+"""Plans for many GPUs: each GPU gets its single-GPU plan, which brute force confirms; more memory never
+hurts."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ from tiers import slow_but
 H200 = find_gpu("h200")
 
 KEPT = {slot: roster.plain(slot) for slot in (Slot.CHECKPOINTING, Slot.ALLOCATOR, Slot.ENGINE)}
-"""Settled where a test asks for no more than that two searches agree."""
+"""Fixed slots of tests that only compare two searches."""
 
 FREE = (Slot.ATTENTION, Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR, Slot.LOADING)
 FEW = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
-"""Settled where each recipe is judged by itself."""
+"""Fixed slots of tests that evaluate each recipe by itself."""
 
 
 LT = {("cuBLASLt workspace", 1048576): 1048576}
@@ -67,7 +68,7 @@ LT = {("cuBLASLt workspace", 1048576): 1048576}
 
 @dataclass(frozen=True)
 class Invented:
-    """A device that nobody made: the larger of arithmetic and traffic, and a launch."""
+    """An invented device: a kernel takes the larger of arithmetic and traffic, and a launch."""
 
     bandwidth: float
 
@@ -95,8 +96,10 @@ def job() -> Job:
 
 @pytest.fixture(scope="module")
 def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
-    """Every recipe that is as exact as the plain one, none left out: on a slow device and a fast. Those of
-    one trace are judged together, which is what `test_plan_parts` holds to be the same."""
+    """Return every recipe as exact as the plain one, with its figures on a slow device and on a fast one.
+
+    Recipes of one trace are evaluated together. `test_plan_parts` shows that this changes no figure.
+    """
     clock = PerGpuTimers((Invented(1e8), Invented(1e12)))
     parts = Parts(job, [H200, H200], clock, shallow=False)
     traces: dict[int, list[Candidate]] = defaultdict(list)
@@ -118,8 +121,10 @@ def not_plain(recipe: Recipe) -> int:
 
 
 def simplest_of(everything: list[tuple[Recipe, Figures, Figures]], which: int, memory: int | None) -> Figures:
-    """What the simplest takes that is as fast as the fastest that fits, and is that one with the plain
-    technique in some of its slots."""
+    """Return the figures of the simplest recipe that is as fast as the fastest fitting one.
+
+    It equals that one except for plain techniques in some slots.
+    """
 
     def order(recipe: Recipe, figures: Figures) -> tuple[float, int, int, str]:
         return figures.seconds, figures.needed_bytes, not_plain(recipe), str(recipe)
@@ -235,8 +240,10 @@ def test_one_rehearsal_tells_what_gpus_of_other_sizes_take() -> None:
 
 
 def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on its GPUs, as if it had been asked about alone, and later on others by the same rehearsal; two
-    steps are recorded where those were seen to be alike."""
+    """The result on each GPU equals that of a separate simulation; a later GPU reuses the same simulation.
+
+    Two steps are recorded for recipes whose steps were found alike.
+    """
     job = small_job("bert", 1, batch_size=2)
     gpus = [find_gpu(name) for name in ("rtx 3060", "rtx 4090")]
     rehearsed: list[bool] = []
@@ -352,7 +359,7 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
 
 
 def test_gpus_that_differ_by_grouped_products_share_a_search_of_models_without() -> None:
-    """One rehearsal asks what they do not agree on: then each is searched alone."""
+    """One simulation meets a decision on which the GPUs differ: the search then runs for each GPU alone."""
     gpus = [find_gpu("b300"), find_gpu("rtx 4090")]
     (kind,), _ = kinds_of(gpus, Kept())
     assert kind == gpus
@@ -449,7 +456,8 @@ def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> Non
 def test_bytes_that_another_simulation_shows_to_be_the_gpu_s_own_are_no_difference(
     job: Job, by_search: int, same: bool
 ) -> None:
-    """A tenth more than the search found is scratch where the search's own policy gives what it found."""
+    """A tenth more than the search found is scratch memory, if the search's own policy reproduces its
+    figure."""
     space = space_of(job, fidelity=Fidelity.SAME)
     kind = SearchState(space).passes_of(0)
     first, second = [n for n in range(len(space.candidates)) if SearchState(space).passes_of(n) == kind][:2]
@@ -465,7 +473,7 @@ def test_bytes_that_another_simulation_shows_to_be_the_gpu_s_own_are_no_differen
 
 
 def count_concavely(trace: Trace) -> float:
-    """A clock of which few layers tell the wrong thing: its line lies above it."""
+    """Count time so that extrapolation from few layers fails: the line through them is above the curve."""
     return len(trace.kernels) ** 0.25
 
 

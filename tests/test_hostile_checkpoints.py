@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else has made, under right checksums: no code, bounded memory, one error."""
+"""Hostile checkpoints with valid checksums: reading runs no code, uses bounded memory and raises one error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tensor_of(*size: int) -> Metadata:
 
 
 def test_torchs_list_of_parts_runs_no_code(tmp_path: Path) -> None:
-    """Neither a function that it names nor a weight that is said to be bytes is taken."""
+    """The reader takes neither a function named in the file nor a weight whose stored type is bytes."""
     write_parts({"a": torch.arange(4.0)}, tmp_path, group=None, are_many=False)
     assert list(list_of_parts(tmp_path)) == ["a"]
     values = {"a": torch.zeros(4)}
@@ -142,7 +142,7 @@ def test_json_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def longer_header(content: bytes) -> bytes:
-    """A header that is said to have 2^62 bytes."""
+    """Return the content with a header length of 2^62 bytes."""
     return struct.pack("<Q", 1 << 62) + content[8:]
 
 

@@ -196,8 +196,8 @@ def marks_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> lis
 
 
 def offending(rule: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
-    """The files that break a rule, each with what breaks it. One test a rule: every file stands in its
-    failure."""
+    """Return the files that break a rule, each with its faults. One test checks one rule, so that its
+    failure lists every file."""
     by_file = {name_of(path): sorted(rule(path)) for path in FILES}
     return {name: wrong for name, wrong in by_file.items() if wrong}
 
@@ -314,8 +314,8 @@ def imported_at_import(path: Path) -> set[str]:
 
 
 def test_nothing_heavy_is_imported_at_import() -> None:
-    """A module whose classes derive from torch's cannot but import it; then nobody else may import that
-    module but inside a function."""
+    """A module whose classes derive from torch's must import torch. Other modules import such a module only
+    inside functions."""
     heavy = {f"snugfit.{name.removesuffix('.py').replace('/', '.')}" for name in HEAVY_THEMSELVES}
 
     def heavy_imports(path: Path) -> set[str]:
@@ -360,7 +360,7 @@ SAYS_NOTHING = {
     "each", "found", "place", "told", "there", "wanted", "theirs", "mine", "ours", "others", "made", "seen",
     "kept", "those", "these", "whose", "here",
 }  # fmt: skip
-"""Names of variables that do not say what they hold."""
+"""Names of variables that do not describe their values."""
 
 WORDS_LEFT: set[str] = {
     "planning/plan.py", "planning/fleet/gpu_plans.py",
@@ -396,7 +396,7 @@ def short_docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def test_names_and_docstrings_say_what_they_mean() -> None:
-    """Functions are verbs or nouns, variables say what they hold, docstrings are sentences of their own."""
+    """Functions are verbs or nouns, variables describe their values, and docstrings are full sentences."""
     wrong = offending(lambda path: [*vague_names(tree_of(path)), *short_docstrings(tree_of(path))])
     assert not {name: breaks for name, breaks in wrong.items() if name not in WORDS_LEFT}
     assert wrong.keys() >= WORDS_LEFT, "these are clean now; take them off the list"
