@@ -1,4 +1,4 @@
-"""What the user has or names stays: keep, free, and the recipe that a plan starts from."""
+"""The options keep and free, and the recipe that a plan starts from, preserve the user's own choices."""
 
 from __future__ import annotations
 
@@ -112,8 +112,10 @@ ONE_PRECISION = {Slot.PRECISION: roster.plain(Slot.PRECISION)}
 
 @pytest.mark.whole
 def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
-    """Where nothing but the user's own LoRA fits, the plan that starts from it fits; with nothing kept, it
-    says that nothing does."""
+    """A plan that starts from the user's own LoRA fits if nothing else does.
+
+    Without a start and without kept slots, the plan reports that no recipe fits.
+    """
     job = llama()
     bound = predict(job, f"{ADAPTED} + every_layer + adamw_loop", gpu="h200").needed_bytes
     common: dict[str, Any] = {"gpu": "h200", "memory_bytes": bound, "workers": 1}
@@ -151,7 +153,7 @@ def test_reasons_are_those_of_the_nearest_miss() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """What a search is asked; none is made."""
+    """Return the options that each search receives; no search runs."""
     questions: list[dict[str, Any]] = []
 
     def search(*given: Any, **how: Any) -> Any:

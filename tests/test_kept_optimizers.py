@@ -1,5 +1,7 @@
-"""Optimizers that keep more than torch asks for, or update where nobody can stop them: kept whole, or refused
-by name before it is too late."""
+"""Optimizers with more state than torch expects, or that update inside the backward pass.
+
+fit keeps all of their state, or refuses them by name before a state is lost.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class GaLoreAdamW(torch.optim.SGD):
 
 
 class GrokAdamW(torch.optim.Optimizer):
-    """As grokadamw's: its states stand in its groups, under the parameters."""
+    """An optimizer like grokadamw's: its states are entries of its groups, with parameters as keys."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.99), **numbers: Any) -> None:
         super().__init__(params, {"lr": lr, "beta": betas[0]})

@@ -1,4 +1,5 @@
-"""What an operator asks of a device: how its operands lie, what its rows are aligned to, what is spared."""
+"""Cost of an operator on a device: the layout of its operands, the alignment of their rows, and omitted
+work."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_a_cast_to_fewer_bits_has_a_kernel_of_its_own() -> None:
 
 
 def test_leading_dimensions_are_those_in_memory() -> None:
-    """A classifier over 50,257 words: its weights' rows are long, and what it writes is not aligned."""
+    """A classifier over 50,257 words has long rows of weights and writes unaligned rows."""
     hidden, weights = meta(64, 768, dtype=HALF), meta(50_257, 768, dtype=HALF)
     assert kernel(aten.mm.default, hidden, weights.t()).leading == (768, 768, 50_257)
     bias = meta(50_257, dtype=HALF)
@@ -142,7 +143,7 @@ def test_dropout_slows_attention_down_where_it_was_measured() -> None:
 
 
 def test_a_loss_reads_what_it_is_asked_for() -> None:
-    """Of 50,257 log-probabilities a row, one."""
+    """The loss reads one of 50,257 log-probabilities per row."""
     told, targets = meta(1024, 50_257), meta(1024, dtype=torch.int64)
     loss = kernel(aten.nll_loss_forward.default, told, targets, None, 1, -100)
     assert loss.nbytes < told.numel()
@@ -168,7 +169,7 @@ def test_a_view_costs_the_host_and_not_the_device() -> None:
 def test_products_of_experts_have_the_flops_of_their_groups(
     first: tuple[int, ...], second: tuple[int, ...], grouped: bool, like: tuple[int, int, int]
 ) -> None:
-    """Whatever the groups share: torch's formula for the product of all rows is the truth."""
+    """Any sharing of rows by groups has the FLOPs of torch's formula for the product of all rows."""
     operands = (meta(*first, dtype=HALF), meta(*second, dtype=HALF))
     offs = meta(4, dtype=torch.int32) if grouped else None
     func = aten._grouped_mm.default

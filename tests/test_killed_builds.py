@@ -83,7 +83,7 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def put_half(folder: str) -> int:
-    """Triton's cache is asked to store a kernel, and the process ends before the file has its name."""
+    """Store a kernel in Triton's cache, and end the process before the file gets its name."""
     from triton import knobs
     from triton.runtime.cache import FileCacheManager
 

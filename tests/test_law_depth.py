@@ -1,8 +1,8 @@
-"""Law 5, for models that are compiled whole: what is written from few layers equals what is lowered in full.
+"""Law 5, for models that are compiled whole: traces grown from few layers equal traces lowered in full.
 
-A program of few layers and one of a period more tell a deep model's moves. That is tried on steps as they
-are written, which take no compiler, and on compiled ones of one family after another; and what does not
-repeat, or would be decided otherwise at the full depth, must be refused.
+A deep model's moves follow from two programs: one of few layers, and one with a further period. Tests run
+on eager steps, which need no compiler, and on compiled steps of one family after another. A program that
+does not repeat, or that Inductor compiles differently at full depth, must be refused.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ def figures(trace: Trace) -> tuple[int, int, int]:
 
 
 def listed(layers: int) -> list[Entry]:
-    """What comes before, twice through the layers, and what comes after; each layer ends with what the end
-    begins with."""
+    """Return a program with two passes through the layers, and entries before and after them.
+
+    Each layer ends with the entry that begins the program's end.
+    """
     there = [entry for n in range(layers) for entry in (Entry("in", (n,)), Entry("norm", (0,)))]
     back = [
         entry for n in reversed(range(layers)) for entry in (Entry("out", (n, 7)), Entry("free", (n, layers)))
@@ -193,8 +195,11 @@ COMPILED = [
 def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     family: str, recipe: str, more: dict[str, Any]
 ) -> None:
-    """Or is refused: in a GPT-2, a T5 and a Llama with weights in fp32 buffers take each other's places
-    otherwise for a few layers more, and whether they do depends on the sizes and dtypes."""
+    """The trace equals that of the deep model, or no trace is returned.
+
+    A further layer can move buffers to other places in GPT-2, T5, and Llama with fp32 weights. The sizes
+    and dtypes decide if it does.
+    """
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job, setup = job_of(family, DEEP - 1, **more), setup_of(recipe)
     found = rehearse_from_few_layers(job, setup, CUDA)
@@ -226,7 +231,7 @@ WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
 
 @pytest.mark.slow
 def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
-    """Of one layer and its loss, forward and backward: deciding needs no more of them."""
+    """Simulate one layer and its loss, forward and backward: the decisions need no more layers."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job, setup = job_of("gpt2", DEEP), setup_of(f"bf16 + {WHOLE}")
     depth = depth_of(job, setup)
@@ -239,7 +244,7 @@ def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
 
 
 class Asked:
-    """Records passes as they are written in the place of compiled ones, and what was asked for."""
+    """Record eager passes in place of compiled ones, and the number of layers of each request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: list[Decisions] | None = None) -> None:
         self.layers: list[int] = []

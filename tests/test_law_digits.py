@@ -1,13 +1,17 @@
-"""Law 3 on a small real task: handwritten digits, which ship with the package, trained through our own loop.
+"""Law 3 on a small real task: handwritten digits, which ship with the package, trained through our own
+loop.
 
-Every technique of the roster trains the same model from the same seed until it knows 94 of 100 pictures that
-it never saw, in batches smaller than the job's own (half precision is slow on a CPU), and so do combinations
-of them, drawn from a seed. SAME must end with the very accuracy of the plain recipe; ROUNDS within one point,
-which is six of 599 pictures; LEARNS must learn, at one of three usual learning rates. What cannot run here is
-left out by the reason that it names itself.
+Every technique of the roster trains the same model from the same seed, and so do random combinations of
+techniques. With the plain recipe, the model classifies 94 of 100 unseen pictures. Batches are smaller than
+the job's own, because half precision is slow on a CPU.
 
-Each technique comes with the first setting that a planner would try and that this model takes: the others
-differ in numbers, and each of them is laid beside the plain recipe in `test_law_fidelity.py`.
+- SAME must end with exactly the accuracy of the plain recipe.
+- ROUNDS must end within one point of it, which is six of 599 pictures.
+- LEARNS must learn at one of three usual learning rates.
+
+A technique that cannot run here is left out, and its own error gives the reason. Each technique has the
+first setting that a planner would try and that this model supports. Other settings only change numbers;
+`test_law_fidelity.py` compares each of them with the plain recipe.
 """
 
 from __future__ import annotations
@@ -64,8 +68,11 @@ def accuracy(recipe: Recipe, rate: float = RATES[0]) -> float:
 
 
 def candidates(fidelity: Fidelity) -> list[Technique]:
-    """Every technique of this fidelity that is not plain, as a planner would try it first on this model; of
-    those that one process trains with."""
+    """Return every technique of this fidelity that is not plain, at a planner's first setting for this
+    model.
+
+    Techniques that need several processes are left out.
+    """
     job, found = digits_job(), []
     for technique in roster.techniques():
         settings = [each for each in technique.settings(job) if each != roster.plain(technique.slot)]
@@ -101,7 +108,8 @@ def _goes(recipe: Recipe) -> bool:
 
 
 def _is(text: str) -> Callable[[Recipe | Technique], bool]:
-    """Which case `make test` runs: one of each fidelity; `test_law_fidelity.py` has every technique there."""
+    """Select a case of `make test`: one per fidelity. `test_law_fidelity.py` runs every technique in `make
+    test`."""
     return lambda case: str(case) == text
 
 

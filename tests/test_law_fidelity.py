@@ -1,12 +1,14 @@
-"""Law 3: a technique's fidelity is true. Over the whole roster, on the CPU, through the plain loop.
+"""Law 3: a technique's declared fidelity is true. Over the whole roster, on the CPU, through the plain
+loop.
 
-Every setting that a planner may try is run beside the plain recipe: same seed, same batches, no dropout.
+Every setting that a planner may try runs next to the plain recipe: same seed, same batches, no dropout.
 
-- SAME runs in 64 bits, where "the same sums in another order" means agreement to many digits, and where a
-  gradient that is zero by symmetry (a key's bias in attention) is zero and not noise that Adam blows up to a
-  full step;
-- ROUNDS runs as it is: losses stay within the tolerance's bound and the parameters move the same way;
-- LEARNS must learn a small real task: to tell high tokens from low ones.
+- SAME runs in 64 bits, so that the same sums in another order agree to many digits. A gradient that is zero
+  by symmetry (a key's bias in attention) stays zero. In fp32 it is noise, which Adam enlarges to a full
+  step.
+- ROUNDS runs at its own precision: losses stay within the tolerance's bound and parameters move the same
+  way.
+- LEARNS must learn a small real task: to separate high tokens from low ones.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ STEPS = 3
 VOCABULARY = 96
 STEPS_TO_LEARN = 50
 LEARNED = 0.3
-"""Least mean loss of five steps of one who has learned to tell two classes; guessing gives 0.69."""
+"""Largest mean loss over five steps of a model that separates two classes; a guess gives 0.69."""
 
 ALIKE = 0.98
 """Least cosine between the moves of a ROUNDS technique's parameters and the plain recipe's."""
@@ -88,8 +90,10 @@ def job(name: str, **changes: Any) -> Job:
 
 
 def candidates(fidelity: Fidelity) -> list[Technique]:
-    """Every technique of this fidelity that is not plain and that one process trains with, at each setting a
-    planner may try. What takes several processes is held to the law in `test_ranks.py`."""
+    """Return every technique of this fidelity that is not plain, at each setting a planner may try.
+
+    `test_ranks.py` tests techniques that need several processes against this law.
+    """
     found = [technique for technique in roster.techniques() if technique.fidelity is fidelity]
     settings = [setting for technique in found for setting in technique.settings(job("bert"))]
     alone = [setting for setting in settings if Recipe((setting,)).setup().parallel is None]
@@ -97,7 +101,7 @@ def candidates(fidelity: Fidelity) -> list[Technique]:
 
 
 class Silent:
-    """Watches a step and says nothing."""
+    """A step observer without effect."""
 
     def step_begins(self, index: int) -> None: ...
 
@@ -110,7 +114,7 @@ class Silent:
 
 @dataclass
 class Run:
-    """What a run of the plain loop left behind."""
+    """Losses and final parameters of a run of the plain loop."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -145,7 +149,8 @@ def wide(setup: Setup) -> Setup:
 
 @cache
 def plainly(name: str, *, wider: bool, steps: int = STEPS) -> Run:
-    """The plain recipe's run, beside which each technique is laid; nobody changes it."""
+    """Return the plain recipe's run, the reference of each technique. The cache shares it, so it must not
+    change."""
     setup = Recipe().setup()
     return run(job(name), wide(setup) if wider else setup, steps=steps)
 
@@ -178,8 +183,8 @@ def test_the_law_would_notice_another_mathematics(name: str) -> None:
 
 
 COSTLY = ("zero2", "zero3", "compiled", "budget")
-"""Which build C++ first, in minutes, or compile a model. Without the C++, ZeRO is held to the law below;
-compiled models have real steps in tests of their own."""
+"""Techniques that first build C++, in minutes, or compile a model. Without the C++, a test below checks
+ZeRO against the law; compiled models have tests of real steps elsewhere."""
 
 DEARER = {"lora(r=16)", "lora(r=64)", "apollo(rank=8)", "galore(rank=8)", "lora(r=64, targets=all-linear)"}
 DEARER |= {"qlora(r=64, targets=all-linear)", "lion_8bit(embeddings=8)"}
@@ -223,7 +228,7 @@ def test_so_do_engines_whose_host_updates_in_plain_torch(
 
 
 class PlainAdam:
-    """DeepSpeed's compiled AdamW for the host: its builder, and what it builds."""
+    """A substitute for DeepSpeed's compiled AdamW for the host: both the builder and the built extension."""
 
     updates = 0
 
@@ -256,7 +261,7 @@ def hold_to_bound(technique: Technique, name: str) -> None:
 
 
 def moves(start: Run, end: Run) -> torch.Tensor:
-    """How far each parameter moved, as one vector."""
+    """Return the change of all parameters as one vector."""
     return torch.cat(
         [(end.parameters[name] - value).flatten().double() for name, value in start.parameters.items()]
     )
