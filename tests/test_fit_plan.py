@@ -94,7 +94,7 @@ def test_a_trained_model_is_rehearsed_as_a_fresh_one(recipe: str, tmp_path: Path
     expected = bytes_of(fresh, recipe)
     assert bytes_of(used, recipe) == expected
     refitted = fit(used, f"{recipe} + segments" if recipe != "plain" else "segments", watch=quiet)
-    assert bytes_of(refitted, recipe) == expected, "what a fit has wrapped is no part of the model"
+    assert bytes_of(refitted, recipe) == expected, "wrappers of an earlier fit are no part of the model"
 
 
 def test_the_copy_holds_no_data_and_is_like_the_model(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def kept(trace: Trace) -> int:
 def test_no_scores_and_no_mask_are_ever_whole(recipe: str, padding: float) -> None:
     trace = traced(f"{recipe} + flex", padding=padding)
     largest = max(block.nbytes for block in trace.blocks if block.step == 2)
-    assert largest <= 2 * 1000 * 112 * 4, "what lies between two linear layers; a mask has 2 x 1,000 x 1,000"
+    assert largest <= 2 * 1000 * 112 * 4, "an activation between two linear layers; a mask has 2 x 1,000 x 1,000"
     dtypes = {kernel.dtype for kernel in trace.kernels if "flex_attention" in kernel.operator}
     assert dtypes == {"torch.float32" if recipe == "sgd" else "torch.bfloat16"}
     assert FLEX in trace.doubts

@@ -261,7 +261,7 @@ def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch
     assert rehearsed == [False]
     judged.judge([plain])
     [[second]] = judged.whole([(plain, [1])])
-    [[first]] = judged.whole([(plain, [0])])  # told by a rehearsal for the other GPU
+    [[first]] = judged.whole([(plain, [0])])  # derived from a rehearsal for the other GPU
     assert [[first, second], *judged.whole([(other, [1])])] == together
     assert rehearsed == [False, True]
     assert together[0][1].seconds != together[1][0].seconds, "workers make its batches"

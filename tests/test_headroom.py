@@ -135,7 +135,7 @@ def test_a_headroom_of_all_the_memory_is_refused(asked: str | int) -> None:
 
 
 def test_ways_of_padding_leave_the_same_headroom() -> None:
-    """The default equals a plan's. If no way of padding leaves it, the best fitting one is marked as tight."""
+    """The default equals a plan's. If no way of padding leaves it, the best that fits is marked as tight."""
     asked = {"job": small_job("bert", 1), "lengths": LENGTHS, "gpu": "h200"}
     usual = plan_lengths(**asked)
     assert usual.headroom_bytes == headroom_of(None, H200)

@@ -1,4 +1,4 @@
-"""Hostile checkpoints with valid checksums: reading runs no code, uses bounded memory and raises one error."""
+"""Hostile checkpoints with valid checksums: a read runs no code, uses bounded memory and raises one error."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_of_the_user_s_recipe_the_algorithm_is_kept() -> None:
         assert offered(space_with(start=other), Slot.OPTIMIZER) == [other]
     free = space_with(free="precision, adapters", start=mine)
     assert offered(free, Slot.PRECISION) == ["as_loaded", "bf16", "bf16_master", "bf16_pure"]
-    assert free.number(Recipe.parse(mine)) is not None, "what is freed may still be chosen"
+    assert free.number(Recipe.parse(mine)) is not None, "a freed technique stays in the search space"
     assert offered(space_with("fp16", start=mine), Slot.PRECISION) == ["fp16"], "what is named is stronger"
 
 

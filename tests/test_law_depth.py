@@ -76,7 +76,7 @@ def figures(trace: Trace) -> tuple[int, int, int]:
 def listed(layers: int) -> list[Entry]:
     """Return a program with two passes through the layers, and entries before and after them.
 
-    Each layer ends with the entry that begins the program's end.
+    Each forward layer ends with `norm`, which is also the first entry after the layers.
     """
     there = [entry for n in range(layers) for entry in (Entry("in", (n,)), Entry("norm", (0,)))]
     back = [
@@ -95,7 +95,7 @@ def test_a_list_grows_at_each_stack_of_layers_and_counts_on() -> None:
 @pytest.mark.parametrize(
     ("few", "more"),
     [
-        ("a b b c", "a b b d c"),  # what is inserted stands nowhere else
+        ("a b b c", "a b b d c"),  # the inserted entry has no other copy
         ("a b x b c", "a x b b x b c"),
         ("a b b c", "a b c"),
         ("a b b c", "a b b b d"),

@@ -1,23 +1,24 @@
 """Law 1: rehearsed equals real.
 
-On CUDA, against the recorded histories of one H200 (`recorded.py`): peaks, what the allocator reserves, and
-the third step event by event. On the CPU, against what the allocator itself reports while the same Step runs
-for real (`reported.py`): for every technique that runs there and seven model families, the third step event
-by event and the peak of the whole run, exactly. Each technique is met in a job of a covering array
-(`covering.py`), and in another of law 5 for recipes (`test_law_splicing.py`). Each pair of techniques, each
-setting alone and what compiles are `slow`.
+On CUDA, simulations are compared with the recorded histories of one H200 (`recorded.py`): peaks, reserved
+bytes, and the third step event by event. On the CPU, they are compared with the allocator's own report of
+the same Step (`reported.py`). There the third step, event by event, and the peak of the whole run must
+match exactly, for every technique that runs on a CPU and seven model families. A covering array
+(`covering.py`) puts each technique into one job, and law 5 for recipes (`test_law_splicing.py`) into
+another. Each pair of techniques, each setting alone and compiled steps are `slow`.
 
-What stays different on CUDA, by class; nothing else may:
+Two classes of differences remain on CUDA; any other difference fails a test:
 
-- *Another transformers.* The histories were recorded with 5.17. Since then Llama's rotary embedding converts
-  its positions before its frequencies. With 5.17 itself installed, both are the same event by event, so under
-  that version these tests ask for all of it. (T5's bias, which later versions copy, is left as recorded.)
-- *A number written into a slice* (T5's `shifted[..., 0] = start`): CUDA keeps the number on the host, `meta`
-  makes a tensor of 8 bytes of it that dies at once (`THPVariable_setitem`).
+- *Another transformers.* The histories were recorded with 5.17. In later versions, Llama's rotary embedding
+  converts its positions before its frequencies. Under 5.17 itself all events are equal, so these tests then
+  require equality. (T5's bias, which later versions copy, is left as recorded.)
+- *A number written into a slice* (T5's `shifted[..., 0] = start`): CUDA keeps the number on the host. On
+  `meta` it becomes a tensor of 8 bytes that is freed at once (`THPVariable_setitem`).
 
-What stays different on the CPU are buffers of its kernels that have no counterpart on a GPU
-(`cpu_scratch.py`), and blocks below its `LEAST` bytes: numbers that Python wraps, optimizers' step counters,
-the statistics of layer norm, which the CPU alone keeps in bf16 when its weights are.
+On the CPU, two kinds of blocks remain different. Buffers of CPU kernels have no counterpart on a GPU
+(`cpu_scratch.py`). Small blocks, below that file's `LEAST` bytes, are not compared either: numbers that
+Python wraps, step counters of optimizers, and statistics of layer norm. Only the CPU stores these
+statistics in bf16 for bf16 weights.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ ALIKE_AS_RECORDED = {"t5_bf16": 0.999}
 """Under the recorded transformers: T5's slice, of 1,678 events 2."""
 
 RESERVED = {"llama_bf16_ckpt": 0.003}
-"""Relative error of what the allocator reserves where the events differ; elsewhere it is exact."""
+"""Relative error of reserved bytes for cases whose events differ; other cases are exact."""
 
 ALLOCATED = {"t5_bf16": 0.001}
-"""Of what it hands out: where equal blocks lie on the device is not known, and unsplit blocks count whole."""
+"""Relative error of allocated bytes. The addresses of equal blocks on the device are unknown, and unsplit
+blocks count whole."""
 
 
 def hold_to_history(case: str, trace: Trace) -> None:
@@ -90,7 +92,7 @@ class MathAttention(CudaPolicy):
     """A wrong policy: attention that materialises its scores."""
 
     def choose_attention(self, *arguments: Any) -> str:
-        """Math, whatever the operands."""
+        """Return math attention for all operands."""
         return "math"
 
 
@@ -120,7 +122,7 @@ def test_gradients_added_out_of_place_are_noticed(case: str, monkeypatch: pytest
 
 
 def assert_red(case: str, trace: Trace) -> None:
-    """The law does not hold, and the events alone would tell."""
+    """Require that the law fails, and that the events alone would already fail it."""
     with pytest.raises(AssertionError):
         hold_to_history(case, trace)
     assert compare(history(case).events, third_step(trace)).similarity < ALIKE.get(case, 1.0)
@@ -221,7 +223,7 @@ def job(family: str, padding: float = 0.0) -> Job:
 
 @functools.cache
 def goes(family: str, recipe: Recipe) -> bool:
-    """Whether the family's job can be done so; building once tells what only the model knows."""
+    """True if the family's job supports the recipe. Some objections need the model, so it is built once."""
     try:
         recipe.check(job(family))
     except RecipeError:
@@ -235,7 +237,7 @@ OF_THE_MODEL = (Slot.ADAPTERS, Slot.CHECKPOINTING)
 
 @functools.cache
 def builds(family: str, recipe: Recipe) -> bool:
-    """Whether the family's model takes these techniques."""
+    """True if the family's model supports these techniques."""
     try:
         build_model(job(family), recipe.setup(), torch.device("meta"))
     except RecipeError:
@@ -244,16 +246,19 @@ def builds(family: str, recipe: Recipe) -> bool:
 
 
 def runs_alone(technique: Technique) -> bool:
-    """Whether one process trains with it, without an engine."""
+    """True if one process trains with the technique and without an engine."""
     setup = Recipe((technique,)).setup()
     return setup.sharding is None and setup.parallel is None
 
 
 @functools.cache
 def settings() -> dict[Slot, list[Technique]]:
-    """What a planner may try of every technique whose packages are here, by slot. DeepSpeed's engines wait on
-    the host, and on a CPU that is the device: without offload `test_sharding.py` holds them to this law, and
-    `test_ranks.py` what takes several processes. A CPU records no graphs: `captured` is nothing there."""
+    """Return a planner's settings of every technique with installed packages, by slot.
+
+    DeepSpeed's engines wait on the host, and on a CPU the host is the device. `test_sharding.py` therefore
+    checks engines without offload against this law. `test_ranks.py` checks techniques that need several
+    processes. A CPU records no graphs, so `captured` has no effect there.
+    """
     found: dict[Slot, list[Technique]] = {slot: [] for slot in Slot}
     for technique in roster.techniques():
         if not technique.missing_package() and technique.name != "captured":
@@ -370,7 +375,7 @@ class FlashOnTheCpu(CpuPolicy):
     """A wrong policy: fused attention in spite of dropout."""
 
     def choose_attention(self, *arguments: Any) -> str:
-        """Flash, whatever the operands."""
+        """Return flash attention for all operands."""
         return "flash_for_cpu"
 
 

@@ -1,7 +1,7 @@
-"""Law 5, for layers, steps and micro-batches: what is written again equals what is rehearsed whole.
+"""Law 5, for layers, steps and micro-batches: an extended trace equals a trace recorded in full.
 
-Equal is meant in every field of a trace: each block with its module and kind, each event, each mark, each
-kernel with its work. From equal traces follow equal footprints; that is asserted once, for the eye.
+The traces must be equal in every field: each block with its module and kind, each event, each mark, each
+kernel with its work. Equal traces have equal footprints; one test also asserts that directly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tup
 
 
 def same(left: Trace | None, right: Trace) -> None:
-    """All fields are equal; says which differs first."""
+    """Require equal fields, and report the first difference."""
     assert left is not None, "refused"
     for name in ("events", "blocks", "marks", "kernels", "waits", "attention"):
         mine, theirs = getattr(left, name), getattr(right, name)
@@ -74,7 +74,7 @@ def test_layers_that_never_come_round_are_refused() -> None:
 
 
 def test_a_stranger_among_the_layers_is_seen_in_the_model_itself() -> None:
-    """The config says nothing of a layer that was built otherwise; the model does."""
+    """A layer of another structure is visible in the model only; the config does not list it."""
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(9))
     assert is_periodic(torch.nn.Sequential(layers), 9, 1)
     layers[5] = torch.nn.Linear(4, 4, bias=False)
@@ -185,7 +185,7 @@ def test_marks_say_which_step_it_is() -> None:
 
 
 def test_a_rehearsed_batch_takes_the_memory_of_one_sample() -> None:
-    """A million pictures are twelve gigabytes; a planner asks about such batches on a laptop."""
+    """A million pictures are twelve gigabytes, and a laptop must be able to plan for such a batch."""
     job = small_job("vit", 2, batch_size=1 << 20)
     batch = next(micro_batches(job, setup_of("plain"), torch.device("meta")))[0]
     assert batch["pixel_values"].shape == (1 << 20, 3, 32, 32)

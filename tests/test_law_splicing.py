@@ -28,10 +28,10 @@ from test_law_scaling import CUDA, same, setup_of, whole
 SEED = 20_261_120
 
 FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
-"""Techniques of the roster once more, with settings that change what is allocated."""
+"""Techniques of the roster again, at settings that change allocations."""
 
 GIVEN = {"selective": "products", "host": "all", "budget": 0.5}
-"""By the technique, the setting that must be given, where it is no number."""
+"""Required settings that are not numbers, by technique."""
 
 GOES_WITH = {"budget(0.5)": ("compiled",), "adamw_stochastic": ("bf16_pure",), "flash": ("bf16",)}
 """Techniques that need another."""
@@ -46,15 +46,17 @@ Words = tuple[str, ...]
 
 
 def is_spliced(technique: type[Technique]) -> bool:
-    """Whether plans put recipes with it together from parts; DeepSpeed's engine is around a whole step, and a
-    step of several GPUs is simulated as a whole, and so is one that is recorded as graphs, or whose backward
-    pass updates."""
+    """True if plans splice recipes with this technique from parts.
+
+    They do not for DeepSpeed's engine, which wraps a whole step, nor for steps of several GPUs. Steps
+    recorded as graphs, or with updates inside the backward pass, are also simulated whole.
+    """
     whole = technique.needs_several_gpus or technique.name in ("captured", "released")
     return technique.searched and not whole
 
 
 def notations() -> list[list[str]]:
-    """Of each slot all techniques in the notation, a setting that must be given being 2, or of `GIVEN`."""
+    """Return the notations of all techniques, by slot. A required setting is 2 or the value in `GIVEN`."""
     by_slot: dict[Slot, list[str]] = {slot: [] for slot in Slot}
     for technique in filter(is_spliced, roster.techniques()):
         needed = [declared for declared in fields(technique) if declared.default is MISSING]
@@ -67,7 +69,7 @@ def notations() -> list[list[str]]:
 
 @functools.cache
 def taken(words: Words) -> bool:
-    """Whether a small job takes a recipe with these techniques, and plain ones beside them."""
+    """True if a small job supports a recipe with these techniques and plain ones in all other slots."""
     recipe = Recipe.parse(" + ".join(words))
     for family in EVERY_RECIPE:
         with contextlib.suppress(RecipeError):  # a classifier has no vocabulary
@@ -77,7 +79,7 @@ def taken(words: Words) -> bool:
 
 
 def may_meet(words: Words) -> bool:
-    """Whether they go together, with what they need of slots that are left."""
+    """True if these techniques are compatible, together with the techniques they need in free slots."""
     slots = {slot_of(word) for word in words}
     needed = [other for word in words for other in GOES_WITH.get(word, ())]
     return taken((*words, *(word for word in needed if slot_of(word) not in slots)))
@@ -101,11 +103,12 @@ COSTLY = {
     "compiled": "uncompiled", "budget(0.5)": "keep_all", "micro_batches(4)": "micro_batches(2)",
     "fp8": "bf16",
 }  # fmt: skip
-"""What takes long, which the first recipe that has it is tried with, and what stands there in others."""
+"""Slow techniques with their substitutes. Only the first recipe with a slow technique runs it; later
+recipes use the substitute."""
 
 
 def lighter(number: int) -> Words:
-    """The recipe of this number, without what an earlier one has and takes long."""
+    """Return the recipe of this number, with a substitute for each slow technique of an earlier recipe."""
     before = {word for words in recipes(1)[:number] for word in words}
     compiled = {"compiled", "budget(0.5)"}  # go together
     met = before | (compiled if before & compiled else set())
@@ -168,7 +171,7 @@ def hold(words: Words, number: int) -> None:
 
 
 def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces() -> None:
-    """What a planner gains: two rehearsals of passes, one of each update, and every pair of them."""
+    """A planner simulates passes twice and each update once, and splices every pair of them."""
     job = small_job("llama", 2, batch_size=24)
     parts = {n: rehearse_passes(small_job("llama", 2, batch_size=4 * n), setup, CUDA)
              for n, setup in ((1, setup_of("bf16")), (2, setup_of("bf16 + micro_batches(2)")))}  # fmt: skip
@@ -204,7 +207,7 @@ def test_parts_that_do_not_meet_are_refused() -> None:
     fewer = passes.gradients[:-1]
     assert splice(passes, rehearse_update(job, plain, CUDA, fewer)) is None
     assert splice(passes, Part(rehearse_update(job, plain, CUDA, fewer).trace, passes.gradients)) is None
-    assert splice(passes, update, micro_batches=2) is None, "passes of one piece tell nothing of two"
+    assert splice(passes, update, micro_batches=2) is None, "passes of one piece do not determine those of two"
 
 
 def test_pure_and_mixed_precision_do_not_meet() -> None:

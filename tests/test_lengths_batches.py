@@ -1,4 +1,4 @@
-"""Batches drawn from lengths: transformers' own grouping, and what must hold whatever is drawn."""
+"""Batches drawn from lengths: transformers' own grouping, and invariants of every draw."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_seconds_need_a_gpu(asked: list[dict[str, Any]], capsys: pytest.CaptureF
 def test_pictures_have_none(
     task: list[str], asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether the task is said or follows from the architecture."""
+    """The error is the same for a task that the user names and for one that follows from the architecture."""
     ask = ["lengths", "vit-large-patch16-224", *task, "--gpu", "h200"]
     assert run([*ask, "--lengths", "lengths.txt"]) == 2
     assert "the task image-classification has no sequences" in capsys.readouterr().err
@@ -147,7 +147,7 @@ def test_pictures_have_none(
 def test_positions_end(
     asked: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model's 512 are told; cutting makes it a question that can be asked."""
+    """The error names the model's 512 positions; with `--truncate 512` the command succeeds."""
     (tmp_path / "long.txt").write_text("100\n700\n")
     assert run([*ASK, "--lengths", "long.txt"]) == 2
     told = capsys.readouterr().err

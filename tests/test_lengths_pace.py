@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_prediction(length: int, padded: bool) -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.95])
 def test_how_much_is_padding_changes_no_byte_and_no_second(share: float) -> None:
-    """So one rehearsal stands for every batch of a length in which something is padded."""
+    """One simulation therefore covers every batch of a length with at least one padded sample."""
     job = small_job("bert", layers=1, sequence_length=20)
     known = pace(job)
     real = predict(replace(job, padding=share), "bf16", gpu=H200)
@@ -130,8 +130,10 @@ def test_how_much_is_padding_changes_no_byte_and_no_second(share: float) -> None
 
 
 def test_a_step_of_two_lengths_takes_their_mean() -> None:
-    """A first micro-batch of one length and a second of another, played as one step: exactly the mean while
-    the device sets the pace, and within 1 % where the host does."""
+    """Play two micro-batches of different lengths as one step.
+
+    The time is exactly the mean if the device sets the pace, and within 1 % of it if the host does.
+    """
     known = pace(small_job("gpt2", layers=1, batch_size=8), "bf16 + micro_batches(2)")
     mixed = Trace((), (), (), (*_piece(known, 8, 0), *_piece(known, 31, 1)), known.sample(31, True).waits, ())
     mean = (known.timing(8, True).step_seconds + known.timing(31, True).step_seconds) / 2

@@ -1,4 +1,4 @@
-"""What a dataset's lengths mean: ways of padding side by side, on invented lengths."""
+"""Plans for a dataset's lengths: a comparison of ways of padding, on invented lengths."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_grouping_pads_less_than_chance_and_chance_less_than_all_alike(mixed: Le
 
 
 def test_more_padding_is_never_faster(mixed: LengthPlan) -> None:
-    """Lengths rounded up further, and batches that chance or nobody chose."""
+    """Each pair rounds lengths up further, or replaces grouped batches by random ones or a fixed length."""
     chains = [[way(mixed, order, multiple) for multiple in (1, 8, 64)] for order in ("random", "grouped")]
     chains += [[way(mixed, o, multiple) for o in ("grouped", "random", "fixed")] for multiple in (1, 8)]
     for less, more in (pair for chain in chains for pair in pairwise(chain)):
@@ -85,7 +85,7 @@ def test_seconds_are_the_mean_over_the_batches(mixed: LengthPlan) -> None:
 
 
 def test_a_list_and_its_histogram_have_one_answer() -> None:
-    """They are the same lengths, which is all that a plan is told."""
+    """Both are the same lengths, and a plan receives only these."""
     lengths = [length for length, samples in MIXED.counts for _ in range(samples)]
     assert Lengths.of(lengths) == MIXED
 

@@ -28,8 +28,10 @@ SLOW_PRODUCTS = 1e12
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Size]]:
-    """Sizes by what they are, on a device with few multiprocessors, the given price of unaligned rows, and a
-    host that is never waited for."""
+    """Return the found sizes by name, on a small device with a given cost of unaligned rows.
+
+    The device has few multiprocessors, and its step never waits for the host.
+    """
 
     def on(
         job: Job, recipe: str = "bf16", *, unaligned: float = 1.0, multiprocessors: int = 4
@@ -87,7 +89,10 @@ def test_a_length_of_odd_tokens(found: Callable[..., dict[str, Size]]) -> None:
 
 
 def test_a_length_just_past_a_tile(found: Callable[..., dict[str, Size]]) -> None:
-    """One tile more for one token: cutting it is told, and not proposed. It rests on no assumption."""
+    """One token more needs one tile more. The report shows the shorter length and does not propose it.
+
+    The result rests on no assumption.
+    """
     job = gpt2(sequence_length=257, batch_size=1, facts={"n_embd": 256, "vocab_size": 4096})
     size = found(job)["sequence length down"]
     assert (size.given, size.instead, size.proposed, size.assumed) == (257, 256, False, False)

@@ -1,4 +1,4 @@
-"""What libraries log does not stand in an answer: DeepSpeed has its messages printed on stdout."""
+"""Log messages of libraries stay out of an answer: DeepSpeed prints its messages on stdout."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""A folder of weights: whole but for a new head, or refused by the names of what it lacks."""
+"""A folder of weights is complete except for a new head, or the error names its missing weights."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_new_head_is_named(family: str, parts: tuple[str, ...], new: list[str]
 def test_weights_that_are_no_heads_are_refused_by_name(
     family: str, parts: tuple[str, ...], lost: str, tmp_path: Path
 ) -> None:
-    """transformers draws them at random and mentions it in a table that nobody sees."""
+    """transformers initializes them at random and reports that only in a table of its log."""
     with pytest.raises(ModelError, match=f"(?s){lost}"):
         loaded_from(folder_without(tmp_path, family, *parts), family)
 
@@ -149,7 +149,7 @@ def runs(program: str) -> int:
 @pytest.mark.whole
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path: Path) -> None:
-    """The line is run as it stands, and the folder's weights are found then."""
+    """The test runs the message's command unchanged; the folder then has weights that snugfit loads."""
     model = model_of("bert")
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()

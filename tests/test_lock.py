@@ -1,4 +1,5 @@
-"""One trainer a folder: a second one is refused and told whom it met; what a dead one held is taken."""
+"""One trainer per folder: a second one is refused with the first one's identity; a dead one's lock is taken
+over."""
 
 from __future__ import annotations
 
@@ -334,8 +335,10 @@ def test_a_full_disk_takes_the_line_and_not_the_lock(
 def test_a_lock_that_a_foreign_process_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Forked past Python, so that it could not be told to close its copy. Where there is no such lock, there
-    is nothing to keep."""
+    """A process forked without Python's fork hooks keeps its copy of the lock's file open.
+
+    On a platform without `flock` no lock remains.
+    """
     monkeypatch.setattr(lock, "GRACE_SECONDS", 0.05)
     left(tmp_path, pid=2**22 + 1)
     descriptor = os.open(tmp_path / LOCK, os.O_RDWR)

@@ -1,5 +1,8 @@
-"""An update with masters as a loop calls it: clipped inside, left out where the norm is no number, in halves
-of the host and of the device, with tables that follow what moves."""
+"""An optimizer update with masters, as a loop calls it.
+
+The update clips inside and is skipped for a NaN or infinite norm. Its host and device parts run separately,
+and its tables follow moved weights.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from snugfit.techniques.recipe import Recipe
 
 SHAPES = ((33, 20), (1000,), ())
 HALF_A_PLACE = 2.0**-8
-"""By how much rounding to bfloat16 changes a number at most, relatively, and then some."""
+"""Upper bound, with a margin, of the relative change by rounding to bfloat16."""
 
 TABLES = 20_000
-"""Bytes that tell kernels where a small model's weights are."""
+"""Upper bound in bytes of the tables with the addresses of a small model's weights."""
 
 
 def two_models() -> list[torch.nn.ParameterList]:
@@ -106,7 +109,8 @@ def test_clipping_inside_is_scaling_before_but_for_a_rounding_of_each_gradient()
 @pytest.mark.whole
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_norm_that_is_no_number_leaves_everything_as_it_is(bad: float) -> None:
-    """And so does a number that says stop; with the step forgotten the next one goes on as if none was."""
+    """A stop flag also leaves everything unchanged. The next step continues as if the dropped step never
+    was."""
     models = two_models()
     ours, theirs = (MasterAdamW(model, lr=1e-2) for model in models)
     for seed, refused in enumerate((False, True, True, False)):
@@ -169,7 +173,7 @@ def on_shapes() -> tuple[torch.nn.ParameterList, MasterAdamW]:
 
 
 def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of what is copied to the device from here on."""
+    """Return the list to which each later copy to the device appends its shape."""
     written: list[tuple[int, ...]] = []
     write = DeviceCopy.write
 
@@ -182,7 +186,7 @@ def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def test_a_step_writes_its_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where everything lies as before; a weight that begins later has numbers of its own."""
+    """The addresses stay the same; a weight whose gradients begin later has its own step number."""
     weights, optimizer = on_shapes()
     written = count_writes(monkeypatch)
     with launches.shapes():

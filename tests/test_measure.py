@@ -1,4 +1,4 @@
-"""Measuring in a fresh process: what a child may do to its parent, and what comes back (promises 7 to 9)."""
+"""Measurements in a fresh process: the child's effects on its parent, and its results (promises 7 to 9)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def live(body: str, *, seconds: float = 60, once: Path | None = None, **options:
 
 
 def gone(pid: int, *, patience: float = 10) -> bool:
-    """Whether a process ends within `patience` seconds; one that only waits to be reaped has ended."""
+    """True if a process ends within `patience` seconds; a process that only waits to be reaped has ended."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
@@ -381,7 +381,7 @@ def test_disturbed_steps_do_not_count_while_enough_others_remain() -> None:
 
 
 class DisturbedCore:
-    """A core that somebody disturbs at these calls."""
+    """A core with a disturbance at each of these calls."""
 
     def __init__(self, *calls: int) -> None:
         self.calls, self.called, self.disturbed_samples = calls, 0, 0
@@ -491,7 +491,7 @@ def load_at(wall: float, busy: float, own: float) -> HostLoad:
     ],
 )
 def test_a_host_that_was_crowded_all_the_time(last: HostLoad | None, words: str | None) -> None:
-    """Evenly slow steps have no spread, so the kernel's counters are asked."""
+    """Evenly slow steps have no spread, so the kernel's counters decide."""
     reason = crowding(load_at(0, 0, 0), last, 2)
     assert (words in reason) if words and reason else reason is words
 
@@ -683,7 +683,7 @@ def measures_in_little_memory(request: str, result: str) -> int:
 @pytest.mark.whole
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
-    """A model of 16 GB in a process that may have 8: refused by the kernel, and the message says so."""
+    """The kernel refuses a model of 16 GB in a process limited to 8 GB, and the message reports that."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
     request, result = tmp_path / "request.json", tmp_path / "result.json"
     write_document(request, experiment_of(job).document(Target(type="cpu"), None))

@@ -206,7 +206,8 @@ class TestChildren:
         assert all(gone(pid) for pid in pids)
 
     def test_the_earliest_failure_is_the_cause(self) -> None:
-        """Of two that were found dead at once. One that was killed says nothing and comes first."""
+        """Choose the earlier of two failures found at the same time. A killed process reports no time and
+        comes first."""
         children = Children([], [])
         children.failed = [0, 1]
         assert children.first_cause({0: 7.5, 1: 7.4}.get) == 1
@@ -251,7 +252,7 @@ class TestOnTwoGpus:
     def perform(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *reported: ChildResult, profiler: int = 0
     ) -> Measurement:
-        """`profiler` is what the first GPU is used by more (MiB) after its peaks were read."""
+        """`profiler` is the memory in MiB that the first GPU uses in addition after its peaks were read."""
         gpus = [FakeGpu(uuid=A, processes=None), FakeGpu(uuid=B, processes=None)]
         library, readings, go = FakeNvml(*gpus), [0], tmp_path / "go"
         texts = json.dumps([one.to_json() for one in reported])
@@ -469,7 +470,8 @@ def test_steps_after_the_timed_ones_are_not_timed() -> None:
 def test_a_run_goes_on_for_the_profiler_and_without_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A profiler that finds no GPU sees no exchange, and one that fails says why; both runs are whole."""
+    """A profiler without a GPU records no communication, and a failed one reports the reason; both runs
+    complete."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)

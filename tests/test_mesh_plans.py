@@ -1,5 +1,7 @@
-"""Plans in which groups of GPUs work on the same samples: they share matrices or sequences, or stand in
-stages. Held against every recipe where bytes and seconds are made up, and against predictions where not."""
+"""Plans in which groups of GPUs work on the same samples: they share matrices or sequences, or form stages.
+
+With invented bytes and seconds, a plan is compared with every recipe; otherwise with predictions.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ H200 = find_gpu("h200")
 COUNTS = [1, 2, 4, 8, 16]
 
 
-# ---- what is put together ----------------------------------------------------------------------------------
+# ---- combinations of techniques -----------------------------------------------------------------------------
 
 
 def recipes(job: Job, gpus: int, axes: int, fixed: Kept | None = None) -> set[str]:
@@ -148,7 +150,7 @@ def test_few_layers_and_micro_batches_of_each_stage_tell_what_many_take(
     whole = predict(job, recipe, gpu=H200, gpus=gpus)
     assert whole.footprint.reserved_bytes is not None
     off = abs(judged.needed_bytes - whole.needed_bytes)
-    assert off < 0.2 * whole.footprint.reserved_bytes, "of what the allocator has, apart from NCCL's memory"
+    assert off < 0.2 * whole.footprint.reserved_bytes, "a share of the reserved bytes, without NCCL's memory"
     assert full.needed_bytes == pytest.approx(whole.needed_bytes, rel=1e-3)
     assert whole.timing is not None
     assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.02)
@@ -285,7 +287,7 @@ def test_cards_are_counted_with_meshes(name: str, monkeypatch: pytest.MonkeyPatc
         assert "cannot be shared evenly" in kind.fewest.why
 
 
-# ---- rehearsed, and told -----------------------------------------------------------------------------------
+# ---- simulations and reports -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

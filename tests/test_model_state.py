@@ -1,4 +1,5 @@
-"""What a `state_dict` leaves out of a checkpoint: buffers, extra state, tensors that transformers drops."""
+"""Parts that a checkpoint needs and a `state_dict` omits: buffers, extra state, tensors that transformers
+drops."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from test_fit_keeping import At, die
 
 
 class Center(nn.Module):
-    """What it has seen: in a buffer that no `state_dict` has, in one that the forward pass makes, in extra
-    state, and in plain attributes."""
+    """A module that stores its past in four ways.
+
+    These are a non-persistent buffer, a buffer made by the forward pass, extra state, and plain attributes.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model's modules listed once: answers are the model's own, whatever is done to it between two of them."""
+"""A model's modules, listed once: answers equal the model's own after each change between two of them."""
 
 from __future__ import annotations
 
