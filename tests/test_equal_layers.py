@@ -94,8 +94,7 @@ def test_what_is_no_passes_and_update_is_rehearsed_in_full(
     ),
 )
 def test_equal_micro_batches_are_written_and_replayed_once(family: str, recipe: str, pieces: int) -> None:
-    """The trace is the one that the moves of all micro-batches make, and the allocator shows the same after
-    it."""
+    """The trace equals the moves of all micro-batches, and the allocator has the same state after it."""
     job, setup = small_job(family, 2, batch_size=16), Recipe.parse(recipe).setup()
     passes = rehearse_passes(job, setup, CUDA)
     run = splice(passes, rehearse_update(job, setup, CUDA, passes.gradients), micro_batches=pieces)

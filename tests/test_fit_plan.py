@@ -21,7 +21,7 @@ from tiers import slow_but
 
 
 class Deep(nn.Module):
-    """A model of one's own, with a tie, a hook and a frozen part."""
+    """A user's model with tied weights, a hook and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def test_a_plan_is_made_and_applied(tmp_path: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
     recipe = str(trainer.snugfit.recipe)
     assert "planned for a h200" in told[0]
-    assert "sgd" in recipe, "another algorithm is not the plan's to choose"
-    assert "micro_batches" not in recipe, "accumulating where the batch fits only costs"
+    assert "sgd" in recipe, "a plan never changes the algorithm"
+    assert "micro_batches" not in recipe, "accumulation only costs time if the batch fits"
     args = trainer.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 1)
     assert args.dataloader_num_workers == 1
@@ -110,7 +110,7 @@ def test_the_copy_holds_no_data_and_is_like_the_model(tmp_path: Path) -> None:
 
 
 def test_a_forward_that_a_library_has_replaced_runs_on_the_copy(tmp_path: Path) -> None:
-    """As TRL's fused loss does it: a function that holds the model's own method."""
+    """TRL's fused loss replaces the forward by a function that holds the model's own method."""
     trainer = trainer_of(tmp_path, Deep(), spoken())
     expected = bytes_of(trainer, "plain")
     original = trainer.model.forward

@@ -44,7 +44,7 @@ class Sentences(transformers.Trainer):
 
 
 class Cards(transformers.Trainer):
-    """Saves as TRL does, a card in the output's folder, and adds to the checkpoint before and after it."""
+    """Save as TRL does: a card in the output folder, and further files before and after the checkpoint."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step, name = self.state.global_step, Path(self.args.output_dir).name

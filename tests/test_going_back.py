@@ -40,7 +40,7 @@ def test_fit_goes_back(tmp_path: Path) -> None:
     again = run_of(tmp_path, at=At(5, die), logging_steps=1)
     killed(again, True)
     steps = [line["step"] for line in again.state.log_history]
-    assert steps[:3] == [1, 2, 3], "it went on after step 2"
+    assert steps[:3] == [1, 2, 3], "the run continued after step 2"
     assert "checkpoint-4" in checkpoints(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A plan leaves some of the memory free, and what leaves less is marked."""
+"""A plan leaves part of the memory free, and marks an answer that leaves less."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_prediction_that_leaves_too_little_is_tight() -> None:
     assert tight.to_json()["tight"]
     assert "tight" in verdict(tight).plain
     assert not replace(tight, headroom_bytes=MIB).tight
-    assert not replace(tight, memory_bytes=tight.needed_bytes - 1).tight, "that does not fit at all"
+    assert not replace(tight, memory_bytes=tight.needed_bytes - 1).tight, "the recipe does not fit at all"
 
 
 SETTLED = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.CHECKPOINTING}

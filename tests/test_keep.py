@@ -29,7 +29,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1376, "vocab_size": 8192}
 
 
 def llama() -> Job:
-    """A job whose weights and states are most of its bytes."""
+    """Return a job with most of its bytes in weights and states."""
     return small_job("llama", 2, WIDE, batch_size=1)
 
 
@@ -66,7 +66,9 @@ def test_of_the_user_s_recipe_the_algorithm_is_kept() -> None:
     free = space_with(free="precision, adapters", start=mine)
     assert offered(free, Slot.PRECISION) == ["as_loaded", "bf16", "bf16_master", "bf16_pure"]
     assert free.number(Recipe.parse(mine)) is not None, "a freed technique stays in the search space"
-    assert offered(space_with("fp16", start=mine), Slot.PRECISION) == ["fp16"], "what is named is stronger"
+    assert offered(space_with("fp16", start=mine), Slot.PRECISION) == ["fp16"], (
+        "a named technique takes precedence"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ FEW = {
         Slot.LOADING,
     )
 }
-"""Not searched where a test is about other slots."""
+"""Fixed slots, because the test is about other slots."""
 ONE_PRECISION = {Slot.PRECISION: roster.plain(Slot.PRECISION)}
 
 

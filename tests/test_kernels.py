@@ -39,7 +39,11 @@ HALF = torch.bfloat16
     ("func", "args", "layout"),
     [
         (aten.add.Tensor, (meta(8, 8), meta(8, 8)), ""),
-        (aten.add.Tensor, (meta(8, 8).t(), meta(8, 8).t()), ""),  # both transposed lie alike
+        (
+            aten.add.Tensor,
+            (meta(8, 8).t(), meta(8, 8).t()),
+            "",
+        ),  # two transposed operands have the same layout
         (aten.add.Tensor, (meta(8, 8).t(), meta(8, 8)), "strided"),
         (aten.mul.Tensor, (meta(8, 8), meta(8)), "strided"),  # broadcast
         (aten.add.Tensor, (meta(8, 8, dtype=HALF), meta(8, 8)), "casts"),
@@ -47,7 +51,7 @@ HALF = torch.bfloat16
         (aten.add.Tensor, (meta(2, 2048, 2048), meta(2048, 2048).t()), "strided"),  # 16 MiB stay in a cache
         (aten.gelu.default, (meta(8, 8)[:, ::2],), "strided"),
         (aten.clone.default, (meta(8, 8),), ""),
-        (aten.sum.default, (meta(8, 8).t(),), ""),  # no pointwise operator
+        (aten.sum.default, (meta(8, 8).t(),), ""),  # not a pointwise operator
     ],
 )
 def test_how_operands_lie(func: Any, args: tuple[Any, ...], layout: str) -> None:
@@ -73,11 +77,11 @@ def test_rows_that_are_less_aligned_are_slower(columns: int, alignment: int) -> 
     clock = KernelClock(H200)
     of_words = kernel(aten.mm.default, meta(8192, 768, dtype=HALF), meta(columns, 768, dtype=HALF).t())
     slowed = clock.seconds(of_words) / clock.seconds(of_words._replace(leading=(768, 768, 768)))
-    assert slowed == pytest.approx(1 / rate.share(alignment), rel=0.3)  # starts and waves are as they were
+    assert slowed == pytest.approx(1 / rate.share(alignment), rel=0.3)  # starts and waves are unchanged
 
 
 def added(operator: str, rows: int = 4096, dtype: torch.dtype = HALF) -> Kernel:
-    """A product of which little is computed, added to a large matrix."""
+    """Return the cost of a small product that is added to a large matrix."""
     one = kernel(
         aten.addmm.default,
         meta(rows, 2048, dtype=dtype),
@@ -107,7 +111,7 @@ def test_a_product_into_the_matrix_it_adds_to_is_the_one_in_place() -> None:
 
 
 def test_only_a_bias_is_added_by_cublaslt() -> None:
-    """Measured: neither Muon's products nor those of Liger's loss take its workspace."""
+    """Measured: Muon's products and those of Liger's loss use no workspace of cuBLASLt."""
     policy, factors = CudaPolicy(), (meta(8, 2), meta(2, 4))
     for added, count in ((meta(4), 2), (meta(1, 4), 2), (meta(8, 4), 1), (meta(8, 1), 1)):
         assert len(policy.workspaces("aten::addmm", (added, *factors))) == count

@@ -33,7 +33,7 @@ from snugfit.techniques.recipe import Recipe
 
 
 def hold_to_law(case: Case) -> None:
-    """Law 7 for one module."""
+    """Check law 7 for one module."""
     model = Model.from_module(case.make(), case.example())
     job, setup = (
         Job(model=model, task=Task.CUSTOM, batch_size=case.batch_size),
@@ -54,7 +54,7 @@ def hold_to_law(case: Case) -> None:
 
 
 def marks(number: int, case: Case) -> list[pytest.MarkDecorator]:
-    """Two of three cases are in the slow tier."""
+    """Put two of three cases into the slow tier."""
     tier = [pytest.mark.slow] if number % 3 else []
     return [*tier, pytest.mark.xfail(reason=case.xfail, strict=True)] if case.xfail else tier
 

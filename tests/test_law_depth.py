@@ -49,7 +49,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
     "t5": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "vocab_size": 32128},
 }  # fmt: skip
-"""The sizes of real models: lowering takes as long for small ones, whose buffers are alike by chance."""
+"""The sizes of real models. Small ones take as long to lower, and their buffers have equal sizes by chance.
+"""
 
 
 def setup_of(recipe: str) -> Setup:
@@ -135,7 +136,7 @@ def test_moves_of_few_layers_tell_those_of_many(family: str, recipe: str, more: 
 
 
 def test_a_stranger_among_the_layers_is_refused() -> None:
-    """One block more in the third of four layers."""
+    """The third of four layers has one block more."""
     few, deeper = (part_of("llama", layers, "bf16").trace for layers in (3, 4))
     moves = [*deeper.moves]
     at = next(
@@ -148,11 +149,11 @@ def test_a_stranger_among_the_layers_is_refused() -> None:
     assert deepen(few, planted, 3) is None
 
 
-# ---- what Inductor decides by a whole program ----------------------------------------------------------
+# ---- decisions of Inductor on a whole program ----------------------------------------------------------
 
 
 def decisions(layers: int, *, other: int, between: int, taken: bool = True) -> Decisions:
-    """A program that keeps 10 bytes in each layer, and would keep `other` of them in another order."""
+    """Return the decisions of a program that keeps 10 bytes per layer, and `other` bytes in another order."""
     timeline = [5, *(5 + 10 * n for n in range(1, layers + 1))]
     reuse = [Reuse(4, taken, 5 + between * n) for n in range(1, layers + 1)]
     return Decisions([timeline, [25, *(25 + other * n for n in range(1, layers + 1))]], timeline, reuse)
@@ -164,7 +165,7 @@ def test_a_deep_model_decides_as_shallow_ones_where_the_estimates_say_so() -> No
 
 
 def test_an_order_that_is_better_only_in_a_deep_model_is_noticed() -> None:
-    """The other order holds 20 bytes more, and 1 less in each layer."""
+    """The other order takes 20 bytes more in total and 1 byte less in each layer."""
     few, more = (decisions(layers, other=9, between=9) for layers in (3, 4))
     assert decides_alike(few, more, 5)
     assert not decides_alike(few, more, 40)
@@ -226,7 +227,7 @@ def test_compiled_layers_of_few_tell_of_many(recipe: str, monkeypatch: pytest.Mo
 
 
 WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
-"""Those that must not be refused."""
+"""Cases that must not be refused."""
 
 
 @pytest.mark.slow

@@ -38,20 +38,20 @@ needs_task("image-classification")
 STEPS, BATCH = 100, 48
 POINT = 0.01
 LEARNED = 0.9
-"""Share of right answers of one who has learned; guessing gives 0.1."""
+"""Least accuracy of a trained model; a guess gives 0.1."""
 
 RATES = (5e-3, 5e-2, 5e-4)
-"""Learning rates at which a technique that learns differently is tried: one must do."""
+"""Learning rates for LEARNS techniques: each must learn at one of them."""
 
 DRAWN = 2
-"""Combinations of each fidelity."""
+"""Number of combinations of each fidelity."""
 
 pictures = cache(digits)
 
 
 @cache
 def accuracy(recipe: Recipe, rate: float = RATES[0]) -> float:
-    """Share of right answers after training under this recipe; the test is left out where it cannot run."""
+    """Return the accuracy after training with this recipe; skip the test if the recipe cannot run."""
     train, test = pictures()
     with TemporaryDirectory() as folder:
         try:
@@ -84,7 +84,7 @@ def candidates(fidelity: Fidelity) -> list[Technique]:
 
 
 def combinations(fidelity: Fidelity) -> list[Recipe]:
-    """Recipes of two techniques or more that go together, of which the least exact is of this fidelity."""
+    """Return recipes of several compatible techniques, the least exact of which has this fidelity."""
     draw, drawn = random.Random(2), dict[Recipe, None]()
     least = candidates(fidelity)
     others = least + (candidates(Fidelity.SAME) if fidelity is not Fidelity.SAME else [])
@@ -138,7 +138,7 @@ def test_learns_does_learn(technique: Technique) -> None:
 
 
 def test_the_law_would_notice_another_training() -> None:
-    """Planted wrongs that SAME and ROUNDS must not pass: a tenth and ten times of the learning rate."""
+    """SAME and ROUNDS must not pass with planted faults: a tenth of the learning rate, or ten times it."""
     plain = accuracy(Recipe())
     for rate in RATES[1:]:
         assert accuracy(Recipe(), rate) != pytest.approx(plain, abs=POINT)

@@ -105,7 +105,7 @@ def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.Monkey
 @pytest.mark.whole
 @pytest.mark.parametrize("loop", slow_but(["plain", "accelerate", "trainer"], ["trainer"].__contains__))
 def test_gradients_zeroed_in_place_stay_in_every_loop(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's habit before 2.0: the next forward pass runs beside the last step's gradients."""
+    """Before torch 2.0, gradients stayed allocated by default during the next forward pass."""
     this, setup = job("bert"), Recipe.parse("eager + adamw_loop").setup()
     monkeypatch.setattr(Step, "keep_gradients", True)
     real = compared(reports(this, setup, loop=loop))

@@ -73,7 +73,7 @@ class Truth:
     """False for a loop that runs fp16 without a GradScaler."""
 
     def foreseen(self) -> dict[str, int]:
-        """The same figures, predicted."""
+        """Return the predictions of the same figures."""
         setup = on_gpus(self.recipe.setup(), self.gpus)
         setup = setup if self.scaler else replace(setup, scale_gradients=False)
         key = json.dumps([job_of_rank(self.job, setup).to_json(), setup.to_json()], sort_keys=True)
@@ -84,7 +84,7 @@ class Truth:
         return found
 
     def check(self) -> None:
-        """Law 2 for this run."""
+        """Check law 2 for this run."""
         found = self.foreseen()
         errors = {
             figure: found[figure] / self.seen[figure] - 1 for figure in self.band if figure in self.seen
@@ -103,7 +103,7 @@ FIGURES = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes")
 
 IMPORTED = (4, 20)
 """Bytes by which some runs measured before 2026-11-21 requested more. The import of audio code during the
-model's construction made a constant of 4 bytes on the GPU; peft's import later made one of 16. It was the
+model's construction made a constant of 4 bytes on the GPU. Later, peft's import made one of 16. It was the
 first block of the process, so the context's own chunk was never free (`addresses.py`)."""
 
 
@@ -143,7 +143,7 @@ WORDS = {
     "--opt loop": "adamw_loop",
     "--ckpt 1": "every_layer",
 }
-"""The carried truth's own options, as techniques."""
+"""Techniques for the command-line options of the carried runs."""
 
 TRAINER_RUNS = {
     "vanilla_fp32": "plain",
@@ -157,8 +157,11 @@ TRAINER_RUNS = {
     "all_adafactor": "micro_batches(4) + every_layer + fp16 + adafactor",
     "adafactor": "adafactor",
 }
-"""The HF Trainer's runs by name; where no optimizer is named in `config`, it was the Trainer's fused default.
-`bf16_compile` is left out, for there is no such technique yet."""
+"""Recipes of the HF Trainer's runs, by name.
+
+A `config` without an optimizer used the Trainer's fused default. `bf16_compile` is left out, because no
+technique existed for it yet.
+"""
 
 
 def plain_loops() -> Iterator[Truth]:
@@ -184,7 +187,7 @@ def plain_loops() -> Iterator[Truth]:
 
 
 def trainer_runs() -> Iterator[Truth]:
-    """NVML's figures there include the driver's own reserve of 615 MiB."""
+    """NVML's figures of these runs include the driver's own reserve of 615 MiB."""
     for run in CARRIED["hf_trainer"]["runs"]:
         recipe = TRAINER_RUNS.get(run["name"])
         if recipe is None or not are_in_roster(recipe):
@@ -266,13 +269,13 @@ DeepSpeed reset the allocator's counters after the peak while it built the engin
 
 @functools.cache
 def results() -> list[tuple[str, Any]]:
-    """Every JSON file under `results/`, with its name."""
+    """Return every JSON file under `results/`, with its name."""
     files = sorted((ROOT / "results").rglob("*.json"))
     return [(str(file.relative_to(ROOT)), json.loads(file.read_text())) for file in files]
 
 
 def measurements() -> Iterator[tuple[str, Measurement]]:
-    """Every measurement under `results/`, with its file's name; several of one file are numbered."""
+    """Yield every measurement under `results/` with its file's name, and a number if the file has several."""
     for name, content in results():
         inside = [
             Measurement.from_json(document)
@@ -284,7 +287,7 @@ def measurements() -> Iterator[tuple[str, Measurement]]:
 
 
 def committed() -> Iterator[Truth]:
-    """Measurements under `results/` that ended as they should, on a GPU, alone on it."""
+    """Yield successful measurements under `results/` on a GPU without other processes."""
     for name, seen in measurements():
         if seen.ok and seen.footprint and seen.device.type == "cuda" and not seen.contaminated:
             yield Truth(
@@ -312,7 +315,7 @@ def drawn() -> Iterator[Callable[[], Truth]]:
 
 
 def of_draw(name: str, document: Mapping[str, Any], run: Mapping[str, Any]) -> Truth:
-    """One run of a draw."""
+    """Return one run of a draw as a truth."""
     return Truth(
         name=f"{name} run {run['number']}",
         job=Job.from_json(run["job"]),
@@ -331,7 +334,7 @@ def figures(footprint: Mapping[str, Any]) -> dict[str, int]:
 
 
 def chosen() -> list[Truth]:
-    """Every truth, or the sample that the seed draws."""
+    """Return every truth, or the random sample of the seed."""
     rest: list[Truth | Callable[[], Truth]] = [*trainer_runs(), *committed(), *drawn()]
     if os.environ.get("SNUGFIT_ALL_TRUTH") != "1":
         rest = random.Random(SEED).sample(rest, min(SAMPLED, len(rest)))
@@ -339,7 +342,7 @@ def chosen() -> list[Truth]:
 
 
 BATCH = 4 * 512 * 8 + 4 * 8
-"""Bytes of the carried loop's one batch, which it keeps; a loader's is dropped before the update."""
+"""Bytes of the carried loop's batch, which stays allocated; a loader's batch is freed before the update."""
 
 
 @pytest.mark.parametrize(
@@ -375,7 +378,8 @@ ROTARY = (
     "results/accuracy-seed27182-within-job.json run 58",
     "results/h200-2026-11-23/compiled/llama-every-layer-warm/measurement.json",
 )
-"""Phi-3 with LoRA, its reserved bytes 4.9 % apart from the later transformers; a compiled Llama, 5.9 %."""
+"""Runs with other reserved bytes under later transformers: Phi-3 with LoRA (4.9 %) and a compiled Llama
+(5.9 %)."""
 
 
 def drifted(truth: Truth) -> str:
@@ -431,11 +435,11 @@ def test_truth_is_read_from_results() -> None:
     assert alone == {truth.name for truth in committed()}
 
 
-# ---- the law notices -----------------------------------------------------------------------------------
+# ---- planted faults ------------------------------------------------------------------------------------
 
 
 def test_a_wrong_prediction_is_noticed() -> None:
-    """Planted wrongs: other figures by more than the band, another recipe's run."""
+    """The law must fail with planted faults: figures beyond the band, and another recipe's run."""
     truth = next(iter(plain_loops()))
     for figure, share in truth.band.items():
         wrong = {**truth.seen, figure: round(truth.seen[figure] * (1 + 2 * share))}

@@ -1,11 +1,12 @@
 """Law 1: rehearsed equals real.
 
-On CUDA, simulations are compared with the recorded histories of one H200 (`recorded.py`): peaks, reserved
-bytes, and the third step event by event. On the CPU, they are compared with the allocator's own report of
-the same Step (`reported.py`). There the third step, event by event, and the peak of the whole run must
-match exactly, for every technique that runs on a CPU and seven model families. A covering array
-(`covering.py`) puts each technique into one job, and law 5 for recipes (`test_law_splicing.py`) into
-another. Each pair of techniques, each setting alone and compiled steps are `slow`.
+On CUDA, simulations are compared with the recorded histories of one H200 (`recorded.py`). The comparison
+covers peaks, reserved bytes, and the third step event by event. On the CPU, simulations are compared with
+the allocator's own report of the same Step (`reported.py`). The third step, event by event, and the peak of
+the whole run must match exactly there. The tests cover every technique that runs on a CPU, and seven model
+families. A covering array (`covering.py`) puts each technique into one job, and law 5 for recipes
+(`test_law_splicing.py`) into another. Each pair of techniques, each setting alone and compiled steps are
+`slow`.
 
 Two classes of differences remain on CUDA; any other difference fails a test:
 
@@ -16,7 +17,7 @@ Two classes of differences remain on CUDA; any other difference fails a test:
   `meta` it becomes a tensor of 8 bytes that is freed at once (`THPVariable_setitem`).
 
 On the CPU, two kinds of blocks remain different. Buffers of CPU kernels have no counterpart on a GPU
-(`cpu_scratch.py`). Small blocks, below that file's `LEAST` bytes, are not compared either: numbers that
+(`cpu_scratch.py`). Blocks below that file's `LEAST` bytes are not compared either. They are numbers that
 Python wraps, step counters of optimizers, and statistics of layer norm. Only the CPU stores these
 statistics in bf16 for bf16 weights.
 """
@@ -54,10 +55,10 @@ from tiers import slow_but
 # ---- CUDA ----------------------------------------------------------------------------------------------
 
 ALIKE = {"llama_bf16": 0.997, "llama_bf16_ckpt": 0.997, "t5_bf16": 0.999}
-"""Least similarity of the third step where the installed transformers writes it otherwise; elsewhere 1."""
+"""Least similarity of the third step for cases that differ under the installed transformers; otherwise 1."""
 
 ALIKE_AS_RECORDED = {"t5_bf16": 0.999}
-"""Under the recorded transformers: T5's slice, of 1,678 events 2."""
+"""The same under the recorded transformers: T5's slice changes 2 of 1,678 events."""
 
 RESERVED = {"llama_bf16_ckpt": 0.003}
 """Relative error of reserved bytes for cases whose events differ; other cases are exact."""
@@ -68,7 +69,7 @@ blocks count whole."""
 
 
 def hold_to_history(case: str, trace: Trace) -> None:
-    """Law 1 for one recorded case."""
+    """Check law 1 for one recorded case."""
     truth = history(case)
     after = replay(trace)
     assert trace.peak()[0] == truth.requested_peak
@@ -89,7 +90,7 @@ def test_the_recorded_step_is_rehearsed_event_by_event(case: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MathAttention(CudaPolicy):
-    """A wrong policy: attention that materialises its scores."""
+    """A wrong policy: attention that stores its scores."""
 
     def choose_attention(self, *arguments: Any) -> str:
         """Return math attention for all operands."""
@@ -98,10 +99,10 @@ class MathAttention(CudaPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class NoScratch(CudaPolicy):
-    """A wrong policy: kernels that take nothing for themselves."""
+    """A wrong policy: kernels without scratch memory."""
 
     def scratch(self, *arguments: Any) -> tuple[tuple[str, int], ...]:
-        """Nothing."""
+        """Return no scratch memory."""
         return ()
 
 
@@ -232,7 +233,7 @@ def goes(family: str, recipe: Recipe) -> bool:
 
 
 OF_THE_MODEL = (Slot.ADAPTERS, Slot.CHECKPOINTING)
-"""Slots of which only the model knows whether it takes a technique."""
+"""Slots whose techniques a model may refuse when it is built."""
 
 
 @functools.cache
@@ -269,21 +270,23 @@ def settings() -> dict[Slot, list[Technique]]:
 
 @functools.cache
 def techniques() -> list[list[Technique]]:
-    """Each technique once, in its first setting, by slot."""
+    """Return each technique once, at its first setting, by slot."""
     return [list({type(one): one for one in reversed(found)}.values()) for found in settings().values()]
 
 
 PARTS = 12
-"""Tests that the cases are dealt out to: the first makes the array, for which no collection waits."""
+"""Number of tests that share the cases. The first test builds the covering array, so collection does not
+wait for it."""
 
 NOT_HERE = ("compiled", "budget", "fp8")
-"""Techniques that compile, or multiply 8-bit floats, which takes long on a CPU. `test_compiled_model.py`,
-`test_budget.py` and `test_fp8.py` hold them to this law."""
+"""Techniques that compile or multiply 8-bit floats, which is slow on a CPU. `test_compiled_model.py`,
+`test_budget.py` and `test_fp8.py` check them against this law."""
 
 
 @functools.cache
 def cases(times: int) -> list[tuple[str, Recipe]]:
-    """Families and recipes in which each technique is met in so many jobs, beside others."""
+    """Return families and recipes so that each technique is in this number of jobs, together with different
+    techniques."""
     found = covering(axes(), may_meet, times=times, seed=46)
     return [(family, recipe) for family, recipe in map(job_and_recipe, found) if family]
 
@@ -295,7 +298,7 @@ def axes() -> list[list[Any]]:
 
 
 def job_and_recipe(case: tuple[Any, ...]) -> tuple[str, Recipe]:
-    """The family of a choice, and its techniques. Alone, a technique is tried with any family."""
+    """Return a choice's family and recipe. A choice without a family may use any."""
     family, *others = case if isinstance(case[0], str) else ("", *case)
     return family, Recipe(tuple(others))
 
@@ -306,7 +309,7 @@ def may_meet(case: tuple[Any, ...]) -> bool:
 
 
 def hold_to_reports(this: Job, recipe: Recipe, policy: Policy | None = None) -> None:
-    """Law 1 for one job and recipe on the CPU."""
+    """Check law 1 for one job and recipe on the CPU."""
     setup = recipe.setup()
     trace = compared(foreseen(rehearse(this, setup, policy or CpuPolicy())))
     real = compared(reports(this, setup))
@@ -342,7 +345,7 @@ def test_so_does_one_of_another_job(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2 * PARTS))
 def test_so_does_one_of_each_pair_of_techniques(part: int) -> None:
-    """Those that compile too."""
+    """The pairs include techniques that compile."""
     slots = [list(FAMILIES), *techniques()]
     for case in covering(slots, may_meet, together=2, seed=46)[part :: 2 * PARTS]:
         hold_to_reports(*_with_a_job(case))
@@ -372,7 +375,7 @@ def test_padding(family: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FlashOnTheCpu(CpuPolicy):
-    """A wrong policy: fused attention in spite of dropout."""
+    """A wrong policy: fused attention despite dropout."""
 
     def choose_attention(self, *arguments: Any) -> str:
         """Return flash attention for all operands."""
@@ -395,7 +398,7 @@ def test_gradients_added_out_of_place_are_noticed_on_the_cpu(monkeypatch: pytest
 
 @pytest.mark.whole
 def test_another_batch_is_noticed_on_the_cpu() -> None:
-    """The law compares bytes and not shapes of our own making: one sample more is another account."""
+    """The law compares bytes, not our own shapes: a batch with one sample more must fail."""
     this = job("bert")
     real = compared(reports(replace(this, batch_size=5), Recipe().setup()))
     trace = compared(foreseen(rehearse(this, Recipe().setup(), CpuPolicy())))

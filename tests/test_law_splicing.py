@@ -1,6 +1,6 @@
-"""Law 5, for recipes: a step spliced from parts that were recorded alone equals the step simulated in full.
+"""Law 5, for recipes: a step spliced from separately recorded parts equals the step simulated in full.
 
-The recipes are drawn over the whole roster, so a new technique is spliced before anyone writes a test for it.
+The recipes are drawn from the whole roster, so a new technique is spliced before it has a test of its own.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ GIVEN = {"selective": "products", "host": "all", "budget": 0.5}
 """Required settings that are not numbers, by technique."""
 
 GOES_WITH = {"budget(0.5)": ("compiled",), "adamw_stochastic": ("bf16_pure",), "flash": ("bf16",)}
-"""Techniques that need another."""
+"""Techniques that require another technique, with the required one."""
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 
 EVERY_RECIPE = ("bert", "llama")
-"""Families of which one takes what any takes."""
+"""Families, at least one of which supports each recipe that any family supports."""
 
 Words = tuple[str, ...]
-"""A recipe: the notation of one technique for each slot."""
+"""A recipe: the notation of one technique per slot."""
 
 
 def is_spliced(technique: type[Technique]) -> bool:
@@ -91,12 +91,13 @@ def slot_of(word: str) -> Slot:
 
 @functools.cache
 def recipes(together: int) -> list[Words]:
-    """Recipes in which each technique is met, or each pair of them that may."""
+    """Return recipes that cover each technique, or each compatible pair of techniques."""
     return covering(notations(), may_meet, together=together, seed=SEED)
 
 
 PARTS = 7
-"""Tests that the recipes are dealt out to: the first makes the array, for which no collection waits."""
+"""Number of tests that share the recipes. The first test builds the covering array, so collection does not
+wait for it."""
 
 
 COSTLY = {
@@ -116,9 +117,9 @@ def lighter(number: int) -> Words:
 
 
 def job_for(words: Words, number: int) -> Job:
-    """A small job that takes this recipe, which is of this number."""
+    """Return a small job that supports the recipe of this number."""
     rng = random.Random(SEED + number)
-    is_compiled = "compiled" in words  # which takes the longer, the more a layer has
+    is_compiled = "compiled" in words  # its time grows with the operators of a layer
     sizes = {
         "layers": 3 if {"segments", "every_nth_layer", "first_layers(2)"} & {*words} else 2,
         "batch_size": 8,
@@ -142,7 +143,7 @@ def test_every_technique_of_the_roster_is_spliced() -> None:
 
 
 def spliced(passes: Part, update: Part, micro_batches: int) -> Trace | None:
-    """The trace of the step that has these parts."""
+    """Return the trace of a step with these parts."""
     run = splice(passes, update, micro_batches=micro_batches)
     return run and run.relative().trace()
 
@@ -161,7 +162,7 @@ def test_so_is_each_pair_of_techniques(part: int) -> None:
 
 
 def hold(words: Words, number: int) -> None:
-    """Law 5 for one recipe."""
+    """Check law 5 for one recipe."""
     if any(roster.find(word.partition("(")[0]).missing_package() for word in words):
         return
     job, setup = job_for(words, number), setup_of(" + ".join(words))
@@ -187,7 +188,8 @@ def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces
 
 @pytest.mark.parametrize("recipe", ["bf16 + adafactor"])
 def test_bert_large_is_spliced(recipe: str) -> None:
-    """Its widths, so that blocks are large and small; of its layers three, which differ in nothing."""
+    """BERT-large's widths give large and small blocks. Three layers suffice, because all its layers are
+    alike."""
     found = Model.find("bert-large-uncased")
     model = Model.from_config({**found.config, "num_hidden_layers": 3}, name=found.name)
     job, setup = Job(model=model, task=Task.SEQUENCE_CLASSIFICATION, batch_size=4), setup_of(recipe)
@@ -207,17 +209,19 @@ def test_parts_that_do_not_meet_are_refused() -> None:
     fewer = passes.gradients[:-1]
     assert splice(passes, rehearse_update(job, plain, CUDA, fewer)) is None
     assert splice(passes, Part(rehearse_update(job, plain, CUDA, fewer).trace, passes.gradients)) is None
-    assert splice(passes, update, micro_batches=2) is None, "passes of one piece do not determine those of two"
+    assert splice(passes, update, micro_batches=2) is None, (
+        "passes of one piece do not determine those of two"
+    )
 
 
 def test_pure_and_mixed_precision_do_not_meet() -> None:
-    """Gradients of two bytes each, and an update rehearsed with four."""
+    """Each gradient has two bytes, and the update was simulated with four."""
     job = small_job("gpt2", 2)
     passes = rehearse_passes(job, setup_of("bf16_pure"), CUDA)
     assert splice(passes, rehearse_update(job, setup_of("bf16"), CUDA, passes.gradients)) is None
 
 
 def test_only_parameters_that_train_have_gradients() -> None:
-    """With LoRA: two low-rank matrices at each of two projections of each layer, and the classifier."""
+    """LoRA adds two low-rank matrices to each of two projections per layer; the classifier also trains."""
     passes = rehearse_passes(small_job("bert", 3), setup_of("lora"), CUDA)
     assert passes.gradients == tuple(range(3 * 2 * 2 + 2))

@@ -1,4 +1,5 @@
-"""`snugfit lengths`, and `snugfit plan --lengths`: one clear error, the documented exit code, inert words."""
+"""`snugfit lengths` and `snugfit plan --lengths`: one clear error, the documented exit code, and escaped
+text."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def made_up(**changes: Any) -> LengthPlan:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """Answers are made up, the questions written down, and remembered in a folder of the test's own."""
+    """Return the record of requests; answers are invented and stored in the test's own folder."""
     questions: list[dict[str, Any]] = []
 
     def answer(job: Any, recipe: Any, **given: Any) -> LengthPlan:
@@ -238,7 +239,7 @@ def test_foreign_words_are_data() -> None:
 
 
 def test_the_tables_of_the_docs_are_the_command_s_own() -> None:
-    """docs/lengths.md shows what `snugfit lengths --json` wrote under results/, and nothing else."""
+    """docs/lengths.md shows exactly the output of `snugfit lengths --json` under results/."""
     root = Path(__file__).parents[1]
     written = json.loads((root / "results/lengths-2026-11-20/gpt2-large.json").read_text())
     page = (root / "docs/lengths.md").read_text()

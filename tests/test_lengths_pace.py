@@ -1,4 +1,4 @@
-"""The steps of all lengths from those of a few: kernel by kernel, against rehearsals of each."""
+"""Derive the steps of all lengths from those of a few, and compare them kernel by kernel with simulations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> LengthProfiler:
     ],
 )
 def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str, gpu: str) -> None:
-    """Every product exactly, and the seconds of the step to a thousandth."""
+    """Every matrix product matches exactly, and the step's seconds match within `TOLERANCE`."""
     known = pace(small_job(family, layers=1, batch_size=3), recipe, gpu)
     stretched = KernelInterpolator([known.sample(length, True) for length in (3, 14, 31)])
     for length in (9, 26):
@@ -53,7 +53,7 @@ def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str
 
 
 def test_lengths_that_run_other_kernels_do_not_stretch() -> None:
-    """A mask whose rows are no multiple of eight is copied, on a GPU that attends with masks so."""
+    """On a GPU that uses masks in attention, a mask with rows of no multiple of eight is copied."""
     known = pace(small_job("bert", layers=1), "fp16", "v100-16gb")
     with pytest.raises(NotInterpolable):
         KernelInterpolator([known.sample(length, True) for length in (9, 16, 31)])
@@ -84,7 +84,8 @@ def test_few_lengths_are_each_rehearsed() -> None:
 
 @pytest.mark.slow
 def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are near those of the rehearsals between them: within 2 % on this model."""
+    """Without interpolation of kernels, seconds are on lines between simulated lengths, within 2 % on this
+    model."""
 
     class Never(KernelInterpolator):
         def __init__(self, seen: object) -> None:
@@ -146,7 +147,7 @@ def test_a_step_of_two_lengths_takes_their_mean() -> None:
 
 
 def _piece(known: LengthProfiler, length: int, number: int) -> tuple[object, ...]:
-    """The kernels of one micro-batch of a step of two; the update belongs to the second."""
+    """Return the kernels of one micro-batch of a step of two; the update belongs to the second."""
     sight: LengthSample = known.sample(length, True)
     phases = [kernel.phase for kernel in sight.kernels]
     begins = phases.index("backward")

@@ -1,4 +1,4 @@
-"""Sizes that a device dislikes, planted: a device of our own making, whose host costs nothing."""
+"""Detect planted inefficient sizes on an invented device, whose host costs nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from snugfit.techniques.recipe import Recipe
 
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
-OTHER = find_gpu("h100-sxm")  # on which the price of unaligned rows was not measured
+OTHER = find_gpu("h100-sxm")  # has no measured cost of unaligned rows
 SLOW_PRODUCTS = 1e12
-"""FLOPs per second: products are all there is to wait for."""
+"""FLOPs per second, so low that matrix products take nearly all of the time."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_even_sizes_are_not_told(found: Callable[..., dict[str, Size]]) -> None:
 
 
 def test_a_vocabulary_of_odd_rows(found: Callable[..., dict[str, Size]]) -> None:
-    """The gain is that of two predictions, one beside the other, and rests on the price of odd rows."""
+    """The gain is the difference between two predictions, and depends on the cost of odd rows."""
     job = gpt2(facts={"vocab_size": 1021})
     size = found(job, unaligned=0.25)["vocabulary up"]
     assert (size.given, size.instead, size.proposed, size.assumed) == (1021, 1024, True, True)

@@ -26,7 +26,7 @@ STEPS = 200
 
 
 def with_24_bits() -> torch.Tensor:
-    """Numbers of all exponents, signs and second halves, infinite ones too."""
+    """Return numbers of all exponents, signs and second halves, infinite ones included."""
     every = torch.arange(-(2**31), 2**31, 16_411 * UNIT // 8, dtype=torch.int64)
     numbers = ((every >> 8) << 8).to(torch.int32).view(torch.float32)
     edges = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1.0, 2.0**-126])
@@ -63,7 +63,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 def test_a_number_is_rounded_to_its_neighbours_and_right_on_average() -> None:
-    """Over all that can be drawn; a carry may reach the bfloat16, and the next exponent."""
+    """The test covers every random draw. A carry may reach the bfloat16 and the next exponent."""
     for bits in (0x3F7F7FFF, 0x3F7FFFFF, 0x3F800001, 0x3F80807F, 0x00000003, -0x40800001):
         exact = torch.full((UNIT,), bits, dtype=torch.int32).view(torch.float32)
         back = bits_of(join(*cut(exact, torch.arange(UNIT, dtype=torch.int32))))
@@ -85,13 +85,13 @@ def test_draws_are_even_and_those_of_no_moment() -> None:
 
 
 def test_a_second_half_becomes_shorter_and_longer() -> None:
-    """The nearest in 8 bits, but never beyond the middle, and back without a loss."""
+    """A cut to 8 bits rounds to the nearest, but never beyond the middle; the way back loses nothing."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     short = in_bits_of(every, torch.int8)
     apart = (short.int() * UNIT - every.int()).abs()
     assert int(apart[every <= 127 * UNIT + 128].max()) == 128
     assert (short[every > 127 * UNIT] == 127).all()
-    assert torch.equal(every, torch.arange(-(1 << 15), 1 << 15).to(torch.int16)), "as it was"
+    assert torch.equal(every, torch.arange(-(1 << 15), 1 << 15).to(torch.int16)), "the argument is unchanged"
     long = in_bits_of(short, torch.int16)
     assert torch.equal(in_bits_of(long, torch.int8), short)
     assert [lower_bits(one) for one in (None, short, long)] == [0, 8, 16]
@@ -152,7 +152,7 @@ def test_weights_that_were_split_before_get_shorter_halves() -> None:
     assert optimizer.state[own][RESIDUAL].dtype is torch.int8
 
 
-# ---- kept, resumed ---------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.whole

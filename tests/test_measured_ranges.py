@@ -36,19 +36,19 @@ ROUNDING = 1
 
 
 APART = {"zero2": 7}
-"""The same of techniques whose least differs more: two environments with equal versions gave 21 and 27 %; why
-is not known."""
+"""Rounding in percentage points of techniques with a less certain smallest value. Two environments with
+equal versions gave 21 and 27 %, for an unknown reason."""
 
 
 @functools.cache
 def document(path: Path) -> dict[str, Any]:
-    """A committed file."""
+    """Return the content of a committed file."""
     read: dict[str, Any] = json.loads(path.read_text())
     return read
 
 
 def ratios(name: str) -> Iterator[float]:
-    """Measured seconds over predicted ones, of each step with this technique."""
+    """Yield measured seconds over predicted ones, of each step with this technique."""
     for path in STEPS:
         if _has(document(path)["recipe"], name):
             seen = Measurement.from_json(document(path))
@@ -89,7 +89,7 @@ def stated(name: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("fp8", marks=pytest.mark.slow),  # many steps are predicted again
+        pytest.param("fp8", marks=pytest.mark.slow),  # the test predicts many steps again
         pytest.param("budget", marks=pytest.mark.slow),
         pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),

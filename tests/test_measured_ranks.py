@@ -71,12 +71,12 @@ def trace_of(name: str) -> Trace:
         build_on=run.get("build_on", "device"),
     )
     setup = on_gpus(Recipe.parse(run["recipe"]).setup(), 2)
-    with patch.object(ParallelHandler, "after_update"):  # the script left it to NCCL when to let go
+    with patch.object(ParallelHandler, "after_update"):  # in the script, NCCL decided when to free memory
         return rehearse(job_of_rank(job, setup), setup, policy_for(find_gpu("h200"), Software()))
 
 
 ONCE = ("ddp_bert_bf16", "ddp_view_gpt2m_fp32", "fsdp_llama1b", "zero1_llama1b")
-"""Runs of `make test`, one for each way of sharding. `test_ranks.py` shows which shards the host has."""
+"""Runs of `make test`, one per way of sharding. `test_ranks.py` covers shards on the host."""
 
 
 def emptied(trace: Trace) -> Trace:
@@ -105,7 +105,7 @@ def test_one_pool_for_all_streams_is_noticed() -> None:
 
 
 def in_order(events: Sequence[int]) -> Iterator[int]:
-    """Without numbers, and with frees that follow one another sorted."""
+    """Yield events without small numbers, and with consecutive frees sorted."""
     frees: list[int] = []
     for event in events:
         if abs(event) <= NUMBERS:
@@ -139,6 +139,6 @@ def test_every_birth_and_death_of_a_step_is_foreseen(name: str) -> None:
 
 
 def without_positions(events: Sequence[int]) -> list[int]:
-    """Llama's rotary embedding converts its positions before its frequencies in later transformers."""
+    """In later transformers, Llama's rotary embedding converts its positions before its frequencies."""
     positions = 2048 * 4
     return [event for event in events if abs(event) != positions]

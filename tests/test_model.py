@@ -334,7 +334,7 @@ def test_real_weights_are_made_on_a_real_device() -> None:
 
 
 def test_an_architecture_without_sdpa_gets_what_transformers_gives_it() -> None:
-    """DeBERTa's positions and contents attend to each other, which no fused attention computes."""
+    """In DeBERTa, positions and contents attend to each other, and no fused attention supports that."""
     model = tiny(model_type="deberta-v2")
     built = on_meta(model, job_of(model))
     assert built.config._attn_implementation == "eager"
@@ -389,7 +389,7 @@ def test_memory_that_runs_out_is_not_blamed_on_the_config(monkeypatch: pytest.Mo
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a buffer, a frozen part, and a hook."""
+    """A module with two names for one weight, a buffer, a frozen part, and a hook."""
 
     def __init__(self) -> None:
         super().__init__()
