@@ -1,6 +1,6 @@
 """Optimizers with more state than torch expects, or that update inside the backward pass.
 
-fit keeps all of their state, or refuses them by name before a state is lost.
+snugfit keeps all of their state, or refuses them by name before a state is lost.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_a_view_costs_the_host_and_not_the_device() -> None:
 def test_products_of_experts_have_the_flops_of_their_groups(
     first: tuple[int, ...], second: tuple[int, ...], grouped: bool, like: tuple[int, int, int]
 ) -> None:
-    """Any sharing of rows by groups has the FLOPs of torch's formula for the product of all rows."""
+    """For any split of rows into groups, the FLOPs equal torch's formula for the product of all rows."""
     operands = (meta(*first, dtype=HALF), meta(*second, dtype=HALF))
     offs = meta(4, dtype=torch.int32) if grouped else None
     func = aten._grouped_mm.default

@@ -1,8 +1,8 @@
 """Law 1 for loops of other libraries: accelerate's and the HF Trainer's, simulated as they really run.
 
 The checks are those of `test_law_rehearsed_equals_real.py`. The third step, event by event, and the peak of
-the whole run equal the CPU allocator's report. Torch selects an optimizer's default body by device. On a
-GPU it is one kernel for many parameters (`foreach`), on a CPU one parameter after the other. Here the CPU
+the whole run equal the CPU allocator's report. Torch selects an optimizer's implementation by device:
+one kernel for many parameters on a GPU (`foreach`), one parameter after the other on a CPU. Here the CPU
 follows the GPU's choice.
 """
 

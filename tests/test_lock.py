@@ -338,7 +338,7 @@ def test_a_lock_that_a_foreign_process_kept(
 ) -> None:
     """A process forked without Python's fork hooks keeps its copy of the lock's file open.
 
-    On a platform without `flock` no lock remains.
+    On a file system without `flock`, no lock remains.
     """
     monkeypatch.setattr(lock, "GRACE_SECONDS", 0.05)
     left(tmp_path, pid=2**22 + 1)

@@ -577,8 +577,7 @@ def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words:
 def test_a_mistake_that_the_child_finds_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unsupported activation appears only when the model is built. The child's code runs in this
-    process."""
+    """Only the model's build finds an unsupported activation. The child's code runs in this process."""
 
     def done_here(request: Path, result: Path) -> list[str]:
         write_document(result, child_room.run(read_document(request), tmp_path / "none").to_json())
