@@ -1,4 +1,4 @@
-"""Classifiers with a decoder, which gather hidden states where the batch has its end tokens."""
+"""Classifiers with a decoder gather the hidden states at the positions of the batch's end tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_a_real_step_allocates_what_its_trace_says(
 
 
 def test_the_host_waits_for_the_counts_and_for_each_gathering() -> None:
-    """`unique_consecutive`, `nonzero` in forward, and `nonzero` again in backward."""
+    """The host waits for `unique_consecutive` and `nonzero` in the forward pass, and for `nonzero` in the
+    backward pass."""
     asked = []
     for task in (Task.SEQ2SEQ_LM, Task.SEQUENCE_CLASSIFICATION):
         trace = rehearse(replace(job(T5), task=task), Recipe().setup(), CudaPolicy())

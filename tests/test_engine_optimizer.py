@@ -1,5 +1,8 @@
-"""DeepSpeed's engine as an optimizer over the model's own weights: what goes into its partitions and comes
-out of them, in one process. `test_train_zero.py` trains with several."""
+"""Test DeepSpeed's engine as an optimizer over the model's own weights, in one process.
+
+The tests cover the values that enter its partitions and leave them. `test_train_zero.py` trains with
+several processes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ STAGES = ["zero2(offload=none)", "zero3(offload=none)"]
 def engine_of(
     family: str, recipe: str, frozen: str = "none of them"
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor], Any]]:
-    """A model in an engine, what its weights were, and what stands for the optimizer."""
+    """Yield a model in an engine, a copy of its initial weights, and the optimizer's substitute."""
     job, setup = small_job(family, 1), Recipe.parse(recipe).setup()
     torch.manual_seed(0)
     with in_process_group(CPU):
@@ -62,7 +65,10 @@ def test_weights_in_fp32_are_those_that_the_model_had(stage: str, family: str) -
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_states_come_back_as_they_were_put(stage: str) -> None:
-    """Before the first update, as when a run is resumed: into the partitions by the weight, and out again."""
+    """Put states into the partitions by weight and read them again.
+
+    This happens before the first update, as in a resumed run.
+    """
     from snugfit.step.wishes.engine.optimizer import whole_states
 
     with engine_of("bert", f"bf16 + {stage}") as (model, before, optimizer):
@@ -99,7 +105,7 @@ def test_weights_that_do_not_train_are_kept_too(stage: str) -> None:
 
 
 def test_processes_have_weights_of_about_as_many_bytes() -> None:
-    """Each weight once; those that train with two states."""
+    """Each weight has one owner. Only trained weights have two states."""
     model = torch.nn.ModuleList([torch.nn.Linear(size, 8) for size in (64, 32, 16, 16, 3)])
     chosen = owners(model, 3)
     assert chosen.keys() == dict(model.named_parameters()).keys()
@@ -111,7 +117,7 @@ def test_processes_have_weights_of_about_as_many_bytes() -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """DeepSpeed has not chosen a device yet, and would find a GPU; gives its module that chooses."""
+    """Return DeepSpeed's module that selects a device, without a selected device and with a GPU to find."""
     from deepspeed.accelerator import real_accelerator
 
     monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
@@ -125,11 +131,11 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_engine_computes_on_our_device_where_a_gpu_is_too(a_gpu: Any) -> None:
     with in_process_group(CPU):
         assert a_gpu.get_accelerator().device_name() == "cpu"
-        assert os.environ[ACCELERATOR] == "cpu", "for processes that this one starts"
+        assert os.environ[ACCELERATOR] == "cpu", "inherited by processes that this one starts"
 
 
 def test_an_engine_that_computes_elsewhere_already_is_refused(a_gpu: Any) -> None:
-    assert a_gpu.get_accelerator().device_name() == "cuda", "imported before, and chosen"
+    assert a_gpu.get_accelerator().device_name() == "cuda", "selected by an earlier import"
     with (
         pytest.raises(UsageError, match=r"computes on cuda in this process, but this run is on cpu.*Start"),
         in_process_group(CPU),

@@ -43,8 +43,11 @@ OFTEN = [CASES[3], *CASES[5:]]
 def test_a_prediction_from_few_layers_is_the_whole_one(
     family: str, recipe: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole document: bytes, seconds, timeline, anatomy and doubts. Where few layers leave it open, the
-    step is rehearsed in full. Each time `test_law_depth.py` writes T5's moves from few layers."""
+    """Compare the whole document: bytes, seconds, timeline, anatomy and doubts.
+
+    A step is simulated in full if few layers leave the result open. Here T5 is slow, because
+    `test_law_depth.py` derives its moves from few layers in every run.
+    """
     pytest.importorskip("peft" if "lora" in recipe else "bitsandbytes" if "8bit" in recipe else "torch")
     monkeypatch.setattr(few_layers, "DEEP", DEEP)
     monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
@@ -91,8 +94,7 @@ def test_what_is_no_passes_and_update_is_rehearsed_in_full(
     ),
 )
 def test_equal_micro_batches_are_written_and_replayed_once(family: str, recipe: str, pieces: int) -> None:
-    """The trace is the one that the moves of all micro-batches make, and the allocator shows the same after
-    it."""
+    """The trace equals the moves of all micro-batches, and the allocator has the same state after it."""
     job, setup = small_job(family, 2, batch_size=16), Recipe.parse(recipe).setup()
     passes = rehearse_passes(job, setup, CUDA)
     run = splice(passes, rehearse_update(job, setup, CUDA, passes.gradients), micro_batches=pieces)

@@ -1,4 +1,4 @@
-"""What somebody else wrote reaches the terminal without what speaks to it: control characters as escapes."""
+"""Text of foreign origin reaches the terminal with its control characters escaped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_control_characters_become_escapes_and_lines_stay() -> None:
 
 
 def test_labels_of_a_foreign_dataset() -> None:
-    """More of them than the job has."""
+    """The dataset has more labels than the job."""
     samples = [{**row, "label": f"{EVIL}{index}"} for index, row in enumerate(rows(4))]
     with pytest.raises(UsageError, match="different labels") as refusal:
         data_of(samples, bert_job(), None, columns=None, pack=False, collate=None, options=TrainOptions())

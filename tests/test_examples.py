@@ -1,4 +1,4 @@
-"""The stories of `examples/`, run as they are typed: their answers are true, and their files are written.
+"""Run the stories of `examples/` as a user types them, and check their answers and files.
 
 `make test` runs most stories with a tiny model; the slow tier runs each at its own size.
 """
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.stored_rehearsals
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LITTLE = f"lora + eager + bf16 + keep_all + default + inline + adamw + {REST}"
-"""Leaves a plan the batching alone."""
+"""A recipe that fixes all slots but the batching."""
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,7 +60,7 @@ def tiny_model(folder: Path, **changes: Any) -> str:
 
 
 def answer(script: str, **settings: str) -> str:
-    """What the example prints, answers and messages; its last command ends well."""
+    """Run an example with bash and return its output, messages included; require exit code 0 at the end."""
     ran = subprocess.run(
         ["bash", str(EXAMPLES / script)],
         check=False,
@@ -73,7 +73,7 @@ def answer(script: str, **settings: str) -> str:
 
 
 def small_answer(script: str, **settings: str) -> str:
-    """The same, of commands that run in this process."""
+    """Return the same for commands that run in this process."""
     return checked(*run_script(EXAMPLES / script, **settings))
 
 
@@ -85,7 +85,10 @@ def checked(code: int, said: str) -> str:
 
 
 def check_lora_on_24gb(folder: Path, said: str) -> None:
-    """All at once does not fit, recomputed and cut it does; the plan keeps AdamW and leaves its headroom."""
+    """Check that the plain step does not fit, and that the plan fits with recomputation and micro-batches.
+
+    The plan keeps AdamW and leaves its headroom.
+    """
     assert said.index("exit code 3") < said.index("exit code 0")
     plan = json.loads((folder / "snugfit-examples" / "plan.json").read_text())
     techniques = plan["best"]["recipe"].split(" + ")
@@ -113,7 +116,7 @@ def test_lora_of_an_8b_model_on_24_gb(folder: Path) -> None:
 
 
 def check_trainer_script(said: str) -> None:
-    """The script is read, what is wrong in it is named, and the plan keeps what trains."""
+    """Check that the script was read, its faults were named, and the plan kept the settings that train."""
     assert "renamed" in said
     assert "eval_strategy" in said
     assert "conflict" in said
@@ -141,7 +144,7 @@ def test_a_trainer_script(folder: Path) -> None:
 
 
 def check_rented(folder: Path, said: str) -> None:
-    """The smallest, the fastest and the cheapest are named, and the recipe goes along."""
+    """Check that the report names the smallest, the fastest and the cheapest GPU, each with its recipe."""
     for headline in ("The smallest GPU", "The fastest: ", "The cheapest: "):
         assert said.count(headline) == 2  # of one recipe, and of the best of each GPU
     results = folder / "snugfit-examples"
@@ -162,7 +165,7 @@ def test_gpus_to_rent(folder: Path) -> None:
 
 
 def check_where_the_bytes_go(folder: Path, said: str) -> None:
-    """Pages with pictures, a timeline, a comparison, and a loop that is predicted and watched."""
+    """Check the pages with pictures, the timeline, the comparison, and a predicted and observed loop."""
     results = folder / "snugfit-examples"
     for page in ("step.html", "techniques.html"):
         assert "<svg" in (results / page).read_text()
@@ -190,7 +193,7 @@ NOTEBOOKS = ("will_it_fit", "where_do_the_bytes_go", "plan_and_train")
 
 
 def run_cell(source: str, names: dict[str, Any]) -> tuple[str, Any]:
-    """What a cell prints, and the value of its last line where that is an expression."""
+    """Return the printed text of a cell and the value of its last line, if that is an expression."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     value, printed = None, io.StringIO()
@@ -206,7 +209,8 @@ def figures(text: str) -> list[float]:
 
 
 def stored(cell: dict[str, Any], kind: str) -> str:
-    """What a notebook's cell printed (`stream`), or the text of its value (`execute_result`)."""
+    """Return the stored output of a notebook's cell: printed text (`stream`) or a value's text
+    (`execute_result`)."""
     outputs = [output for output in cell["outputs"] if output["output_type"] == kind]
     return "".join("".join(output.get("text") or output["data"]["text/plain"]) for output in outputs)
 
@@ -216,7 +220,7 @@ def stored(cell: dict[str, Any], kind: str) -> str:
 def test_a_notebook_says_what_its_cells_compute(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Printed figures and tables of a DataFrame are those that are stored; pictures are stored as SVG."""
+    """Compare printed figures and tables of a DataFrame with the stored ones; pictures are stored as SVG."""
     pandas = pytest.importorskip("pandas", reason="Requires: [pandas]")
     (folder / "examples").mkdir()
     (folder / "results").symlink_to(EXAMPLES.parent / "results")

@@ -1,4 +1,4 @@
-"""`predict --trace`: read by torch's own functions for snapshots, and held to Chrome's format."""
+"""`predict --trace`: torch's own functions read the snapshot, and the Chrome trace has a valid format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def snapshot_of(prediction: Prediction) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", ["micro_batches(2)", "expandable"])
 def test_torch_reads_the_snapshot(one: Prediction, recipe: str) -> None:
-    """`segsum` raises where blocks do not fill their segments."""
+    """`segsum` raises an error if blocks do not fill their segments."""
     from torch.cuda import _memory_viz as viz
 
     prediction = one if str(one.recipe) == recipe else predict(one.job, recipe, gpu="rtx 4090")
@@ -53,7 +53,8 @@ def test_torch_reads_the_snapshot(one: Prediction, recipe: str) -> None:
 
 
 def test_a_chrome_trace_holds_the_step(one: Prediction) -> None:
-    """Complete events of the format, none negative; the device's add up, and no track's overlap."""
+    """All events are complete and have no negative time. The device's events add up, and no track's events
+    overlap."""
     events = json.loads(export_trace(one, ".json"))["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} > {"host", "device"}
@@ -71,8 +72,10 @@ def test_a_chrome_trace_holds_the_step(one: Prediction) -> None:
 
 
 def test_a_chrome_trace_keeps_to_the_format(one: Prediction) -> None:
-    """As the description of the Trace Event Format has it, which Perfetto reads: the fields of each kind of
-    event and their types, tracks that are named, slices of a track one after the other."""
+    """Check the rules of the Trace Event Format, which Perfetto reads.
+
+    Each kind of event has its fields and types. Each track has a name, and its slices do not overlap.
+    """
     document = json.loads(export_trace(one, ".json"))
     assert document.keys() == {"traceEvents", "displayTimeUnit"}
     assert document["displayTimeUnit"] in ("ms", "ns")

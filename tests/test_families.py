@@ -1,7 +1,7 @@
-"""Thirteen model families rehearsed as an H200 would run them, in small: kernels, kinds, and special paths.
+"""Simulate small models of thirteen families for an H200, and check kernels, kinds and special paths.
 
-Each family goes through two recipes that together touch most of what a recipe can do; the attention kernels
-that each must choose stand in the table.
+Two recipes per family cover most techniques. A table lists the attention kernels that each family must
+choose.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ H200, V100 = CudaPolicy(), CudaPolicy(capability=(7, 0), multiprocessors=80)
 NAMED = {family.name: family for family in FAMILIES}
 
 COPIED = "position_bias_mask.contiguous()" in inspect.getsource(sdpa_attention)
-"""Whether this transformers makes learnt biases contiguous (5.17 does not, 5.23 does)."""
+"""True if this transformers makes learnt biases contiguous (5.17 does not, 5.23 does)."""
 
 CAPPED = not Gemma2PreTrainedModel._supports_sdpa
-"""Whether this transformers keeps scaled_dot_product_attention from Gemma 2, whose soft caps between scores
-and softmax it does not know (5.17 leaves the caps out, 5.23 takes eager)."""
+"""True if this transformers excludes Gemma 2 from scaled_dot_product_attention. The operator has no soft
+cap between scores and softmax: 5.17 omits the caps, 5.23 takes eager attention."""
 
 WHOLE_FALLBACK = hasattr(moe, "_grouped_mm_fallback_bwd")
-"""Whether the backward pass of experts without grouped products is one operator (in 5.17 it reads the number
-of each expert's tokens from the device, which a rehearsal has to assume)."""
+"""True if the backward pass of experts without grouped products is one operator. In 5.17 it reads each
+expert's number of tokens from the device, so a simulation has to assume it."""
 
 FUSED_ATTENTION = {
     **({"gemma2": ((), ())} if CAPPED else {}),
-    # The position bias learns, which cuDNN does not take; in older transformers it is strided besides.
+    # cuDNN supports no trained position bias; in older transformers the bias is also strided.
     "t5": (("efficient",), ("efficient",)) if COPIED else (("efficient", "math"), ("efficient", "math")),
     "vit": (("cudnn",), ("efficient",)),
 }
 USUAL = (("cudnn",), ("efficient",))
-"""Kernels in bf16 without a mask, and in fp32 with padding (or, for pictures, without)."""
+"""Usual kernels: in bf16 without a mask, and in fp32 with padding (pictures have none)."""
 
 
 def small(family: Family, task: Task | None = None, **changes: Any) -> Job:
-    """Two narrow layers of this family, with a job for them."""
+    """Return a job for two narrow layers of this family."""
     facts = dict(read_preset(family.preset))
     sizes = {"depth": 2, "width": 128, "heads": 4, "inner": 256}
     for size, keys in family.keys:
@@ -122,7 +122,7 @@ def test_evaluating_keeps_nothing_for_a_backward_pass(name: str) -> None:
 
 
 def test_experts_are_multiplied_as_the_gpu_can() -> None:
-    """transformers takes grouped products from Ampere on, and multiplies expert by expert before."""
+    """transformers uses grouped products from Ampere on, and one product per expert on older GPUs."""
     job = small(NAMED["mixtral"], Task.CAUSAL_LM)
     grouped, apart = trace_of(job, "bf16_pure"), trace_of(job, "plain")
     for trace in (grouped, apart):
@@ -133,7 +133,7 @@ def test_experts_are_multiplied_as_the_gpu_can() -> None:
     experts = job.transformers_config().num_local_experts
     counts = [sum(k.operator == "aten::mm" for k in trace.kernels) for trace in (apart, grouped)]
     assert counts[0] - counts[1] == experts * len(products), "in fp32 each group is a product of its own"
-    assert len(apart.waits) == len(products), "whose ends the host reads"
+    assert len(apart.waits) == len(products), "the host reads the ends of the groups"
     old = trace_of(job, "fp16", V100)
     operators = {kernel.operator for kernel in old.kernels}
     assert "aten::_grouped_mm" not in operators
@@ -161,14 +161,15 @@ def test_layers_that_hand_on_more_than_their_state_are_refused_in_spans() -> Non
 
 
 def test_token_classifiers_take_adapters_everywhere() -> None:
-    """peft would adapt the head and train it whole at once, and refuses."""
+    """peft refuses to adapt the head and to train it whole at the same time."""
     for name in ("bert", "gpt2", "llama"):
         job = small(NAMED[name], Task.TOKEN_CLASSIFICATION)
         assert trace_of(job, "lora(targets=all-linear)").peak()[0]
 
 
 def test_rms_norm_is_one_kernel_on_cuda() -> None:
-    """Forward keeps the input and one fp32 number a row; backward makes two gradients and nothing else."""
+    """The forward pass keeps the input and one fp32 number per row. The backward pass makes only two
+    gradients."""
     from torch import nn, randn
 
     class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""Kinds of passes that a search leaves out: for their twins, and for what other micro-batches take."""
+"""A search simulates fewer kinds of passes: it derives them from equal kinds or from other micro-batches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SETTLED = "sdpa + bf16 + ieee + whole_logits + on_device + adamw + all_gradients
 
 @cache
 def space() -> Space:
-    """Recipes of a small Llama that differ in kernels, engine, recomputing and micro-batches."""
+    """Return recipes of a small Llama that differ in kernels, engine, recomputation and micro-batches."""
     job = small_job("llama", 2, batch_size=8)
     return space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, SETTLED))
 
 
 def number_of(recipe: str) -> int:
-    """The number of the candidate with these techniques."""
+    """Return the index of the candidate with these techniques."""
     number = space().number(Recipe.parse(f"{SETTLED} + {recipe}"))
     assert number is not None
     return number
@@ -123,7 +123,8 @@ def test_gradients_that_share_a_block_are_written_out_from_few_layers(record: Re
 def test_an_update_is_not_spliced_to_a_model_that_was_built_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fused kernels lay weights together as the model is built, and leave the same gradients."""
+    """Fused kernels place weights side by side in memory as the model is built, and leave the same
+    gradients."""
     pytest.importorskip("peft")
     job = small_job("llama", 2, batch_size=4)
     parts = Parts(job, [GPU], GpuTimers([GPU]))

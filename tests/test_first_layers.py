@@ -1,5 +1,8 @@
-"""Recomputing the first k layers: the gradients of `keep_all` bit for bit, bytes and kernels between none and
-each, and why the first ones."""
+"""Recompute the first k layers.
+
+The gradients equal those of `keep_all` bit for bit. Bytes and kernels are between those of no layer and of
+every layer. One test shows the reason for the first layers rather than the last.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ LAYERS = 5
 
 
 def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
-    """Of a model with its dropout, from one seed, with padding."""
+    """Return the gradients of a model with dropout and padding, built from a fixed seed."""
     this = job(family)
     torch.manual_seed(0)
     model = build_model(this, Recipe.parse(recipe).setup(), torch.device("cpu")).train()
@@ -79,11 +82,11 @@ def test_other_loops_recompute_the_same(loop: str, monkeypatch: pytest.MonkeyPat
     hold(job("bert"), "bf16 + first_layers(1)", loop)
 
 
-# ---- between none and each -------------------------------------------------------------------------------
+# ---- between no layer and every layer --------------------------------------------------------------------
 
 
 def deep(family: str) -> Job:
-    """Activations are more than all else, and their batch is large."""
+    """Return a job with a large batch, so that activations outweigh all other memory."""
     return small_job(family, LAYERS, batch_size=64, sequence_length=256)
 
 
@@ -106,14 +109,15 @@ def test_each_further_layer_frees_about_as_much(family: str) -> None:
     needed = [trace.peak().nbytes for trace in traces]
     assert needed == sorted(needed, reverse=True)
     freed = [before - after for before, after in pairwise(needed)]
-    some = freed[1:-2]  # the first one's input was not kept before, and the last ones are beside the head
+    some = freed[1:-2]  # before, the first layer's input was not kept; the last layers are next to the head
     assert max(some) < 1.2 * min(some)
     every = on_a_gpu(this, "every_layer")
     assert (again[-1], needed[-1]) == (recomputed(every), every.peak().nbytes)
 
 
 def test_the_first_layers_leave_less_than_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass comes to the first ones last, when what the others kept is gone."""
+    """The backward pass reaches the first layers last, after it has freed the activations of the later
+    ones."""
     this = deep("llama")
     first = on_a_gpu(this, "lora + first_layers(3)").peak().nbytes
     whole = CheckpointWish.cut
@@ -132,7 +136,7 @@ def test_as_many_as_there_are_is_said() -> None:
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_a_plan_recomputes_as_few_layers_as_fit() -> None:
-    """One sample, which cannot be cut, and memory for what two of four layers keep."""
+    """A batch of one sample has no micro-batches. The memory holds the activations of two of four layers."""
     this = small_job("llama", 4, batch_size=1, sequence_length=8192)
     keep = f"lora(r=4) + bf16 + sdpa + adamw_fused + default + inline + {REST}"
 

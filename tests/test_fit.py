@@ -1,4 +1,5 @@
-"""`snugfit.fit`: what a recipe asks is done to a live trainer, or refused by name; the batch is kept."""
+"""`snugfit.fit` applies each technique of a recipe to a live trainer or refuses it by name, and keeps the
+batch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from snugfit.errors import RecipeError, UsageError
 
 def test_the_same_trainer_comes_back_and_keeps_its_class(tmp_path: Path) -> None:
     class Mine(transformers.Trainer):
-        """A user's own."""
+        """A trainer class of the user's own."""
 
     trainer = trainer_of(tmp_path, model_of("bert"), classified(), kind=Mine)
     assert fit(trainer, "plain", watch=quiet) is trainer
@@ -123,7 +124,7 @@ def test_an_optim_whose_package_is_missing_is_refused_before_data_is_read(
     read: list[int] = []
 
     class Data(torch.utils.data.Dataset[Any]):
-        """Data that note each sample that is read."""
+        """A dataset that records each sample that is read."""
 
         def __len__(self) -> int:
             return 24
@@ -144,7 +145,7 @@ def test_an_optim_whose_package_is_missing_is_refused_before_data_is_read(
     assert "\n" not in str(refused.value)
     assert not read
     fit(trainer, "sgd", watch=quiet)
-    assert read, "a recipe's optimizer takes its place"
+    assert read, "a recipe's optimizer replaces it"
 
 
 def test_fitting_draws_no_random_number(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_an_evaluation_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_what_the_users_trainer_holds_stays_the_same_object(tmp_path: Path) -> None:
-    """Its loss is asked for once; what that collects is forgotten, and nothing is replaced by a copy."""
+    """fit runs the user's loss once, drops all that this call collects, and replaces no object by a copy."""
 
     class Collects(transformers.Trainer):
         def compute_loss(self, *arguments: Any, **more: Any) -> Any:

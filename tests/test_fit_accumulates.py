@@ -1,4 +1,5 @@
-"""Accumulation in `fit`, where the user or the Trainer normalises: bit for bit the plain Trainer."""
+"""Accumulation in `fit` equals the plain Trainer's bit for bit when the user or the Trainer normalises the
+loss."""
 
 from __future__ import annotations
 

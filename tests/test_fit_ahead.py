@@ -1,4 +1,5 @@
-"""A fitted trainer makes the next step's batch before this step's update, and no other than the Trainer."""
+"""A fitted trainer makes the next batch before this step's update, and makes the same batches as the
+Trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.whole
 
 
 class Asked(list[dict[str, Any]]):
-    """Samples that remember which of them were asked for, and break at one."""
+    """Samples that record each index that is read, and raise an error at one of them."""
 
     def __init__(self, broken: int | None = None) -> None:
         super().__init__(classified(22))
@@ -32,7 +33,7 @@ class Asked(list[dict[str, Any]]):
 
 
 class AtUpdates(transformers.TrainerCallback):
-    """How many samples were asked for when each update is made."""
+    """Record the number of samples that were read before each update."""
 
     def __init__(self, data: Asked) -> None:
         self.data, self.seen = data, list[int]()
@@ -42,7 +43,7 @@ class AtUpdates(transformers.TrainerCallback):
 
 
 def trained(folder: Path, recipe: str | None, data: Asked, **more: Any) -> tuple[Any, AtUpdates]:
-    """Six samples a step, and in an epoch's last step four."""
+    """Train with six samples per step, and four in an epoch's last step; return the trainer and record."""
     trainer, updates = trainer_of(folder, model_of("bert"), data, micro=(6, 1), **more), AtUpdates(data)
     trainer.add_callback(updates)
     if recipe is not None:
@@ -54,7 +55,7 @@ def trained(folder: Path, recipe: str | None, data: Asked, **more: Any) -> tuple
 
 @pytest.mark.parametrize("recipe", ["plain", "micro_batches(2)"])
 def test_it_asks_for_what_the_trainer_asks_for_and_earlier(recipe: str, tmp_path: Path) -> None:
-    """Two epochs of four steps, and a run that ends in the second."""
+    """The run has epochs of four steps and ends in the second epoch."""
     micro, most = (6, 1) if recipe == "plain" else (3, 2), 6
     data = Asked()
     alone = trainer_of(tmp_path, model_of("bert"), data, micro=micro, max_steps=most)
@@ -64,12 +65,12 @@ def test_it_asks_for_what_the_trainer_asks_for_and_earlier(recipe: str, tmp_path
     fitted, ours = trained(tmp_path, recipe, Asked(), max_steps=most)
     assert fitted.train_dataset.asked == data.asked
     assert all(ours.seen[step] > updates.seen[step] for step in (0, 1))
-    assert ours.seen[3] == updates.seen[3]  # an epoch's last step: no order of the next is drawn yet
+    assert ours.seen[3] == updates.seen[3]  # an epoch's last step: the next epoch's order is not drawn yet
     assert ours.seen[5] == updates.seen[5]  # the run's last step
 
 
 def test_what_breaks_ahead_is_told_when_it_is_asked_for(tmp_path: Path) -> None:
-    """The Trainer's loader is a batch ahead by itself, so the fourth batch is made for the third step."""
+    """The Trainer's loader is one batch ahead, so the third step reads the fourth batch."""
     data = Asked()
     trainer = trainer_of(tmp_path, model_of("bert"), data, micro=(4, 1), max_steps=5)
     fit(trainer, "plain", watch=quiet)
@@ -80,7 +81,7 @@ def test_what_breaks_ahead_is_told_when_it_is_asked_for(tmp_path: Path) -> None:
 
 
 class Passing(torch.utils.data.IterableDataset[Any]):
-    """So many samples, one after the other."""
+    """A stream of this many samples."""
 
     def __init__(self, count: int) -> None:
         self.count = count

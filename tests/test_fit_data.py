@@ -1,4 +1,4 @@
-"""Where a fitted trainer is in its data: streams, samples and loaders that draw, resumed bit for bit."""
+"""The position of a fitted trainer in its data: streams, random samples and loaders resume bit for bit."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.whole
 
 
 class OwnLoader(transformers.Trainer):  # type: ignore[misc]
-    """A trainer whose loader shuffles by a generator of its own."""
+    """A trainer whose loader shuffles with its own generator."""
 
     def get_train_dataloader(self) -> Any:
-        """No loader of accelerate's."""
+        """Return torch's loader instead of accelerate's."""
         own = torch.Generator().manual_seed(8)
         size = self.args.per_device_train_batch_size
         return DataLoader(Drawing(), size, shuffle=True, generator=own, collate_fn=padded)
@@ -49,7 +49,8 @@ CASES: dict[str, Case] = {
 
 
 def run_of(case: str, folder: Path, *, at: int | None = None, **more: Any) -> Any:
-    """A fitted trainer over this data with dropout, that keeps every step of twelve; an epoch is five."""
+    """Return a fitted trainer with dropout over this data: twelve steps, a checkpoint each, five steps per
+    epoch."""
     dataset, arguments = CASES[case]
     wanted: dict[str, Any] = {
         "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "train_sampling_strategy": "random",
@@ -80,7 +81,7 @@ QUICK = [("accumulated stream", 6), ("drawing from its own", 3)]
 def test_the_data_goes_on_where_it_was(
     case: str, stop: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In the first epoch, on a border, and in the epochs after it; the log is the same too."""
+    """The kills come in the first epoch, between epochs, and in later epochs. The log is also the same."""
     whole = whole_of(case, tmp_path_factory.getbasetemp())
     killed(run_of(case, tmp_path, at=stop))
     resumed = trained(run_of(case, tmp_path), True)
@@ -96,7 +97,7 @@ def test_data_that_cannot_be_made_again_is_refused_at_the_start(dataset: Any, tm
 
 
 def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the other samples are none of those that are compared at the start, too."""
+    """Detect changed data although the facts compared at the start of a run are the same."""
     monkeypatch.setattr("snugfit.frontends.trainer.checkpoints.dataset_facts", lambda data: {})
     killed(run_of("drawing", tmp_path, at=4))
     again = run_of("drawing", tmp_path)
@@ -123,8 +124,10 @@ def test_data_that_gives_no_batch_is_refused_in_words(data: Any, told: str, tmp_
 
 
 def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the process's generators alone and no position, so transformers' is taken, and what the data
-    has of its own stays as it is."""
+    """An old checkpoint contains the process's generators and no position.
+
+    The run resumes at transformers' own position. The data's own generators stay unchanged.
+    """
     case, plain = "a loader of one's own", DataPosition.to_json
     whole = trained(run_of(case, tmp_path / "whole", save_strategy="no"))
 
@@ -143,12 +146,11 @@ def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("stop", "every"), slow_but([(6, "steps"), (12, "epoch")], 1))
 def test_an_evaluation_draws_the_same_when_it_is_made_again(stop: int, every: str, tmp_path: Path) -> None:
-    """It has the collator of the training data, which draws from a generator of its own, and is ended by a
-    signal."""
+    """A signal ends the evaluation, whose collator draws from its own generator, as in training."""
 
     class Ends(transformers.TrainerCallback):  # type: ignore[misc]
         def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            """A signal, at the first batch of an evaluation."""
+            """Send a signal at the first batch of an evaluation."""
             if state.global_step == stop:
                 os.kill(os.getpid(), signal.SIGTERM)
 

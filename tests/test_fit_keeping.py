@@ -1,4 +1,5 @@
-"""A fitted trainer's checkpoints: whole or not there, resumed bit for bit, and what ends a run early."""
+"""A fitted trainer's checkpoints are complete or absent and resume bit for bit; some events end a run
+early."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.whole
 
 
 class At(transformers.TrainerCallback):
-    """Does something when a step is done."""
+    """Call a function at the end of a step."""
 
     def __init__(self, step: int, do: Any) -> None:
         self.step, self.do = step, do
@@ -51,7 +52,7 @@ def die() -> None:
 
 
 def run_of(folder: Path, *, at: At | None = None, recipe: str = "micro_batches(2)", **more: Any) -> Any:
-    """A fitted trainer with dropout, a random order, and a checkpoint every second step of ten."""
+    """Return a fitted trainer with dropout, a random order, and a checkpoint every second step of ten."""
     wanted: dict[str, Any] = {
         "max_steps": 10, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random",
         "logging_steps": 3, "seed": 5, **more,
@@ -69,7 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("step", slow_but([7, 6, 3, 9], 1))
 def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path) -> None:
-    """Within an epoch, on its border (6 steps each), and in the second."""
+    """The kills come within the first epoch, after its last step (the sixth), and in the second epoch."""
     killed(run_of(tmp_path, at=At(step, die)))
     resumed = trained(run_of(tmp_path), True)
     assert resumed.snugfit_run is None
@@ -78,8 +79,11 @@ def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("recipe", slow_but(["bf16_pure + adamw_stochastic", "bf16", "fp8"], 1))
 def test_a_run_that_was_killed_twice_goes_on_in_its_precision(recipe: str, tmp_path: Path) -> None:
-    """accelerate marks a model that it has wrapped in autocast, and leaves a marked one as it is. A
-    checkpoint of a resumed run must not hold the mark. Where an update draws numbers, it draws the same."""
+    """A checkpoint of a resumed run must not contain accelerate's mark of a wrapped model.
+
+    accelerate marks a model that it has wrapped in autocast, and does not wrap a marked model again. An
+    update that draws random numbers draws the same ones.
+    """
     skip_without_packages(recipe)
     whole = trained(run_of(tmp_path / "whole", recipe=recipe))
     for step in (3, 5):
@@ -93,7 +97,8 @@ def test_a_run_that_was_killed_twice_goes_on_in_its_precision(recipe: str, tmp_p
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(
     steps: int, logged: int, tmp_path: Path
 ) -> None:
-    """transformers divides by the steps of a call from 5.19 on, and by all before."""
+    """transformers divides by the steps of the current call from 5.19 on, and by all steps in older
+    versions."""
     whole = run_of(tmp_path / "whole", logging_steps=logged)
     mean = whole.train().training_loss
     cut = run_of(tmp_path / "cut", at=At(steps, die) if steps < 10 else None, logging_steps=logged)
@@ -110,7 +115,7 @@ def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(
 
 
 def test_an_order_by_length_goes_on_too(tmp_path: Path) -> None:
-    """transformers draws it from torch's generator when an epoch begins."""
+    """transformers draws the order from torch's generator at the start of an epoch."""
     more = {"train_sampling_strategy": "group_by_length", "max_steps": 5}
     ends = trained(run_of(tmp_path / "whole", **more))
     killed(run_of(tmp_path / "cut", at=At(3, die), **more))
@@ -121,7 +126,7 @@ def test_an_order_by_length_goes_on_too(tmp_path: Path) -> None:
 
 
 def masked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A collator that draws, as those for masked language models do."""
+    """A random collator, as for masked language models."""
     batch = padded(samples)
     hidden = torch.rand(batch["input_ids"].shape) < 0.3
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 3)}
@@ -206,7 +211,9 @@ def test_early_stopping_and_the_best_model_go_on(tmp_path: Path) -> None:
     best = min(evaluated)
     assert resumed.state.best_metric == best
     since = len(evaluated) - 1 - evaluated.index(best)
-    assert resumed.state.global_step == 12 or since == 3, "the patience is counted through the resume"
+    assert resumed.state.global_step == 12 or since == 3, (
+        "the resumed run continues the count of the patience"
+    )
     assert (tmp_path / f"checkpoint-{2 * (evaluated.index(best) + 1)}").is_dir()
 
 

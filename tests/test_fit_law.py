@@ -1,4 +1,4 @@
-"""Law: the door for a Trainer and our own loop are one training, bit for bit."""
+"""Law: a fitted Trainer and our own loop train alike, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ OFTEN = [("bert", (4, 1), "plain"), ("bert", (2, 2), "adamw_fused"), ("bert", (1
 OFTEN += [("bert", (2, 2), each) for each in ("selective(products)", "muon", "host_adamw")]
 OFTEN += [("bert", (2, 2), "bf16 + every_layer + fused"), ("llama", (2, 2), "bf16 + padding_free")]
 OFTEN += [("llama", (2, 2), "bf16_pure")]
-"""Lines of `make test`: each way to cut a batch, and a technique of each slot."""
+"""Cases of `make test`: each way to split a batch, and a technique of each slot."""
 
 
 @pytest.mark.parametrize(("family", "cut", "recipe"), slow_but(LINES, OFTEN.__contains__))
 def test_the_trainer_fitted_equals_our_own_loop(
     family: str, cut: tuple[int, int], recipe: str, tmp_path: Path
 ) -> None:
-    """Losses, gradient norms and learning rates of an epoch with a smaller last batch, and one step more."""
+    """Compare losses, gradient norms and learning rates over one epoch with a smaller last batch, and one
+    step more."""
     named = " + ".join(each for each in (recipe, CUTS[cut]) if each and (each != "plain" or not CUTS[cut]))
     data = classified(10) if family == "bert" else spoken(10)
     model = _model(family)

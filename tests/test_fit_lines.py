@@ -1,4 +1,4 @@
-"""A fitted trainer's steps in its journal, what was foreseen beside them, and the Trainer's own trackers."""
+"""The journal of a fitted trainer: its steps, their predicted values, and the Trainer's own trackers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_of(folder: Path, recipe: str = "micro_batches(2)", **more: Any) -> Any:
 
 
 def test_each_step_has_its_line(tmp_path: Path) -> None:
-    """The fourth step begins the second epoch, and the third has six samples."""
+    """The fourth step begins the second epoch, and the third step has six samples."""
     trainer = trained(run_of(tmp_path, weight_decay=0.1, logging_steps=1))
     told = events(tmp_path, "step")
     assert [event["step"] for event in told] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Micro-batches are the whole batch, for every way in which a loss comes about in the HF Trainer."""
+"""Micro-batches equal the whole batch for every way in which the HF Trainer computes a loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUT = "micro_batches(4)"
 
 
 def summed(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy over labels of tokens that count, and how many these are."""
+    """Return the summed cross-entropy over counted labels, and their number."""
     logits = outputs["logits"]
     if labels.dim() > 1:
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -31,7 +31,7 @@ def summed(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 class Divides(transformers.Trainer):
-    """As transformers' documentation has it."""
+    """Divide by the number of items, as in transformers' documentation."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -44,7 +44,7 @@ class Divides(transformers.Trainer):
 
 
 class Averages(Divides):
-    """As most people have it: the number is taken and not used."""
+    """Accept the number of items and ignore it, as in most user code."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -53,7 +53,7 @@ class Averages(Divides):
 
 
 class Passes(transformers.Trainer):
-    """Looks at what the Trainer itself computes."""
+    """Pass all arguments on to the Trainer's own loss."""
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         return super().compute_loss(model, inputs, *arguments, **keywords)
@@ -69,7 +69,7 @@ def averaged(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
 
 
 class NoKeywords(nn.Module):
-    """A user's own model: no `**kwargs`, a mean over samples."""
+    """A user's model without `**kwargs`; its loss is a mean over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def trained(folder: Path, model: Any, recipe: str, how: dict[str, Any], told: list[str]) -> list[float]:
-    """Losses and gradient norms of four steps, the last of which is an epoch's smaller last batch."""
+    """Return losses and gradient norms of four steps, the last with an epoch's smaller last batch."""
     data = classified(14) if "Bert" in type(model).__name__ or isinstance(model, NoKeywords) else spoken(14)
     trainer = trainer_of(folder, copy_of(model), data, max_steps=4, lr_scheduler_type="constant", **how)
     fit(trainer, recipe, watch=lambda event: told.append(event.get("text", ""))).train()
@@ -134,7 +134,7 @@ def test_what_transformers_does_wrong_is_said_once(way: str, words: str | None, 
     family, how = WAYS[way]
     model = NoKeywords() if family == "own" else model_of(family, layers=1)
     told: list[str] = []
-    if family == "own":  # micro-batches of unlike size: the epoch's last batch is 4 samples and 2
+    if family == "own":  # micro-batches of unequal size: the epoch's last batch has 4 samples and 2
         how = {**how, "micro": (8, 1)}
     trained(tmp_path, model, "micro_batches(2)", how, told)
     said = [text for text in told if "transformers would" in text]
@@ -146,7 +146,7 @@ def test_what_transformers_does_wrong_is_said_once(way: str, words: str | None, 
 
 
 def test_transformers_alone_gets_it_wrong(tmp_path: Path) -> None:
-    """The fault that is mended here is there still: without it this door would say what is not true."""
+    """transformers still has the fault that fit corrects; without it, fit's correction would be wrong."""
     model = model_of("bert", layers=1)
     trainer = trainer_of(tmp_path, copy_of(model), classified(), micro=(1, 4), max_steps=1)
     trainer.train()
@@ -170,7 +170,7 @@ def test_a_micro_batch_in_which_nothing_counts_is_left_out(tmp_path: Path) -> No
 
 
 def test_finding_out_changes_no_buffer_and_no_generator(tmp_path: Path) -> None:
-    """A model with dropout and running statistics is asked once more than it is trained."""
+    """fit runs a model with dropout and running statistics one time more than training does."""
 
     class Normalised(NoKeywords):
         def __init__(self) -> None:

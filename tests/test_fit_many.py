@@ -1,6 +1,6 @@
-"""`fit` in several processes: the Trainer's own DDP trains as one process does, and nothing is lost.
+"""`fit` in several processes: the Trainer's own DDP trains as one process does, and loses nothing.
 
-Processes are forked from one that has imported all (`clean_forks.py`), with the variables that torchrun sets.
+The processes are forks of one that has imported everything (`clean_forks.py`), with torchrun's variables.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def forks() -> Forks:
 def test_two_processes_train_as_one_does(
     model: str, recipe: str, micro: tuple[int, int], forks: Forks, tmp_path: Path
 ) -> None:
-    """The mean over the global batch, however unevenly it is padded and masked."""
+    """The loss is the mean over the global batch for any distribution of padding and masks."""
     how: dict[str, Any] = {"model": model, "max_steps": 4}
     assert fits(forks, tmp_path / "two", recipe=recipe, micro=micro, **how) == [0, 0]
     alone = fit_of(tmp_path / "one", recipe="plain", micro=(8, 1), **how)
     both = [result_in(tmp_path / "two", rank) for rank in range(2)]
     for result, weights in both:
         same_losses(losses_of(alone), result["losses"])
-        # A key's bias has gradients of rounding alone, which Adam makes steps of.
+        # The gradients of a key's bias are rounding errors, which Adam scales up to full steps.
         same_parameters(alone.model.state_dict(), weights, (2e-4, 2e-5))
     told = both[0][0]["told"]
     assert [event["samples"] for event in told if event["event"] == "step"] == [8] * 4
-    assert not both[1][0]["told"], "the first process speaks for all"
+    assert not both[1][0]["told"], "only the first process reports"
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_two_processes_train_as_one_does(
 def test_a_run_whose_process_died_goes_on_bit_for_bit(
     step: int, rank: int, forks: Forks, tmp_path: Path
 ) -> None:
-    """With dropout, a random order, and generators of each process's own."""
+    """The run has dropout, a random order, and separate generators in each process."""
     how: dict[str, Any] = {"dropout": 0.2, "recipe": "ddp + micro_batches(2)", "samples": 43}
     assert fits(forks, tmp_path / "whole", **how) == [0, 0]
     fault = {"step": step, "kind": "dies", "rank": rank}
@@ -105,7 +105,7 @@ def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None
 
 
 def test_memory_that_runs_out_in_one_ends_all(forks: Forks, tmp_path: Path) -> None:
-    """The step is not taken again: the others have exchanged gradients of it."""
+    """The step is not repeated, because the other processes have already exchanged its gradients."""
     codes = fits(forks, tmp_path / "run", fault={"step": 4, "kind": "exhausts", "rank": 1})
     assert all(codes)
     text = (tmp_path / "run.rank-1").read_text()
@@ -115,7 +115,7 @@ def test_memory_that_runs_out_in_one_ends_all(forks: Forks, tmp_path: Path) -> N
 
 
 def test_the_best_model_and_a_finished_run_are_those_of_all(forks: Forks, tmp_path: Path) -> None:
-    """What transformers says of an evaluation is left as it is: of a classifier, twice its loss."""
+    """fit keeps transformers' own evaluation result: for a classifier, twice its loss."""
     how: dict[str, Any] = {
         "evaluates": True, "eval_strategy": "steps", "eval_steps": 4, "save_steps": 4,
         "load_best_model_at_end": True,
@@ -171,7 +171,7 @@ def test_what_a_trainer_cannot_keep_there_is_refused_by_name(
             return super().compute_loss(*arguments, **more)
 
     trainer = trainer_of(tmp_path, model_of("bert"), classified(), kind=Own)
-    refuse_what_processes_cannot(trainer)  # it is alone
+    refuse_what_processes_cannot(trainer)  # the run has one process
     launched = {
         "RANK": "1",
         "WORLD_SIZE": "2",

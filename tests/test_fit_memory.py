@@ -1,4 +1,5 @@
-"""Memory runs out in a fitted trainer's step: it is taken again in finer pieces, and the batch stays."""
+"""An out-of-memory error in a fitted trainer's step: the step runs again in finer micro-batches of the same
+batch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tiers import crossed, slow_but
 
 
 def limited(model: Any, rows: int, *, backward: bool = False) -> Any:
-    """A model for which more samples than this are too many, in the forward or the backward pass."""
+    """Return a model that runs out of memory above this number of samples, in the forward or the backward
+    pass."""
 
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -63,7 +65,7 @@ def test_the_step_is_taken_again_in_finer_pieces(family: str, backward: bool, tm
 
 @pytest.mark.whole
 def test_late_in_a_step_what_was_done_of_it_is_dropped(tmp_path: Path) -> None:
-    """The third of four micro-batches is the first that is too much."""
+    """The third of four micro-batches is the first one that runs out of memory."""
     data = [{**each, "input_ids": each["input_ids"][:4]} for each in classified(8)]
     data[5] = {**data[5], "input_ids": [*data[5]["input_ids"], 7, 8, 9]}
     model = model_of("bert")
@@ -96,7 +98,7 @@ def test_what_is_cut_stays_cut_after_a_resume(tmp_path: Path) -> None:
 
 
 def follows(monkeypatch: pytest.MonkeyPatch, *recipes: str) -> list[str]:
-    """As on a GPU, where what follows is planned; gives the causes that were told."""
+    """Replace the planner by these recipes, as on a GPU, and return the list of causes that it receives."""
     left, causes = [Recipe.parse(each) for each in recipes], []
 
     def next_recipe(device: Any, **_: Any) -> Any:
@@ -119,7 +121,8 @@ def recomputes(model: Any) -> bool:
 def test_layers_of_the_live_model_are_recomputed(
     following: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out in step 3, with dropout: as a run that was fitted so from the beginning."""
+    """Memory runs out in step 3, with dropout. The result equals a run fitted with this recipe from the
+    start."""
     model, data = model_of("bert", dropout=0.2), classified(24)
     more = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5}
     whole, _ = run_of(tmp_path / "whole", copy_of(model), data, "plain", **more)

@@ -1,4 +1,4 @@
-"""`fit` without a recipe: planned for a GPU, from a copy without data, and what the user chose is kept."""
+"""`fit` without a recipe plans for a GPU from a copy without data, and keeps the user's choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiers import slow_but
 
 
 class Deep(nn.Module):
-    """A model of one's own, with a tie, a hook and a frozen part."""
+    """A user's model with tied weights, a hook and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def test_a_plan_is_made_and_applied(tmp_path: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
     recipe = str(trainer.snugfit.recipe)
     assert "planned for a h200" in told[0]
-    assert "sgd" in recipe, "another algorithm is not the plan's to choose"
-    assert "micro_batches" not in recipe, "accumulating where the batch fits only costs"
+    assert "sgd" in recipe, "a plan never changes the algorithm"
+    assert "micro_batches" not in recipe, "accumulation only costs time if the batch fits"
     args = trainer.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 1)
     assert args.dataloader_num_workers == 1
@@ -94,7 +94,7 @@ def test_a_trained_model_is_rehearsed_as_a_fresh_one(recipe: str, tmp_path: Path
     expected = bytes_of(fresh, recipe)
     assert bytes_of(used, recipe) == expected
     refitted = fit(used, f"{recipe} + segments" if recipe != "plain" else "segments", watch=quiet)
-    assert bytes_of(refitted, recipe) == expected, "what a fit has wrapped is no part of the model"
+    assert bytes_of(refitted, recipe) == expected, "wrappers of an earlier fit are no part of the model"
 
 
 def test_the_copy_holds_no_data_and_is_like_the_model(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_copy_holds_no_data_and_is_like_the_model(tmp_path: Path) -> None:
 
 
 def test_a_forward_that_a_library_has_replaced_runs_on_the_copy(tmp_path: Path) -> None:
-    """As TRL's fused loss does it: a function that holds the model's own method."""
+    """TRL's fused loss replaces the forward by a function that holds the model's own method."""
     trainer = trainer_of(tmp_path, Deep(), spoken())
     expected = bytes_of(trainer, "plain")
     original = trainer.model.forward

@@ -1,5 +1,8 @@
-"""What a Trainer does when it saves is done by a fitted one too: callbacks are told of whole checkpoints, a
-subclass's files are in them and as safe as the others, and the hub is pushed to."""
+"""A fitted trainer saves as a Trainer does.
+
+Its callbacks see whole checkpoints. A subclass's files are part of a checkpoint and as safe as the rest.
+The trainer pushes to the hub.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.whole
 
 
 class Sentences(transformers.Trainer):
-    """Saves as sentence-transformers does: what the model is made of, and its weights under other names."""
+    """Save as sentence-transformers does: a list of modules, and the weights under other names."""
 
     breaks_at = 0
 
@@ -41,7 +44,7 @@ class Sentences(transformers.Trainer):
 
 
 class Cards(transformers.Trainer):
-    """Saves as TRL does, a card in the output's folder, and adds to the checkpoint before and after it."""
+    """Save as TRL does: a card in the output folder, and further files before and after the checkpoint."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step, name = self.state.global_step, Path(self.args.output_dir).name
@@ -66,7 +69,7 @@ def run_of(folder: Path, kind: type[Any] = transformers.Trainer, *, at: At | Non
 
 
 class Uploads(transformers.TrainerCallback):
-    """Looks at every checkpoint that it is told of."""
+    """Verify each checkpoint when `on_save` runs."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -162,7 +165,7 @@ def test_the_best_model_of_a_subclass_that_writes_other_weights_is_the_exact_one
 
 
 class FakeHub:
-    """Takes uploads, and notes what stood in their folders."""
+    """Accept uploads and record the files of their folders."""
 
     def __init__(self) -> None:
         self.uploads: list[tuple[str, list[str]]] = []

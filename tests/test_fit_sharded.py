@@ -1,7 +1,8 @@
-"""`fit` in several processes under accelerate's FSDP2: each holds a part, and they train as one alone does.
+"""`fit` in several processes under accelerate's FSDP2: each process has a shard, and results equal one
+process's.
 
-Processes are forked from one that has imported all (`clean_forks.py`), with the variables that torchrun sets,
-and accelerate is told that they have GPUs (`exported_processes.py`).
+The processes are forks of one that has imported everything (`clean_forks.py`), with torchrun's variables.
+`exported_processes.py` makes accelerate assume GPUs.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ def test_two_processes_train_as_one_does(
     forks: Forks,
     tmp_path: Path,
 ) -> None:
-    """The mean over the global batch, clipped by the norm of all gradients, however unevenly it is padded."""
+    """The loss is the mean over the global batch for any padding; clipping uses the norm of all gradients."""
     how: dict[str, Any] = {"model": model, "max_grad_norm": 0.7, "max_steps": 4}
     assert fits(forks, tmp_path / "two", recipe=recipe, micro=micro, fsdp=config, **how) == [0, 0]
     one = fit_of(tmp_path / "one", recipe=alone, micro=(8, 1), **how)
     norms = [line["grad_norm"] for line in one.state.log_history if "loss" in line]
-    assert max(norms) > 0.7, "something is clipped"
+    assert max(norms) > 0.7, "clipping has an effect"
     both = [result_in(tmp_path / "two", rank) for rank in range(2)]
-    # A key's bias has gradients of rounding alone, which Adam makes steps of.
+    # The gradients of a key's bias are rounding errors, which Adam scales up to full steps.
     of_losses, of_weights = (ROUNDS, (5e-2, 1e-2)) if "bf16" in recipe else (SAME, (2e-4, 2e-5))
     for result, weights in both:
         same_losses(losses_of(one), result["losses"], of_losses)
@@ -78,7 +79,7 @@ def test_two_processes_train_as_one_does(
     steps = [event for event in both[0][0]["told"] if event["event"] == "step"]
     assert [event["samples"] for event in steps] == [8] * 4
     same_losses(norms, [event["norm"] for event in steps], of_losses)
-    assert not both[1][0]["told"], "the first process speaks for all"
+    assert not both[1][0]["told"], "only the first process reports"
 
 
 LAUNCHED = {
@@ -87,7 +88,7 @@ LAUNCHED = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_MIXED_PRECISION": "no",
 }  # fmt: skip
-"""What `accelerate launch` tells its processes of a file with FSDP2."""
+"""Environment variables that `accelerate launch` sets for a config file with FSDP2."""
 
 
 @pytest.mark.slow
@@ -117,8 +118,10 @@ EVALUATES: dict[str, Any] = {
 def test_a_run_whose_process_died_goes_on_bit_for_bit(
     step: int, rank: int, more: dict[str, Any], forks: Forks, tmp_path: Path
 ) -> None:
-    """With dropout, a random order, each process's own generators, and evaluations before checkpoints, which
-    leave whole weights in the place of parts. The whole model is kept at the end alone."""
+    """The run has dropout, a random order, separate generators, and evaluations before checkpoints.
+
+    Evaluations leave whole weights in place of shards. Only the end of the run saves the whole model.
+    """
     how: dict[str, Any] = {"dropout": 0.2, "recipe": "fsdp", "samples": 43, **more}
     assert fits(forks, tmp_path / "whole", **how) == [0, 0]
     codes = fits(forks, tmp_path / "killed", fault={"step": step, "kind": "dies", "rank": rank}, **how)
@@ -139,8 +142,11 @@ def test_a_run_whose_process_died_goes_on_bit_for_bit(
 
 @pytest.mark.slow
 def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path: Path) -> None:
-    """An evaluation leaves whole weights in the place of parts: those are what is kept, and what is put back.
-    What `save_model` writes is the model, in a run that has finished before too."""
+    """An evaluation leaves whole weights in place of shards.
+
+    A checkpoint then contains these weights, and loading the best model restores them. `save_model` writes
+    the model, also in a run that had finished before.
+    """
     how: dict[str, Any] = {
         "evaluates": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "saves": True,
         "load_best_model_at_end": True, "learning_rate": 0.02, "fsdp": GATHERED_ONCE,
@@ -167,7 +173,7 @@ def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path:
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
-    """Without the whole model, for time is short. The trainer keeps settings of its own, SGD among them."""
+    """A signal leaves little time, so the checkpoint omits the whole model. The trainer keeps its own SGD."""
     how: dict[str, Any] = {"recipe": "its own", "optim": "sgd", "fsdp": {}}
     fault = {"step": 4, "kind": "is_stopped", "rank": 1}
     assert fits(forks, tmp_path / "run", fault=fault, **how) == [75, 75]
@@ -180,7 +186,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_p
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None:
-    """With parts of the weights of before."""
+    """The folder still has the shards of the last checkpoint."""
     fault = {"step": 4, "kind": "spoils", "rank": 1}
     assert fits(forks, tmp_path / "run", recipe="fsdp", fault=fault, fsdp={}) == [1, 1]
     texts = [(tmp_path / f"run.rank-{rank}").read_text() for rank in range(2)]
@@ -194,7 +200,7 @@ def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None
 def test_processes_that_train_twice_train_anew_together(
     told: dict[str, Any], forks: Forks, tmp_path: Path
 ) -> None:
-    """That the run before has finished here is known to all of them alike."""
+    """All processes detect that the earlier run in this folder has finished."""
     how = {"model": "gpt2", "max_steps": 3, **told}
     assert fits(forks, tmp_path / "run", more_runs=1, **how) == [0, 0]
     one = fit_of(tmp_path / "one", more_runs=1, **{**how, "recipe": "plain", "fsdp": None, "micro": (8, 1)})
@@ -209,7 +215,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"recipe": "fsdp", "fsdp": {}}),
     "fsdp of 4": (4, {"recipe": "fsdp", "micro": (2, 1), "fsdp": {}}),
 }
-"""Ways to train on a global batch of eight: how many processes, and what each is asked."""
+"""Ways to train on a global batch of eight: the number of processes, and the arguments of each."""
 
 
 @pytest.mark.slow
@@ -223,8 +229,11 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_run_goes_on_on_other_processes(
     model: str, before: str, after: str, forks: Forks, tmp_path: Path
 ) -> None:
-    """Whole weights and states become parts, parts whole ones or others; the next samples are the next ones.
-    Losses and weights are those of a run that nobody touched, to the rounding of sums."""
+    """Whole weights and states become shards, shards become whole or are split anew; the data continues in
+    order.
+
+    Losses and weights equal those of an uninterrupted run, up to the rounding of sums.
+    """
     how: dict[str, Any] = {"model": model, "samples": 56}
     (size, told), (other_size, told_then) = RUNS[before], RUNS[after]
     assert fits(forks, tmp_path / "whole", size, **how, **told) == [0] * size
@@ -269,7 +278,7 @@ def test_a_recipe_that_says_fsdp_is_the_same_without() -> None:
 
 
 def told_of_fsdp(folder: Path, monkeypatch: pytest.MonkeyPatch, **plugin: Any) -> Any:
-    """A trainer that takes itself for one of two processes under FSDP."""
+    """Return a trainer with the state of one of two processes under FSDP."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     trainer = trainer_of(folder, model_of("bert"), classified())

@@ -1,5 +1,8 @@
-"""A signal during a fitted trainer's evaluation ends it there, with a checkpoint; the resumed run makes that
-evaluation first, so that its log, its callbacks and its best model are those of a run that nobody stopped."""
+"""A signal during a fitted trainer's evaluation ends the evaluation and writes a checkpoint.
+
+The resumed run repeats that evaluation first. Its log, callbacks and best model therefore equal those of an
+uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ PATIENCE = {**STEPS, "metric_for_best_model": "loss", "greater_is_better": True}
 
 
 def run_of(folder: Path, *, stop_in: int = 0, callbacks: Any = (), **more: Any) -> Any:
-    """A fitted trainer with dropout whose epochs have six steps. SIGTERM comes in the forward pass `stop_in`,
-    counted over all evaluations; each has five."""
+    """Return a fitted trainer with dropout and six steps per epoch.
+
+    SIGTERM comes in forward pass `stop_in`, counted over all evaluations; each evaluation has five.
+    """
     wanted: dict[str, Any] = {
         "max_steps": 8, "train_sampling_strategy": "random", "logging_steps": 1, "seed": 5,
         "per_device_eval_batch_size": 4, **more,
@@ -44,7 +49,7 @@ def run_of(folder: Path, *, stop_in: int = 0, callbacks: Any = (), **more: Any) 
     def count(module: Any, arguments: Any) -> None:
         if not module.training and trainer.control.should_evaluate:
             made[0] += 1
-            assert not stop_in or made[0] <= stop_in, "the evaluation goes on"
+            assert not stop_in or made[0] <= stop_in, "the evaluation continues"
             if made[0] == stop_in:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -53,7 +58,7 @@ def run_of(folder: Path, *, stop_in: int = 0, callbacks: Any = (), **more: Any) 
 
 
 def dies_in_evaluations(trainer: Any) -> Any:
-    """A hook of a model."""
+    """Return a hook that raises an error in a forward pass of an evaluation."""
 
     def hook(module: Any, arguments: Any) -> None:
         if not module.training and trainer.control.should_evaluate:
@@ -64,7 +69,7 @@ def dies_in_evaluations(trainer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs that nobody stops, each once."""
+    """Run each uninterrupted case once and store its result."""
     runs: dict[str, Any] = {}
 
     def made(more: dict[str, Any]) -> Any:
@@ -90,8 +95,10 @@ CASES: list[Any] = [
 def test_a_resumed_run_makes_the_evaluation_that_was_abandoned(
     more: dict[str, Any], stop_in: int, step: int, whole: Any, tmp_path: Path
 ) -> None:
-    """In the first, at an epoch's end, and after the last step; by steps, by epochs, and where the best is
-    kept."""
+    """The signal comes in the first evaluation, at an epoch's end, or after the last step.
+
+    Evaluations run by steps, by epochs, or for the best model.
+    """
     whole = whole(more)
     cut = run_of(tmp_path / "cut", stop_in=stop_in, **more)
     with pytest.raises(SystemExit) as ended:
@@ -139,7 +146,7 @@ def test_several_sets_are_all_evaluated_again(tmp_path: Path) -> None:
 
 
 def test_a_signal_before_the_evaluation_is_not_kept_waiting(tmp_path: Path) -> None:
-    """Nor by the evaluation of an epoch that the Trainer leaves."""
+    """A signal in training ends the run before any evaluation, also before that of the abandoned epoch."""
     for more in (STEPS, EPOCHS):
         folder = tmp_path / more["eval_strategy"]
         trainer = run_of(folder, **more)
@@ -152,7 +159,7 @@ def test_a_signal_before_the_evaluation_is_not_kept_waiting(tmp_path: Path) -> N
 
 
 def test_an_epochs_end_that_did_not_come_is_made_up_for(tmp_path: Path) -> None:
-    """Killed in the evaluation at an epoch's end, after its last step was kept."""
+    """The process is killed in the evaluation at an epoch's end, after the checkpoint of its last step."""
     more = {**EPOCHS, "save_steps": 6}
     whole = trained(run_of(tmp_path / "whole", **more))
     cut = run_of(tmp_path / "cut", **more)
@@ -178,7 +185,7 @@ def test_a_checkpoint_on_demand_is_kept_where_only_the_best_are(tmp_path: Path) 
 
 
 def test_the_checkpoint_of_a_signal_stays_where_the_limit_is_one(tmp_path: Path) -> None:
-    """transformers removes all but the best when training ends."""
+    """transformers removes all checkpoints but the best at the end of training."""
     more: dict[str, Any] = {**STEPS, "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
     more |= {"metric_for_best_model": "loss", "greater_is_better": True}
     trainer = run_of(tmp_path, **more)
@@ -188,15 +195,17 @@ def test_the_checkpoint_of_a_signal_stays_where_the_limit_is_one(tmp_path: Path)
     assert verify(tmp_path / "checkpoint-7", 7)
     resumed = trained(run_of(tmp_path, **more), True)
     best = resumed.state.best_global_step
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{best}"], "as transformers"
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{best}"], (
+        "as in transformers"
+    )
 
 
-# ---- started again ---------------------------------------------------------------------------------------
+# ---- restarted ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which no folder is known."""
+    """Hide the list of this process's folders, as if another process ran."""
     monkeypatch.setattr("snugfit.frontends.trainer.finished.FOLDERS_OF_THIS_PROCESS", NoFolders())
 
 
@@ -234,7 +243,7 @@ def test_a_run_that_has_finished_gives_its_result_again(best: bool, tmp_path: Pa
         assert_same_weights(again.model, first.model)
     assert sorted(path.name for path in tmp_path.iterdir()) == files
     longer = trained(run_of(tmp_path, **{**more, "learning_rate": 1e-4}))
-    assert len(log_of(longer)) == len(log_of(first)), "another run begins, and the old one is kept"
+    assert len(log_of(longer)) == len(log_of(first)), "a new run starts, and the old folder is kept"
     assert any(path.name.endswith(".before-restart") for path in tmp_path.iterdir())
 
 
@@ -247,7 +256,7 @@ def test_who_trains_twice_or_says_so_trains_anew(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_step_left_takes_none(whole: Any, tmp_path: Path) -> None:
-    """Killed when its last step was kept, within an epoch."""
+    """The process is killed after the checkpoint of its last step, within an epoch."""
     whole = whole(STEPS)
     cut = run_of(tmp_path / "cut", **STEPS)
 

@@ -1,4 +1,4 @@
-"""A Trainer's subclass from elsewhere: TRL's SFTTrainer, which computes a loss of its own."""
+"""A Trainer subclass of another library: TRL's SFTTrainer, which computes its own loss."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The package flash-attn as a technique: predicted without it by torch's own FlashAttention-2, never run
-without it, and the sums of `sdpa` through transformers' code around it."""
+"""The package flash-attn as a technique.
+
+Without the package, torch's own FlashAttention-2 gives the prediction, and no step runs. The sums through
+transformers' code equal those of `sdpa`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def a_job(family: str = "llama", **changes: Any) -> Job:
-    """Four sequences of 16 tokens, half of them padding, without dropout."""
+    """Return a job of four sequences of 16 tokens, half of them padding, without dropout."""
     facts, task = {
         "bert": ({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, Task.MASKED_LM),
         "llama": ({}, Task.CAUSAL_LM),
@@ -50,7 +53,7 @@ def shapes(trace: Trace, operator: str) -> set[tuple[tuple[int, ...], ...]]:
     return {kernel.shapes for kernel in trace.kernels if kernel.operator == f"aten::{operator}"}
 
 
-# ---- rehearsed -------------------------------------------------------------------------------------------
+# ---- simulations -----------------------------------------------------------------------------------------
 
 
 def test_without_padding_it_is_torchs_flash_attention() -> None:
@@ -69,7 +72,7 @@ def test_padding_is_left_out_around_each_layer_for_which_the_host_waits() -> Non
     trace = traced()
     assert shapes(trace, "_flash_attention_forward") == {((32, 4, 16), (32, 2, 16), (32, 2, 16))}
     assert {kernel.dtype for kernel in trace.kernels if "_flash" in kernel.operator} == {"torch.bfloat16"}
-    assert shapes(trace, "silu") == {((4, 16, 112),)}, "all else is computed for the padding too"
+    assert shapes(trace, "silu") == {((4, 16, 112),)}, "all other operators also compute the padding"
     assert len(trace.waits) >= 4
     masks = [block for block in trace.blocks if block.nbytes == 4 * 4 * 16 * 16 * 2 and block.step == 2]
     assert not [block for block in masks if "where" in block.operator], "no mask as a matrix"
@@ -103,14 +106,14 @@ def test_a_prediction_says_what_it_rests_on() -> None:
     assert "measured on no GPU" in said
 
 
-# ---- the same sums -----------------------------------------------------------------------------------------
+# ---- equal sums -------------------------------------------------------------------------------------------
 
 
 def kernel_of_the_cpu(
     q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False,
     window_size: Any = (-1, -1),
 ) -> Any:  # fmt: skip
-    """`flash_attn_func` by torch's own attention, in any precision."""
+    """Compute `flash_attn_func` with torch's own attention, in any precision."""
     out = torch.nn.functional.scaled_dot_product_attention(
         *(operand.transpose(1, 2) for operand in (q, k, v)), is_causal=causal, scale=softmax_scale,
         enable_gqa=q.size(2) != k.size(2),
@@ -129,7 +132,7 @@ def kernel_for_lengths(
 
 @pytest.fixture
 def a_kernel_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """transformers finds these in the place of the package's."""
+    """Replace the package's functions, as transformers finds them, by these."""
     functions = (kernel_of_the_cpu, kernel_for_lengths, None, utils._pad_input, utils._unpad_input)
     monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: functions)
     monkeypatch.setattr(utils, "_loaded_implementation", None)
@@ -159,7 +162,7 @@ def test_loss_and_gradients_are_those_of_sdpa(family: str) -> None:
         torch.testing.assert_close(runs[1][1][name], gradient, rtol=1e-5, atol=1e-7)
 
 
-# ---- refused, planned --------------------------------------------------------------------------------------
+# ---- refusals and plans ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ def test_it_does_not_run_without_a_gpu_or_the_package(
 @pytest.mark.stored_rehearsals
 @pytest.mark.slow
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
-    """Each time `test_host_adamw.py` asks the same of another technique."""
+    """This case is slow because `test_host_adamw.py` covers another technique in every run."""
     job, gpu = a_job(), find_gpu("h200")
     found = plan(job, gpu=gpu, keep=kept(RECIPE, but="batching checkpointing"), workers=1)
     assert found.best is not None

@@ -1,4 +1,5 @@
-"""flex_attention as a technique: rehearsed by what its compiled kernels take, refused where it cannot run."""
+"""flex_attention as a technique: its simulation follows its compiled kernels, and unsupported jobs are
+refused."""
 
 from __future__ import annotations
 
@@ -40,11 +41,15 @@ def kept(trace: Trace) -> int:
 def test_no_scores_and_no_mask_are_ever_whole(recipe: str, padding: float) -> None:
     trace = traced(f"{recipe} + flex", padding=padding)
     largest = max(block.nbytes for block in trace.blocks if block.step == 2)
-    assert largest <= 2 * 1000 * 112 * 4, "what lies between two linear layers; a mask has 2 x 1,000 x 1,000"
+    assert largest <= 2 * 1000 * 112 * 4, (
+        "an activation between two linear layers; a mask has 2 x 1,000 x 1,000"
+    )
     dtypes = {kernel.dtype for kernel in trace.kernels if "flex_attention" in kernel.operator}
     assert dtypes == {"torch.float32" if recipe == "sgd" else "torch.bfloat16"}
     assert FLEX in trace.doubts
-    assert COMPILED not in trace.doubts, "only attention is compiled, and it is rehearsed as compiled"
+    assert COMPILED not in trace.doubts, (
+        "only attention is compiled, and its simulation includes the compilation"
+    )
 
 
 def test_forward_keeps_what_flash_attention_keeps_and_backward_takes_less() -> None:
@@ -55,7 +60,7 @@ def test_forward_keeps_what_flash_attention_keeps_and_backward_takes_less() -> N
     operators = {kernel.operator for kernel in flex.kernels}
     assert {"snugfit::flex_attention", "snugfit::flex_attention_backward"} <= operators
     assert not [name for name in operators if "flash" in name]
-    accumulators = rows * (16 + 1) + 256  # gradients of queries in 32 bits, and a number a row
+    accumulators = rows * (16 + 1) + 256  # gradients of queries in 32 bits, and one number per row
     assert {block.nbytes for block in flash.blocks if "workspace" in block.operator} >= {
         accumulators + 2 * 2 * 4 * 1000 * 16 * 2
     }
@@ -67,7 +72,7 @@ def test_products_are_counted_as_those_of_flash_attention_over_all_positions() -
     def flops(trace: Trace) -> int:
         return sum(kernel.flops for kernel in trace.kernels if "attention" in kernel.operator)
 
-    assert flops(flex) == 2 * flops(flash), "which is causal"
+    assert flops(flex) == 2 * flops(flash), "the mask is causal"
 
 
 def test_values_may_be_narrower_than_queries() -> None:
@@ -85,7 +90,7 @@ def narrower() -> None:
 
 
 def test_what_transformers_compiled_is_its_own_again() -> None:
-    """It keeps the function that it compiled first: a real run must not find the rehearsal's."""
+    """transformers caches the function that it compiles first; a real run must not get the simulation's."""
     from transformers.integrations.flex_attention import WrappedFlexAttention
 
     before = WrappedFlexAttention._instance

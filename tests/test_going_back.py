@@ -1,5 +1,5 @@
-"""A run that goes back to an earlier checkpoint keeps those after it under other names, says so, and is never
-resumed from one of them again: the three front-ends."""
+"""A run that returns to an earlier checkpoint keeps later ones under other names, reports that, and never
+resumes from them. All three front-ends do so."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_fit_goes_back(tmp_path: Path) -> None:
     again = run_of(tmp_path, at=At(5, die), logging_steps=1)
     killed(again, True)
     steps = [line["step"] for line in again.state.log_history]
-    assert steps[:3] == [1, 2, 3], "it went on after step 2"
+    assert steps[:3] == [1, 2, 3], "the run continued after step 2"
     assert "checkpoint-4" in checkpoints(tmp_path)
 
 

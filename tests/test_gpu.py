@@ -1,4 +1,4 @@
-"""The table of GPUs: names that forgive, names that are refused, entries that agree with themselves."""
+"""The table of GPUs: tolerant names, refused names, and consistent entries."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_keys_are_unique() -> None:
 
 
 def test_the_h200_holds_what_was_measured() -> None:
-    """One H200, driver 580.159.04: 143,771 MiB by NVML, 615 reserved; context 650,969,088 B, 751 to 767 MiB
-    with libraries."""
+    """One H200, driver 580.159.04: NVML reports 143,771 MiB, 615 of them reserved. The context is
+    650,969,088 B, with libraries 751 to 767 MiB."""
     gpu = find_gpu("h200")
     assert (gpu.nvml_total_bytes, gpu.driver_reserved_bytes) == (143_771 * MIB, 615 * MIB)
     assert gpu.memory_bytes == 143_156 * MIB

@@ -1,4 +1,5 @@
-"""Many GPUs at once: each gets what it would alone and what brute force finds; memory never hurts."""
+"""Plans for many GPUs: each GPU gets its single-GPU plan, which brute force confirms; more memory never
+hurts."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ from tiers import slow_but
 H200 = find_gpu("h200")
 
 KEPT = {slot: roster.plain(slot) for slot in (Slot.CHECKPOINTING, Slot.ALLOCATOR, Slot.ENGINE)}
-"""Settled where a test asks for no more than that two searches agree."""
+"""Fixed slots of tests that only compare two searches."""
 
 FREE = (Slot.ATTENTION, Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR, Slot.LOADING)
 FEW = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
-"""Settled where each recipe is judged by itself."""
+"""Fixed slots of tests that evaluate each recipe by itself."""
 
 
 LT = {("cuBLASLt workspace", 1048576): 1048576}
@@ -67,7 +68,7 @@ LT = {("cuBLASLt workspace", 1048576): 1048576}
 
 @dataclass(frozen=True)
 class Invented:
-    """A device that nobody made: the larger of arithmetic and traffic, and a launch."""
+    """An invented device: a kernel takes the larger of arithmetic and traffic, and a launch."""
 
     bandwidth: float
 
@@ -79,7 +80,7 @@ class Invented:
 
 
 def clock_of(gpu: Gpu) -> Invented:
-    """An invented GPU's clock: its bandwidth is in the table's entry."""
+    """Return an invented GPU's clock; the table's entry has its bandwidth."""
     return Invented(float(gpu.bandwidth or 0))
 
 
@@ -95,8 +96,10 @@ def job() -> Job:
 
 @pytest.fixture(scope="module")
 def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
-    """Every recipe that is as exact as the plain one, none left out: on a slow device and a fast. Those of
-    one trace are judged together, which is what `test_plan_parts` holds to be the same."""
+    """Return every recipe as exact as the plain one, with its figures on a slow device and on a fast one.
+
+    Recipes of one trace are evaluated together. `test_plan_parts` shows that this changes no figure.
+    """
     clock = PerGpuTimers((Invented(1e8), Invented(1e12)))
     parts = Parts(job, [H200, H200], clock, shallow=False)
     traces: dict[int, list[Candidate]] = defaultdict(list)
@@ -108,7 +111,7 @@ def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
 
 
 def sizes(everything: list[tuple[Recipe, Figures, Figures]]) -> list[int]:
-    """Memories between which another recipe becomes the best, and one that is too small for all."""
+    """Return memory sizes between which the best recipe changes, and one that is too small for all."""
     found = sorted({slow.needed_bytes for _, slow, _ in everything})
     return sorted({found[0] - 1, *found[:: max(1, len(found) // 5)], found[-1]})
 
@@ -118,8 +121,10 @@ def not_plain(recipe: Recipe) -> int:
 
 
 def simplest_of(everything: list[tuple[Recipe, Figures, Figures]], which: int, memory: int | None) -> Figures:
-    """What the simplest takes that is as fast as the fastest that fits, and is that one with the plain
-    technique in some of its slots."""
+    """Return the figures of the simplest recipe that is as fast as the fastest fitting one.
+
+    It equals that one except for plain techniques in some slots.
+    """
 
     def order(recipe: Recipe, figures: Figures) -> tuple[float, int, int, str]:
         return figures.seconds, figures.needed_bytes, not_plain(recipe), str(recipe)
@@ -180,7 +185,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
             assert more <= less * (1 + AS_FAST), "less bandwidth was faster"
     assert found.smallest is not None
     assert found.smallest.gpu.memory_bytes == memories[0]
-    assert found.smallest.gpu.bandwidth == 10**10, "of equals the fastest"
+    assert found.smallest.gpu.bandwidth == 10**10, "the fastest of equal recipes"
     assert found.fastest is not None
     assert found.fastest.gpu.bandwidth == 10**10
 
@@ -188,7 +193,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_together_as_one_by_one(job: Job) -> None:
-    """Three GPUs of the table in two searches: the same answers as three plans."""
+    """Search three GPUs of the table in two searches, and compare the answers with three plans."""
     gpus = [find_gpu(name) for name in ("t4", "rtx 4090", "rtx 5090")]
     found = plan_gpus(job, [*gpus, "RTX 4090"], fidelity="same", workers=1, keep=KEPT)
     assert len(found.counts) == 2
@@ -202,7 +207,7 @@ def test_together_as_one_by_one(job: Job) -> None:
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
-    """Sums over many rows take scratch by the number of multiprocessors."""
+    """The scratch memory of sums over many rows depends on the number of multiprocessors."""
     job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
     gpus = [find_gpu(name) for name in ("rtx 3060", "rtx 4090", "rtx pro 6000")]
     found = plan_gpus(job, gpus, fidelity="same", objective="memory", workers=1, keep=KEPT)
@@ -216,12 +221,14 @@ def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
         assert answer.choice.needed_bytes == alone.nvml_bytes
         taken.add(answer.choice.requested_bytes)
     assert len(taken) > 1, "this job shows no difference between the GPUs"
-    assert all(answer.verified for answer in found.answers), "however much of so small a job is scratch"
+    assert all(answer.verified for answer in found.answers), "scratch is a large share of so small a job"
 
 
 def test_one_rehearsal_tells_what_gpus_of_other_sizes_take() -> None:
-    """Block by block, sums over many rows and workspaces among them; one that takes another number of buffers
-    is left out."""
+    """Compare block by block, including sums over many rows and workspaces.
+
+    A GPU with another number of buffers is left out.
+    """
     job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
     setup = Recipe.parse("bf16").setup()
     names = ("rtx 3060", "rtx 4090", "rtx pro 6000")
@@ -235,8 +242,10 @@ def test_one_rehearsal_tells_what_gpus_of_other_sizes_take() -> None:
 
 
 def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on its GPUs, as if it had been asked about alone, and later on others by the same rehearsal; two
-    steps are recorded where those were seen to be alike."""
+    """The result on each GPU equals that of a separate simulation; a later GPU reuses the same simulation.
+
+    Two steps are recorded for recipes whose steps were found alike.
+    """
     job = small_job("bert", 1, batch_size=2)
     gpus = [find_gpu(name) for name in ("rtx 3060", "rtx 4090")]
     rehearsed: list[bool] = []
@@ -254,14 +263,14 @@ def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch
     assert rehearsed == [False]
     judged.judge([plain])
     [[second]] = judged.whole([(plain, [1])])
-    [[first]] = judged.whole([(plain, [0])])  # told by a rehearsal for the other GPU
+    [[first]] = judged.whole([(plain, [0])])  # derived from a rehearsal for the other GPU
     assert [[first, second], *judged.whole([(other, [1])])] == together
     assert rehearsed == [False, True]
     assert together[0][1].seconds != together[1][0].seconds, "workers make its batches"
 
 
 def test_what_a_model_makes_of_a_gpu_s_threads_is_its_own() -> None:
-    """The states of cuDNN's dropout are as many as the GPU has threads, and are no buffer of a kernel."""
+    """cuDNN's dropout has as many states as the GPU has threads; they are no buffer of a kernel."""
     first, *others = (policy_for(find_gpu(name), Software()) for name in ("rtx 3060", "rtx 4090"))
     compared = ComparedPolicy.of(first, others)
     assert compared.sizes == {others[0]: {("cuBLAS workspace", 8519680): 8519680, **LT}}
@@ -281,7 +290,7 @@ def test_gpus_that_run_another_attention_are_not_told_by_this_one(width: int) ->
 
 
 def test_what_one_recipe_takes_more_by_the_gpu_s_own_scratch_all_take_that_share_its_passes(job: Job) -> None:
-    """None of those has to be simulated to know that it does not fit."""
+    """The search then rejects every recipe with these passes without a simulation."""
     space = space_of(job)
     first = space.candidates[0]
     siblings = [n for n, one in enumerate(space.candidates) if one.sized == first.sized]
@@ -327,7 +336,7 @@ def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) 
     smallest = plan_gpus(job, [t4], fidelity="same", objective="memory", workers=1, keep=KEPT).answers[0]
     assert smallest.choice is not None
     assert no_rates.choice.needed_bytes == smallest.choice.needed_bytes, (
-        "the smallest, where speed is unknown"
+        "the smallest, because its speed is unknown"
     )
     for answer in (no_cuda, no_size):
         assert (answer.fits, answer.choice) == (None, None)
@@ -336,12 +345,14 @@ def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
-    """The clock and the workspaces differ within a kind, its attention and its techniques do not."""
+    """Within a kind, only the clock and the workspaces differ; attention and techniques are the same."""
     names = ("T4", "V100-SXM2-16", "RTX4090", "RTX5090", "A100-SXM-80", "H200-SXM", "B200")
     kinds = {name: policy_for(find_gpu(name), Software()).decisions for name in names}
     assert kinds["T4"] == kinds["V100-SXM2-16"] != kinds["RTX4090"]
     assert kinds["RTX4090"] == kinds["RTX5090"]
-    assert len({kinds[key] for key in ("RTX4090", "A100-SXM-80", "H200-SXM", "B200")}) == 4, "by wide heads"
+    assert len({kinds[key] for key in ("RTX4090", "A100-SXM-80", "H200-SXM", "B200")}) == 4, (
+        "wide heads make them differ"
+    )
     setup, job = Recipe.parse("bf16").setup(), small_job("bert", 2)
     traces = {
         key: rehearse(job, setup, policy_for(find_gpu(key), Software())).kernels
@@ -352,7 +363,7 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
 
 
 def test_gpus_that_differ_by_grouped_products_share_a_search_of_models_without() -> None:
-    """One rehearsal asks what they do not agree on: then each is searched alone."""
+    """One simulation meets a decision on which the GPUs differ: the search then runs for each GPU alone."""
     gpus = [find_gpu("b300"), find_gpu("rtx 4090")]
     (kind,), _ = kinds_of(gpus, Kept())
     assert kind == gpus
@@ -424,7 +435,9 @@ def test_what_is_slow_waits_for_kinds_with_recomputing_that_may_be_faster(job: J
     seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, state, smallest=False, takes_less=False)
     assert list(seat.open_candidates()) == [fast, slow]
     seat.hold_back(recomputing)
-    assert list(seat.open_candidates()) == [fast], "the other is more than twice as slow as what fits"
+    assert list(seat.open_candidates()) == [fast], (
+        "the other recipe takes more than twice the time of a fitting one"
+    )
     assert (seat.release(), seat.release()) == (True, False)
     assert list(seat.open_candidates()) == [fast, slow]
 
@@ -435,7 +448,7 @@ def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> Non
     known = figures(1000, 1.0)
     for whole, same in (
         (known, True),
-        (figures(1019, 1.0), True),  # scratch and workspaces of its own
+        (figures(1019, 1.0), True),  # this GPU's own scratch and workspaces
         (figures(1021, 1.0), False),
         (figures(1000, 1.0 + 1e-6), False),
     ):
@@ -449,7 +462,8 @@ def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> Non
 def test_bytes_that_another_simulation_shows_to_be_the_gpu_s_own_are_no_difference(
     job: Job, by_search: int, same: bool
 ) -> None:
-    """A tenth more than the search found is scratch where the search's own policy gives what it found."""
+    """A tenth more than the search found is scratch memory, if the search's own policy reproduces its
+    figure."""
     space = space_of(job, fidelity=Fidelity.SAME)
     kind = SearchState(space).passes_of(0)
     first, second = [n for n in range(len(space.candidates)) if SearchState(space).passes_of(n) == kind][:2]
@@ -465,7 +479,7 @@ def test_bytes_that_another_simulation_shows_to_be_the_gpu_s_own_are_no_differen
 
 
 def count_concavely(trace: Trace) -> float:
-    """A clock of which few layers tell the wrong thing: its line lies above it."""
+    """Count time so that extrapolation from few layers fails: the line through them is above the curve."""
     return len(trace.kernels) ** 0.25
 
 
@@ -490,7 +504,7 @@ def test_what_nearly_fits_may_fit_by_the_gpu_s_own_scratch(job: Job) -> None:
         SearchState(space_of(job, fidelity=Fidelity.SAME), bounds),
         smallest=False,
     )
-    assert list(seat.open_candidates()) == [1], "the other is too large whatever its scratch"
+    assert list(seat.open_candidates()) == [1], "the other is too large for any amount of scratch"
     seat.state.learn(1, figures(101, 1.0))
     assert (seat.answer(), seat.fits(1)) == (1, True)
     seat.set_own(1, figures(99, 1.0))
@@ -510,7 +524,7 @@ def test_the_nearest_miss_of_a_gpu_is_the_fastest_of_the_near_ones(job: Job) -> 
         while (number := next(iter(seat.open_candidates()), None)) is not None:
             state.learn(number, figures(bytes_of[number], seconds_of[number]))
         assert seat.answer() == answer
-        assert 4 not in state.judged, "neither near nor the smallest"
+        assert 4 not in state.judged, "neither near the limit nor the smallest"
         assert not seat.fits(answer)
 
 
@@ -564,7 +578,7 @@ def test_kinds_of_gpus_are_answered_in_order_and_split_where_they_differ() -> No
         found = search_kinds(
             search, kinds, workers=2, side_by_side=side_by_side, spare=spare, tell=said.append
         )
-        assert spare.take() == (side_by_side > 1), "no kind is left to begin"
+        assert spare.take() == (side_by_side > 1), "no kind is left to start"
         assert found == [[gpu.key] for kind in kinds for gpu in kind]
         assert len(said) == 3
         assert all("of 2 (1 GPUs): searching" in one for one in said)

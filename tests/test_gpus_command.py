@@ -1,4 +1,4 @@
-"""`snugfit gpus --for MODEL`: one clear error, the user's prices, answers remembered, and the report."""
+"""`snugfit gpus --for MODEL`: one clear error, the user's prices, stored answers, and the report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def made_up(*, name: str = "bert-large-uncased") -> GpuPlans:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Searches are made up, written down, and remembered in a folder of the test's own."""
+    """Return the record of searches; they return invented answers, stored in the test's own folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     questions: list[Any] = []
@@ -95,7 +95,7 @@ def test_what_a_run_costs() -> None:
 
 
 def test_what_a_run_pays_once_costs_too() -> None:
-    """On a run of ten steps the card that starts sooner costs less, though its steps are slower."""
+    """In a run of ten steps, the card with the faster start costs less, although its steps are slower."""
     slow, fast = answer("T4", 0.9, once=6.0), answer("RTX4090", 0.2, once=60.0)
     prices = Prices({"T4": 1.0, "RTX4090": 1.0})
     assert cost(slow, prices, 10).run_seconds == pytest.approx(15)
@@ -145,7 +145,7 @@ def test_the_headline_names_the_smallest_the_fastest_and_the_cheapest() -> None:
     assert "The run: 1,000 steps, 4,000 samples." in text
     lines = [line.split() for line in text.splitlines()]
     order = [line[0] for line in lines if line and line[0] in ("T4", "RTX2060", "RTX4090", "H200-SXM")]
-    assert order == ["H200-SXM", "RTX4090", "T4", "RTX2060"], "the fastest first, what does not fit last"
+    assert order == ["H200-SXM", "RTX4090", "T4", "RTX2060"], "the fastest first, GPUs that do not fit last"
     row = next(line for line in lines if line[:1] == ["RTX2060"])
     assert "does not fit" in " ".join(row)
     assert "~900.0" in text
@@ -214,7 +214,7 @@ def test_prices_of_a_file_and_of_the_command_line(
     assert run([*ASK, "--price", "t4=1", "--steps", "1000"]) == 0
     text = capsys.readouterr().out
     assert "No price was given for RTX4090, H200-SXM, which can train this too." in text
-    assert len(asked) == 1, "prices change nothing that was searched, nor does asking for the cheapest"
+    assert len(asked) == 1, "neither prices nor the option for the cheapest GPU change the search"
 
 
 def test_answers_are_remembered_for_these_gpus(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

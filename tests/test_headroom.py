@@ -1,4 +1,4 @@
-"""A plan leaves some of the memory free, and what leaves less is marked."""
+"""A plan leaves part of the memory free, and marks an answer that leaves less."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ H200, RTX4090 = find_gpu("h200"), find_gpu("rtx 4090")
 
 
 def test_the_usual_headroom_grows_with_what_is_not_known() -> None:
-    """2 % of the memory; 200 MiB where nobody measured the context; half a GiB where a display may hang."""
+    """2 % of the memory, 200 MiB more for an unmeasured context, half a GiB more for a possible display."""
     assert H200.context_bytes
     assert H200.memory_bytes
     assert RTX4090.memory_bytes
@@ -69,7 +69,7 @@ def test_a_prediction_that_leaves_too_little_is_tight() -> None:
     assert tight.to_json()["tight"]
     assert "tight" in verdict(tight).plain
     assert not replace(tight, headroom_bytes=MIB).tight
-    assert not replace(tight, memory_bytes=tight.needed_bytes - 1).tight, "that does not fit at all"
+    assert not replace(tight, memory_bytes=tight.needed_bytes - 1).tight, "the recipe does not fit at all"
 
 
 SETTLED = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.CHECKPOINTING}
@@ -77,8 +77,10 @@ SETTLED = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.CHECKPO
 
 @pytest.mark.whole
 def test_a_plan_leaves_the_headroom_and_where_none_can_it_says_tight() -> None:
-    """The fastest needs a little less than all: with a headroom a smaller one is chosen; and where even the
-    smallest leaves too little it is the answer, marked, and not that nothing fits."""
+    """The fastest recipe needs nearly all the memory, so a headroom makes the plan choose a smaller one.
+
+    If even the smallest leaves too little, it is the answer and is marked as tight. The plan still fits.
+    """
     job = small_job("bert", 2, batch_size=512, sequence_length=32)
     exact = plan(job, gpu=H200, keep=SETTLED, workers=1, headroom=0)
     assert exact.best
@@ -124,7 +126,7 @@ def test_many_gpus_leave_theirs() -> None:
 
 @pytest.mark.parametrize("asked", ["100%", "500GiB", 500 * GIB])
 def test_a_headroom_of_all_the_memory_is_refused(asked: str | int) -> None:
-    """On the one GPU that is asked about; of many GPUs the smaller ones just do not fit."""
+    """A plan for a single GPU raises the error; of many GPUs, the smaller ones just do not fit."""
     with pytest.raises(UsageError, match=r"leaves nothing of 1.* GiB to use. Try 2%"):
         headroom_of(asked, H200)
     assert headroom_of("30GiB", RTX4090, one_of_many=True) == 30 * GIB
@@ -133,7 +135,7 @@ def test_a_headroom_of_all_the_memory_is_refused(asked: str | int) -> None:
 
 
 def test_ways_of_padding_leave_the_same_headroom() -> None:
-    """By default as a plan does; where no way leaves it, the best that fits is marked as tight."""
+    """The default equals a plan's. If no way of padding leaves it, the best that fits is marked as tight."""
     asked = {"job": small_job("bert", 1), "lengths": LENGTHS, "gpu": "h200"}
     usual = plan_lengths(**asked)
     assert usual.headroom_bytes == headroom_of(None, H200)

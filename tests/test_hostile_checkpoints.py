@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else has made, under right checksums: no code, bounded memory, one error."""
+"""Hostile checkpoints with valid checksums: a read runs no code, uses bounded memory and raises one error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from snugfit.training.run.train import train
 
 
 class RunsCode:
-    """A pickle that makes a folder when it is read."""
+    """A pickle that makes a folder when it is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = str(marker)
@@ -47,18 +47,18 @@ class RunsCode:
 
 
 def named_bytes() -> Metadata:
-    """A list in which a weight is no tensor: torch would unpickle its bytes freely."""
+    """Return a list in which a weight is no tensor; torch would unpickle its bytes without a check."""
     return Metadata({"a": BytesStorageMetadata()}, storage_data={MetadataIndex("a"): _StorageInfo("x", 0, 1)})
 
 
 def tensor_of(*size: int) -> Metadata:
-    """A list of one tensor."""
+    """Return a list of one tensor of this size."""
     kept = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks=[])
     return Metadata({"a": kept}, storage_data={})
 
 
 def test_torchs_list_of_parts_runs_no_code(tmp_path: Path) -> None:
-    """Neither a function that it names nor a weight that is said to be bytes is taken."""
+    """The reader takes neither a function named in the file nor a weight whose stored type is bytes."""
     write_parts({"a": torch.arange(4.0)}, tmp_path, group=None, are_many=False)
     assert list(list_of_parts(tmp_path)) == ["a"]
     values = {"a": torch.zeros(4)}
@@ -81,7 +81,7 @@ def test_torchs_list_claims_no_more_than_its_files_have(tmp_path: Path) -> None:
 
 
 def deflated(part: bytes) -> bytes:
-    """The same file of torch's whose numbers are 16 MiB of zeros, compressed."""
+    """Return the same torch file with compressed numbers: 16 MiB of zeros."""
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(part)) as before, zipfile.ZipFile(packed, "w") as after:
         for member in before.infolist():
@@ -92,7 +92,7 @@ def deflated(part: bytes) -> bytes:
 
 
 def pointing_twice(part: bytes) -> bytes:
-    """The same file of torch's with a directory that has the largest member a hundred times."""
+    """Return the same torch file with a directory that lists its largest member a hundred times."""
     packed = io.BytesIO(part)
     with zipfile.ZipFile(packed, "a") as file:
         largest = max(file.infolist(), key=lambda member: member.file_size)
@@ -142,12 +142,12 @@ def test_json_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def longer_header(content: bytes) -> bytes:
-    """A header that is said to have 2^62 bytes."""
+    """Return the content with a header length of 2^62 bytes."""
     return struct.pack("<Q", 1 << 62) + content[8:]
 
 
 def larger_tensor(content: bytes) -> bytes:
-    """A header that claims a tensor of terabytes."""
+    """Return the content with a header that declares a tensor of terabytes."""
     header = b'{"0":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}'
     return struct.pack("<Q", len(header)) + header + content[-16:]
 
@@ -155,7 +155,7 @@ def larger_tensor(content: bytes) -> bytes:
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
 def test_absurd_files_end_in_one_error(tmp_path: Path, name: str) -> None:
-    """Sizes that no file has, and a tree that nests without end."""
+    """The files have impossible sizes, or a tree that nests without end."""
     train(small_run(tmp_path, max_steps=1))
     folder = tmp_path / "checkpoint-1"
     written = read_document(folder / "manifest.json")
@@ -174,7 +174,7 @@ def test_absurd_files_end_in_one_error(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.whole
 def test_a_fitted_trainer_reads_no_pickle_and_no_absurd_state(tmp_path: Path) -> None:
-    """Files that the plain Trainer would unpickle lie in the folder, under its checksums."""
+    """The folder has files with valid checksums that the plain Trainer would unpickle."""
 
     def resumed() -> None:
         shutil.rmtree(tmp_path / "run" / "checkpoint-2", ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Law 6: the house holds. Floors, sizes, names and docstrings, read from the source and never from memory."""
+"""Law 6: the structure of the source. The tests read floors, sizes, names and docstrings from the source
+itself."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ HEAVY_THEMSELVES = {
     "features/kernels/encoders.py",
     "features/kernels/fused_model.py",
 }
-"""Their classes derive from torch's, or they run at every operator of a rehearsal."""
+"""Modules whose classes derive from torch's, or that run at every operator of a simulation."""
 
 GROUND = {
     "errors", "units", "documents", "versions", "user_files", "hub_kernels", "deferred_imports",
@@ -133,7 +134,7 @@ BELOW["frontends"] = BELOW["report"] - {"comparison", "evaluation"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "frontends"}
 BELOW["features"] = set(BELOW)
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
-"""Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""
+"""The rooms that each room may import. `prediction` and `measurement` meet only from `comparison` upwards."""
 
 INNER = {
     "rehearsal": ("trace", "device", "record", "compiled", ""),
@@ -142,7 +143,8 @@ INNER = {
     "report": ("text", "page", "evaluation", "plan", ""),
     "frontends": ("", "trainer custom_loop"),
 }
-"""The folders of a room, the lowest first; those of one line never meet. Empty: the files beside them."""
+"""The folders of a room, the lowest first; folders of one line never import each other. An empty name is
+the files outside these folders."""
 
 
 def name_of(path: Path) -> str:
@@ -160,12 +162,12 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """Every node of a tree; a dozen tests look at all of them."""
+    """Return every node of a tree; a dozen tests read all of them."""
     return tuple(ast.walk(tree))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported anywhere in the file, inside functions too."""
+    """Yield every module that the file imports, also inside functions."""
     for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -176,7 +178,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when the module is imported."""
+    """Yield the statements that run at the import of the module."""
     for statement in body:
         if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
             yield from at_import(statement.orelse)
@@ -196,8 +198,8 @@ def marks_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> lis
 
 
 def offending(rule: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
-    """The files that break a rule, each with what breaks it. One test a rule: every file stands in its
-    failure."""
+    """Return the files that break a rule, each with its faults. One test checks one rule, so that its
+    failure lists every file."""
     by_file = {name_of(path): sorted(rule(path)) for path in FILES}
     return {name: wrong for name, wrong in by_file.items() if wrong}
 
@@ -215,7 +217,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
 
 
 def test_folders_of_a_room_import_only_lower_ones() -> None:
-    """`training.digits` is data that ships with the package, and `techniques` has a rule of its own below."""
+    """`training.digits` is data that ships with the package. A test below has the rule for `techniques`."""
     heights = {
         room: {folder: n for n, line in enumerate(lines) for folder in line.split(" ")}
         for room, lines in INNER.items()
@@ -239,7 +241,8 @@ def test_folders_of_a_room_import_only_lower_ones() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Also not inside functions, and not for types alone: a circle is one room that was cut in two."""
+    """The rule includes imports inside functions and for types alone: a circle is one room that was cut in
+    two."""
     known = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in FILES}
     arrows = {
         name: {module.removeprefix("snugfit.") for module in imported(tree_of(path))} & known.keys()
@@ -257,7 +260,7 @@ def test_folders_stay_small() -> None:
         for folder in folders
     }
     slots = [entry for entry in (SOURCE / "techniques").iterdir() if (entry / "__init__.py").is_file()]
-    entries["techniques"] -= len(slots)  # one more is what that folder is for
+    entries["techniques"] -= len(slots)  # the folder exists to hold one package per slot
     assert not {name: count for name, count in entries.items() if count > 22}
 
 
@@ -275,7 +278,7 @@ def test_nobody_imports_a_technique_by_name() -> None:
 
 
 def test_the_core_names_no_feature() -> None:
-    """Neither its modules nor its fields of `Setup`."""
+    """The core imports no module of a feature and uses none of its fields of `Setup`."""
     fields = {wish.name for wish in wishes()}
 
     def named(path: Path) -> Iterator[str]:
@@ -291,7 +294,7 @@ def test_the_core_names_no_feature() -> None:
 
 
 def test_a_feature_imports_another_where_it_says_so() -> None:
-    """Deleting a feature may take techniques along that need it, and nothing else."""
+    """The deletion of a feature may only remove the techniques that depend on it."""
     needs = {feature.name: feature.needs for feature in features()}
 
     def undeclared(path: Path) -> Iterator[str]:
@@ -314,8 +317,8 @@ def imported_at_import(path: Path) -> set[str]:
 
 
 def test_nothing_heavy_is_imported_at_import() -> None:
-    """A module whose classes derive from torch's cannot but import it; then nobody else may import that
-    module but inside a function."""
+    """A module whose classes derive from torch's must import torch. Other modules import such a module only
+    inside functions."""
     heavy = {f"snugfit.{name.removesuffix('.py').replace('/', '.')}" for name in HEAVY_THEMSELVES}
 
     def heavy_imports(path: Path) -> set[str]:
@@ -360,7 +363,7 @@ SAYS_NOTHING = {
     "each", "found", "place", "told", "there", "wanted", "theirs", "mine", "ours", "others", "made", "seen",
     "kept", "those", "these", "whose", "here",
 }  # fmt: skip
-"""Names of variables that do not say what they hold."""
+"""Names of variables that do not describe their values."""
 
 WORDS_LEFT: set[str] = {
     "planning/plan.py", "planning/fleet/gpu_plans.py",
@@ -369,7 +372,7 @@ WORDS_LEFT: set[str] = {
 
 
 def is_bare_participle(name: str) -> bool:
-    """`built`, `_cached`: a function is a verb or a noun, which `build_batches` and `batch_of` are."""
+    """Detect names like `built` or `_cached`; `build_batches` has a verb, and `batch_of` has a noun."""
     word = name.strip("_")
     regular = word.endswith("ed") and len(word) > 4 and word not in NO_PARTICIPLES
     return "_" not in word and (regular or word in IRREGULAR)
@@ -387,7 +390,7 @@ def vague_names(tree: ast.Module) -> Iterator[str]:
 
 
 def short_docstrings(tree: ast.Module) -> Iterator[str]:
-    """Docstrings of three words or fewer, of functions, classes and fields."""
+    """Yield docstrings of at most three words, of functions, classes and fields."""
     for node in nodes_of(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = node.value.value
@@ -396,14 +399,14 @@ def short_docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def test_names_and_docstrings_say_what_they_mean() -> None:
-    """Functions are verbs or nouns, variables say what they hold, docstrings are sentences of their own."""
+    """Functions are verbs or nouns, variables describe their values, and docstrings are full sentences."""
     wrong = offending(lambda path: [*vague_names(tree_of(path)), *short_docstrings(tree_of(path))])
     assert not {name: breaks for name, breaks in wrong.items() if name not in WORDS_LEFT}
     assert wrong.keys() >= WORDS_LEFT, "these are clean now; take them off the list"
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """Also where one of them is private: a reader who searches finds the wrong one first."""
+    """The rule includes private classes: a search for the name would find the wrong one first."""
     homes: dict[str, list[str]] = {}
     for path in FILES:
         for node in nodes_of(tree_of(path)):
@@ -426,7 +429,7 @@ def test_everything_public_has_a_docstring() -> None:
 
 
 def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Functions and classes of public names, of the file and of its public classes."""
+    """Yield public functions and classes of the file, and public methods of its public classes."""
     for scope in nodes_of(tree):
         if isinstance(scope, ast.Module | ast.ClassDef) and not getattr(scope, "name", "").startswith("_"):
             named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -434,7 +437,7 @@ def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef 
 
 
 def test_the_public_names_are_true() -> None:
-    """`snugfit.__all__` is sorted, complete, and every name in it can be had."""
+    """`snugfit.__all__` is sorted and complete, and every name in it exists."""
     package = importlib.import_module("snugfit")
     listed = getattr(package, "__all__", None)
     if listed is None:
@@ -462,7 +465,7 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
 
 
 def test_the_documented_example_is_the_real_file() -> None:
-    """docs/add-a-technique.md shows a technique whole; it must be one that exists."""
+    """docs/add-a-technique.md shows a complete technique, which must be an existing file."""
     text = (SOURCE.parents[1] / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
     example = text.split("```python\n")[1].split("```")[0]
     assert example == (SOURCE / "techniques" / "optimizer" / "sgd.py").read_text(encoding="utf-8")
@@ -479,7 +482,8 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
 
 @pytest.mark.whole
 def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`conftest.py` holds the marker to the truth, and this test `conftest.py`. A rehearsal is none of it."""
+    """`conftest.py` enforces the marker `whole`, and this test checks `conftest.py`. A simulation needs no
+    marker."""
     import os
     import subprocess
 

@@ -21,7 +21,8 @@ MODEL = "transformers.models.vit.modeling_vit"
 
 
 def imports(told: str) -> int:
-    """Write which of both modules a plain run and one with adapters have imported, beginning with neither."""
+    """Write the modules, of these two, that a plain run and one with adapters import; the process starts
+    with neither."""
     assert not {MODEL, "peft"} & sys.modules.keys()
     seen = {}
     for recipe in ("plain", "lora"):
@@ -32,7 +33,7 @@ def imports(told: str) -> int:
 
 
 def test_the_code_of_model_and_adapters_is_imported(tmp_path: Path) -> None:
-    """Else constants of peft's modules would be made on the GPU, within `with device`."""
+    """A later import would make constants of peft's modules on the GPU, inside `with device`."""
     if not find_spec("peft"):
         pytest.skip("peft is not installed")
     forks = forks_of(__name__, bare=True)

@@ -1,4 +1,4 @@
-"""What the user has or names stays: keep, free, and the recipe that a plan starts from."""
+"""The options keep and free, and the recipe that a plan starts from, preserve the user's own choices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1376, "vocab_size": 8192}
 
 
 def llama() -> Job:
-    """A job whose weights and states are most of its bytes."""
+    """Return a job with most of its bytes in weights and states."""
     return small_job("llama", 2, WIDE, batch_size=1)
 
 
@@ -65,8 +65,10 @@ def test_of_the_user_s_recipe_the_algorithm_is_kept() -> None:
         assert offered(space_with(start=other), Slot.OPTIMIZER) == [other]
     free = space_with(free="precision, adapters", start=mine)
     assert offered(free, Slot.PRECISION) == ["as_loaded", "bf16", "bf16_master", "bf16_pure"]
-    assert free.number(Recipe.parse(mine)) is not None, "what is freed may still be chosen"
-    assert offered(space_with("fp16", start=mine), Slot.PRECISION) == ["fp16"], "what is named is stronger"
+    assert free.number(Recipe.parse(mine)) is not None, "a freed technique stays in the search space"
+    assert offered(space_with("fp16", start=mine), Slot.PRECISION) == ["fp16"], (
+        "a named technique takes precedence"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,14 +108,16 @@ FEW = {
         Slot.LOADING,
     )
 }
-"""Not searched where a test is about other slots."""
+"""Fixed slots, because the test is about other slots."""
 ONE_PRECISION = {Slot.PRECISION: roster.plain(Slot.PRECISION)}
 
 
 @pytest.mark.whole
 def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
-    """Where nothing but the user's own LoRA fits, the plan that starts from it fits; with nothing kept, it
-    says that nothing does."""
+    """A plan that starts from the user's own LoRA fits if nothing else does.
+
+    Without a start and without kept slots, the plan reports that no recipe fits.
+    """
     job = llama()
     bound = predict(job, f"{ADAPTED} + every_layer + adamw_loop", gpu="h200").needed_bytes
     common: dict[str, Any] = {"gpu": "h200", "memory_bytes": bound, "workers": 1}
@@ -151,7 +155,7 @@ def test_reasons_are_those_of_the_nearest_miss() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """What a search is asked; none is made."""
+    """Return the options that each search receives; no search runs."""
     questions: list[dict[str, Any]] = []
 
     def search(*given: Any, **how: Any) -> Any:

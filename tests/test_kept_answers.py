@@ -1,4 +1,4 @@
-"""Answers kept on disk: equal to computed ones, for the same question only, in a folder that stays small."""
+"""Answers stored on disk equal computed ones, serve the same question only, and stay in a small folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The recipes whose predictions are computed."""
+    """Return the list of recipes whose predictions are computed."""
     from snugfit.prediction import predict as room
 
     original, recipes = room.predict, list[str]()
@@ -120,7 +120,7 @@ def test_files_of_a_stored_answer_are_those_of_a_computed_one(
         contents.append((tmp_path / name).read_bytes())
         (tmp_path / name).unlink()
     assert len(computed) == 1
-    assert suffix == "plot" or contents[0] == contents[1], "a plot has the moment in it at which it is drawn"
+    assert suffix == "plot" or contents[0] == contents[1], "a plot contains its time of creation"
 
 
 def test_any_other_question_is_computed(
@@ -189,7 +189,7 @@ def test_answers_unused_for_longest_make_room(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.whole
 def test_a_stored_answer_is_shown_without_torch_or_transformers(words: list[str]) -> None:
-    """In a process of its own, whose stderr is empty and whose stdout is the first one's."""
+    """The command runs in its own process: its stderr is empty, and its stdout equals the first one's."""
     assert run([*words, "--json"]) == 0
     script = (
         "import sys; from snugfit.cli.main import run;"

@@ -1,5 +1,7 @@
-"""Optimizers that keep more than torch asks for, or update where nobody can stop them: kept whole, or refused
-by name before it is too late."""
+"""Optimizers with more state than torch expects, or that update inside the backward pass.
+
+snugfit keeps all of their state, or refuses them by name before a state is lost.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ CPU = torch.device("cpu")
 
 
 class Projector:
-    """An object in a state, as GaLore and APOLLO keep one."""
+    """An object inside a state, as in GaLore and APOLLO."""
 
 
 class GaLoreAdamW(torch.optim.SGD):
-    """As galore_torch's: groups of its own numbers, and an object in the state of each parameter."""
+    """An optimizer like galore_torch's: its groups have extra numbers, and each parameter's state has an
+    object."""
 
     def __init__(self, params: Any, lr: float = 1e-3, **numbers: Any) -> None:
         super().__init__(params, lr=lr)
@@ -48,7 +51,7 @@ class GaLoreAdamW(torch.optim.SGD):
 
 
 class GrokAdamW(torch.optim.Optimizer):
-    """As grokadamw's: its states stand in its groups, under the parameters."""
+    """An optimizer like grokadamw's: its states are entries of its groups, with parameters as keys."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.99), **numbers: Any) -> None:
         super().__init__(params, {"lr": lr, "beta": betas[0]})
@@ -67,7 +70,7 @@ class GrokAdamW(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a count as an attribute and a mean under a name, and steps by them."""
+    """An optimizer with a counter in an attribute and a rate in a shared state, both used in each step."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -84,7 +87,7 @@ class Counting(torch.optim.SGD):
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages that transformers imports these from."""
+    """Install substitutes for the packages from which transformers imports these optimizers."""
     names = ("GaLoreAdamW", "GaLoreAdafactor", "GaLoreAdamW8bit")
     galore = types.SimpleNamespace(**dict.fromkeys(names, GaLoreAdamW))
     monkeypatch.setitem(sys.modules, "galore_torch", galore)  # type: ignore[arg-type]
@@ -131,7 +134,7 @@ def test_a_recipe_brings_another_optimizer_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_an_optimizer_that_keeps_objects_is_refused_after_the_first_update(tmp_path: Path) -> None:
-    """Not at the first save, when many steps would be lost."""
+    """A refusal at the first save would lose many steps."""
     model = model_of("bert")
     given = {"optimizers": (GaLoreAdamW(model.parameters()), None)}
     wanted: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "max_steps": 6}
@@ -143,7 +146,7 @@ def test_an_optimizer_that_keeps_objects_is_refused_after_the_first_update(tmp_p
 
 @pytest.mark.whole
 def test_grokadamw_is_resumed_with_its_states(packages: None, tmp_path: Path) -> None:
-    """They are held by parameter in its groups: each parameter is found again."""
+    """Its groups have the states by parameter, and a resumed run assigns each one to its parameter."""
 
     class Dies(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -159,7 +162,7 @@ def test_grokadamw_is_resumed_with_its_states(packages: None, tmp_path: Path) ->
 
 
 def hooked(model: Any) -> None:
-    """The optimizer of torch's tutorial, which steps in the backward pass."""
+    """Attach the optimizer of torch's tutorial, which updates inside the backward pass."""
     made = {weight: torch.optim.SGD([weight], lr=0.1) for weight in model.parameters()}
     for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(lambda weight: made[weight].step())
@@ -171,7 +174,7 @@ def hooked(model: Any) -> None:
 def test_updates_in_the_backward_pass_are_found_out_in_the_first_step(
     front_end: str, number: str, tmp_path: Path
 ) -> None:
-    """With a loss that is no number too: that «no weight was changed» would not be true."""
+    """The check also runs for a NaN loss, whose message «no weight was changed» would be false."""
     model = model_of("bert")
     hooked(model)
     if number == "no number":
@@ -194,7 +197,7 @@ def test_a_hook_that_only_looks_is_left_alone(tmp_path: Path) -> None:
     assert seen
 
 
-# ---- a loop of one's own ---------------------------------------------------------------------------------
+# ---- the user's own loop ---------------------------------------------------------------------------------
 
 
 class ByHand:
@@ -241,7 +244,7 @@ def test_an_optimizer_that_holds_others_is_refused_where_checkpoints_are_kept(tm
 
 
 class Table:
-    """A schedule's function that holds an array."""
+    """A schedule function that contains an array."""
 
     def __init__(self) -> None:
         self.rates = numpy.linspace(1.0, 0.1, 10)

@@ -1,4 +1,4 @@
-"""A library that sets the allocator's counters back hides no peak of a measured run."""
+"""A library's reset of the allocator's counters hides no peak of a measured run."""
 
 from __future__ import annotations
 

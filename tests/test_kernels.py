@@ -1,4 +1,5 @@
-"""What an operator asks of a device: how its operands lie, what its rows are aligned to, what is spared."""
+"""Cost of an operator on a device: the layout of its operands, the alignment of their rows, and omitted
+work."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ HALF = torch.bfloat16
     ("func", "args", "layout"),
     [
         (aten.add.Tensor, (meta(8, 8), meta(8, 8)), ""),
-        (aten.add.Tensor, (meta(8, 8).t(), meta(8, 8).t()), ""),  # both transposed lie alike
+        (
+            aten.add.Tensor,
+            (meta(8, 8).t(), meta(8, 8).t()),
+            "",
+        ),  # two transposed operands have the same layout
         (aten.add.Tensor, (meta(8, 8).t(), meta(8, 8)), "strided"),
         (aten.mul.Tensor, (meta(8, 8), meta(8)), "strided"),  # broadcast
         (aten.add.Tensor, (meta(8, 8, dtype=HALF), meta(8, 8)), "casts"),
@@ -46,7 +51,7 @@ HALF = torch.bfloat16
         (aten.add.Tensor, (meta(2, 2048, 2048), meta(2048, 2048).t()), "strided"),  # 16 MiB stay in a cache
         (aten.gelu.default, (meta(8, 8)[:, ::2],), "strided"),
         (aten.clone.default, (meta(8, 8),), ""),
-        (aten.sum.default, (meta(8, 8).t(),), ""),  # no pointwise operator
+        (aten.sum.default, (meta(8, 8).t(),), ""),  # not a pointwise operator
     ],
 )
 def test_how_operands_lie(func: Any, args: tuple[Any, ...], layout: str) -> None:
@@ -59,7 +64,7 @@ def test_a_cast_to_fewer_bits_has_a_kernel_of_its_own() -> None:
 
 
 def test_leading_dimensions_are_those_in_memory() -> None:
-    """A classifier over 50,257 words: its weights' rows are long, and what it writes is not aligned."""
+    """A classifier over 50,257 words has long rows of weights and writes unaligned rows."""
     hidden, weights = meta(64, 768, dtype=HALF), meta(50_257, 768, dtype=HALF)
     assert kernel(aten.mm.default, hidden, weights.t()).leading == (768, 768, 50_257)
     bias = meta(50_257, dtype=HALF)
@@ -72,11 +77,11 @@ def test_rows_that_are_less_aligned_are_slower(columns: int, alignment: int) -> 
     clock = KernelClock(H200)
     of_words = kernel(aten.mm.default, meta(8192, 768, dtype=HALF), meta(columns, 768, dtype=HALF).t())
     slowed = clock.seconds(of_words) / clock.seconds(of_words._replace(leading=(768, 768, 768)))
-    assert slowed == pytest.approx(1 / rate.share(alignment), rel=0.3)  # starts and waves are as they were
+    assert slowed == pytest.approx(1 / rate.share(alignment), rel=0.3)  # starts and waves are unchanged
 
 
 def added(operator: str, rows: int = 4096, dtype: torch.dtype = HALF) -> Kernel:
-    """A product of which little is computed, added to a large matrix."""
+    """Return the cost of a small product that is added to a large matrix."""
     one = kernel(
         aten.addmm.default,
         meta(rows, 2048, dtype=dtype),
@@ -106,7 +111,7 @@ def test_a_product_into_the_matrix_it_adds_to_is_the_one_in_place() -> None:
 
 
 def test_only_a_bias_is_added_by_cublaslt() -> None:
-    """Measured: neither Muon's products nor those of Liger's loss take its workspace."""
+    """Measured: Muon's products and those of Liger's loss use no workspace of cuBLASLt."""
     policy, factors = CudaPolicy(), (meta(8, 2), meta(2, 4))
     for added, count in ((meta(4), 2), (meta(1, 4), 2), (meta(8, 4), 1), (meta(8, 1), 1)):
         assert len(policy.workspaces("aten::addmm", (added, *factors))) == count
@@ -142,7 +147,7 @@ def test_dropout_slows_attention_down_where_it_was_measured() -> None:
 
 
 def test_a_loss_reads_what_it_is_asked_for() -> None:
-    """Of 50,257 log-probabilities a row, one."""
+    """The loss reads one of 50,257 log-probabilities per row."""
     told, targets = meta(1024, 50_257), meta(1024, dtype=torch.int64)
     loss = kernel(aten.nll_loss_forward.default, told, targets, None, 1, -100)
     assert loss.nbytes < told.numel()
@@ -168,7 +173,7 @@ def test_a_view_costs_the_host_and_not_the_device() -> None:
 def test_products_of_experts_have_the_flops_of_their_groups(
     first: tuple[int, ...], second: tuple[int, ...], grouped: bool, like: tuple[int, int, int]
 ) -> None:
-    """Whatever the groups share: torch's formula for the product of all rows is the truth."""
+    """For any split of rows into groups, the FLOPs equal torch's formula for the product of all rows."""
     operands = (meta(*first, dtype=HALF), meta(*second, dtype=HALF))
     offs = meta(4, dtype=torch.int32) if grouped else None
     func = aten._grouped_mm.default

@@ -1,4 +1,4 @@
-"""A few chains of kills from the lab: each front-end over data that is hard to resume."""
+"""Run a few chains of kills from the lab: each front-end with data that is hard to resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "lab" / "kill_chains.py"
 
 @pytest.mark.parametrize("front_end", ["train", "fit", "accelerate"])
 def test_what_is_killed_again_and_again_comes_to_the_same(front_end: str, tmp_path: Path) -> None:
-    """In processes of their own, as drawn configurations."""
+    """Each chain runs in its own processes, with randomly drawn configurations."""
     out = tmp_path / "chains.json"
     command = [sys.executable, str(SCRIPT), str(out), "--kills", "8", "--seeds", "7", "--only", front_end]
     subprocess.run(command, check=True, timeout=600)

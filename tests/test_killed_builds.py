@@ -1,6 +1,7 @@
-"""A process that is killed while it compiles: what Inductor's and Triton's caches are to the next one.
+"""A process that is killed during a compilation leaves Inductor's and Triton's caches usable for the next
+process.
 
-DeepSpeed's builds are torch's extensions; see `test_build_lock.py`.
+DeepSpeed's builds are torch extensions; see `test_build_lock.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def forks() -> Forks:
 
 
 def compile_answer(folder: str, compiler: str) -> Path:
-    """A library by Inductor's builder, unless there is one."""
+    """Compile a library with Inductor's builder if it does not exist."""
     from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder
 
     source = Path(folder, "answer.cpp")
@@ -35,13 +36,13 @@ def compile_answer(folder: str, compiler: str) -> Path:
     options = BuildOptionsBase(compiler=compiler, cflags=["shared", "fPIC"])
     builder = CppBuilder("answer", [str(source)], options, folder)
     target = Path(builder.get_target_file_path())
-    if not target.exists():  # as torch._inductor.codecache has it
+    if not target.exists():  # as in torch._inductor.codecache
         builder.build()
     return target
 
 
 def compile_for_long(folder: str) -> int:
-    """In a group of its own, which is killed with its compiler."""
+    """Compile in a separate process group, which is killed together with its compiler."""
     os.setpgid(0, 0)
     with run_context(Recipe.parse("compiled").setup()):
         compile_answer(folder, f"{folder}/slow-g++")
@@ -83,7 +84,7 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def put_half(folder: str) -> int:
-    """Triton's cache is asked to store a kernel, and the process ends before the file has its name."""
+    """Store a kernel in Triton's cache, and end the process before the file gets its name."""
     from triton import knobs
     from triton.runtime.cache import FileCacheManager
 

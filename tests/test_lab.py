@@ -1,4 +1,4 @@
-"""Scripts of the lab follow the code: each is imported, and the names that they replace still exist."""
+"""Scripts of the lab match the code: each can be imported, and the names that they replace exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 LAB = Path(__file__).parents[1] / "lab"
 COMMANDS = sorted(path.stem for path in LAB.glob("*.py") if "def main(" in path.read_text())
-"""The other files are parts of these."""
+"""Scripts with a `main`; the other files are parts of these."""
 
 
 @pytest.mark.whole
@@ -17,11 +17,11 @@ COMMANDS = sorted(path.stem for path in LAB.glob("*.py") if "def main(" in path.
 def test_a_script_is_importable_and_has_a_main(name: str) -> None:
     module = importlib.import_module(name)
     assert callable(module.main)
-    assert f"lab/{name}.py" in (module.__doc__ or ""), "how it is called"
+    assert f"lab/{name}.py" in (module.__doc__ or ""), "the docstring shows its command"
 
 
 def test_front_ends_still_take_their_predictor_by_this_name() -> None:
-    """`train_overhead.py` replaces it, since a prediction takes seconds and is no part of a step."""
+    """`train_overhead.py` replaces this name, because a prediction takes seconds and is no part of a step."""
     from snugfit.frontends.custom_loop import run
     from snugfit.frontends.trainer import step_timer
 

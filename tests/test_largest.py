@@ -1,4 +1,4 @@
-"""The largest size that fits: it does, the next one does not, and few predictions were needed."""
+"""The largest size that fits: the next size does not fit, and the search needs few predictions."""
 
 from __future__ import annotations
 

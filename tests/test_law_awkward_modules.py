@@ -1,8 +1,8 @@
-"""Law 7: of modules that are awkward to rehearse, the prediction is right, doubted or refused; never silently
-wrong.
+"""Law 7: for awkward modules, a prediction is right, doubted or refused; it is never silently wrong.
 
-Each module of `awkward_*.py` says which of the three it must be. Right is the peak of three real steps on the
-CPU, byte for byte, as law 1 compares it (`reported.py`). A doubt says what was assumed, and a refusal why.
+Each module of `awkward_*.py` declares one of these three outcomes. A right prediction equals the peak of
+three real steps on the CPU, byte for byte. Law 1 makes the same comparison (`reported.py`). A doubt names
+the assumption, and a refusal names the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from snugfit.techniques.recipe import Recipe
 
 
 def hold_to_law(case: Case) -> None:
-    """Law 7 for one module."""
+    """Check law 7 for one module."""
     model = Model.from_module(case.make(), case.example())
     job, setup = (
         Job(model=model, task=Task.CUSTOM, batch_size=case.batch_size),
@@ -54,7 +54,7 @@ def hold_to_law(case: Case) -> None:
 
 
 def marks(number: int, case: Case) -> list[pytest.MarkDecorator]:
-    """Two of three cases are in the slow tier."""
+    """Put two of three cases into the slow tier."""
     tier = [pytest.mark.slow] if number % 3 else []
     return [*tier, pytest.mark.xfail(reason=case.xfail, strict=True)] if case.xfail else tier
 
@@ -85,7 +85,7 @@ def test_a_guess_without_its_doubt_turns_the_law_red(name: str, monkeypatch: pyt
 def test_a_silent_guess_of_what_the_batch_says_turns_the_law_red(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each number of the batch is taken for 20, and nobody is told."""
+    """Replace each number read from the batch by 20, without a doubt."""
     (case,) = (case for case in CASES if case.name == name)
     real = Questions._value
 

@@ -1,8 +1,8 @@
-"""Law 5, for models that are compiled whole: what is written from few layers equals what is lowered in full.
+"""Law 5, for models that are compiled whole: traces grown from few layers equal traces lowered in full.
 
-A program of few layers and one of a period more tell a deep model's moves. That is tried on steps as they
-are written, which take no compiler, and on compiled ones of one family after another; and what does not
-repeat, or would be decided otherwise at the full depth, must be refused.
+A deep model's moves follow from two programs: one of few layers, and one with a further period. Tests run
+on eager steps, which need no compiler, and on compiled steps of one family after another. A program that
+does not repeat, or that Inductor compiles differently at full depth, must be refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
     "t5": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "vocab_size": 32128},
 }  # fmt: skip
-"""The sizes of real models: lowering takes as long for small ones, whose buffers are alike by chance."""
+"""The sizes of real models. Small ones take as long to lower, and their buffers have equal sizes by chance.
+"""
 
 
 def setup_of(recipe: str) -> Setup:
@@ -74,8 +75,10 @@ def figures(trace: Trace) -> tuple[int, int, int]:
 
 
 def listed(layers: int) -> list[Entry]:
-    """What comes before, twice through the layers, and what comes after; each layer ends with what the end
-    begins with."""
+    """Return a program with two passes through the layers, and entries before and after them.
+
+    Each forward layer ends with `norm`, which is also the first entry after the layers.
+    """
     there = [entry for n in range(layers) for entry in (Entry("in", (n,)), Entry("norm", (0,)))]
     back = [
         entry for n in reversed(range(layers)) for entry in (Entry("out", (n, 7)), Entry("free", (n, layers)))
@@ -93,7 +96,7 @@ def test_a_list_grows_at_each_stack_of_layers_and_counts_on() -> None:
 @pytest.mark.parametrize(
     ("few", "more"),
     [
-        ("a b b c", "a b b d c"),  # what is inserted stands nowhere else
+        ("a b b c", "a b b d c"),  # the inserted entry has no other copy
         ("a b x b c", "a x b b x b c"),
         ("a b b c", "a b c"),
         ("a b b c", "a b b b d"),
@@ -133,7 +136,7 @@ def test_moves_of_few_layers_tell_those_of_many(family: str, recipe: str, more: 
 
 
 def test_a_stranger_among_the_layers_is_refused() -> None:
-    """One block more in the third of four layers."""
+    """The third of four layers has one block more."""
     few, deeper = (part_of("llama", layers, "bf16").trace for layers in (3, 4))
     moves = [*deeper.moves]
     at = next(
@@ -146,11 +149,11 @@ def test_a_stranger_among_the_layers_is_refused() -> None:
     assert deepen(few, planted, 3) is None
 
 
-# ---- what Inductor decides by a whole program ----------------------------------------------------------
+# ---- decisions of Inductor on a whole program ----------------------------------------------------------
 
 
 def decisions(layers: int, *, other: int, between: int, taken: bool = True) -> Decisions:
-    """A program that keeps 10 bytes in each layer, and would keep `other` of them in another order."""
+    """Return the decisions of a program that keeps 10 bytes per layer, and `other` bytes in another order."""
     timeline = [5, *(5 + 10 * n for n in range(1, layers + 1))]
     reuse = [Reuse(4, taken, 5 + between * n) for n in range(1, layers + 1)]
     return Decisions([timeline, [25, *(25 + other * n for n in range(1, layers + 1))]], timeline, reuse)
@@ -162,7 +165,7 @@ def test_a_deep_model_decides_as_shallow_ones_where_the_estimates_say_so() -> No
 
 
 def test_an_order_that_is_better_only_in_a_deep_model_is_noticed() -> None:
-    """The other order holds 20 bytes more, and 1 less in each layer."""
+    """The other order takes 20 bytes more in total and 1 byte less in each layer."""
     few, more = (decisions(layers, other=9, between=9) for layers in (3, 4))
     assert decides_alike(few, more, 5)
     assert not decides_alike(few, more, 40)
@@ -193,8 +196,11 @@ COMPILED = [
 def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     family: str, recipe: str, more: dict[str, Any]
 ) -> None:
-    """Or is refused: in a GPT-2, a T5 and a Llama with weights in fp32 buffers take each other's places
-    otherwise for a few layers more, and whether they do depends on the sizes and dtypes."""
+    """The trace equals that of the deep model, or no trace is returned.
+
+    A further layer can move buffers to other places in GPT-2, T5, and Llama with fp32 weights. The sizes
+    and dtypes decide if it does.
+    """
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job, setup = job_of(family, DEEP - 1, **more), setup_of(recipe)
     found = rehearse_from_few_layers(job, setup, CUDA)
@@ -221,12 +227,12 @@ def test_compiled_layers_of_few_tell_of_many(recipe: str, monkeypatch: pytest.Mo
 
 
 WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
-"""Those that must not be refused."""
+"""Cases that must not be refused."""
 
 
 @pytest.mark.slow
 def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
-    """Of one layer and its loss, forward and backward: deciding needs no more of them."""
+    """Simulate one layer and its loss, forward and backward: the decisions need no more layers."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job, setup = job_of("gpt2", DEEP), setup_of(f"bf16 + {WHOLE}")
     depth = depth_of(job, setup)
@@ -239,7 +245,7 @@ def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
 
 
 class Asked:
-    """Records passes as they are written in the place of compiled ones, and what was asked for."""
+    """Record eager passes in place of compiled ones, and the number of layers of each request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: list[Decisions] | None = None) -> None:
         self.layers: list[int] = []

@@ -1,13 +1,17 @@
-"""Law 3 on a small real task: handwritten digits, which ship with the package, trained through our own loop.
+"""Law 3 on a small real task: handwritten digits, which ship with the package, trained through our own
+loop.
 
-Every technique of the roster trains the same model from the same seed until it knows 94 of 100 pictures that
-it never saw, in batches smaller than the job's own (half precision is slow on a CPU), and so do combinations
-of them, drawn from a seed. SAME must end with the very accuracy of the plain recipe; ROUNDS within one point,
-which is six of 599 pictures; LEARNS must learn, at one of three usual learning rates. What cannot run here is
-left out by the reason that it names itself.
+Every technique of the roster trains the same model from the same seed, and so do random combinations of
+techniques. With the plain recipe, the model classifies 94 of 100 unseen pictures. Batches are smaller than
+the job's own, because half precision is slow on a CPU.
 
-Each technique comes with the first setting that a planner would try and that this model takes: the others
-differ in numbers, and each of them is laid beside the plain recipe in `test_law_fidelity.py`.
+- SAME must end with exactly the accuracy of the plain recipe.
+- ROUNDS must end within one point of it, which is six of 599 pictures.
+- LEARNS must learn at one of three usual learning rates.
+
+A technique that cannot run here is left out, and its own error gives the reason. Each technique has the
+first setting that a planner would try and that this model supports. Other settings only change numbers;
+`test_law_fidelity.py` compares each of them with the plain recipe.
 """
 
 from __future__ import annotations
@@ -34,20 +38,20 @@ needs_task("image-classification")
 STEPS, BATCH = 100, 48
 POINT = 0.01
 LEARNED = 0.9
-"""Share of right answers of one who has learned; guessing gives 0.1."""
+"""Least accuracy of a trained model; a guess gives 0.1."""
 
 RATES = (5e-3, 5e-2, 5e-4)
-"""Learning rates at which a technique that learns differently is tried: one must do."""
+"""Learning rates for LEARNS techniques: each must learn at one of them."""
 
 DRAWN = 2
-"""Combinations of each fidelity."""
+"""Number of combinations of each fidelity."""
 
 pictures = cache(digits)
 
 
 @cache
 def accuracy(recipe: Recipe, rate: float = RATES[0]) -> float:
-    """Share of right answers after training under this recipe; the test is left out where it cannot run."""
+    """Return the accuracy after training with this recipe; skip the test if the recipe cannot run."""
     train, test = pictures()
     with TemporaryDirectory() as folder:
         try:
@@ -64,8 +68,11 @@ def accuracy(recipe: Recipe, rate: float = RATES[0]) -> float:
 
 
 def candidates(fidelity: Fidelity) -> list[Technique]:
-    """Every technique of this fidelity that is not plain, as a planner would try it first on this model; of
-    those that one process trains with."""
+    """Return every technique of this fidelity that is not plain, at a planner's first setting for this
+    model.
+
+    Techniques that need several processes are left out.
+    """
     job, found = digits_job(), []
     for technique in roster.techniques():
         settings = [each for each in technique.settings(job) if each != roster.plain(technique.slot)]
@@ -77,7 +84,7 @@ def candidates(fidelity: Fidelity) -> list[Technique]:
 
 
 def combinations(fidelity: Fidelity) -> list[Recipe]:
-    """Recipes of two techniques or more that go together, of which the least exact is of this fidelity."""
+    """Return recipes of several compatible techniques, the least exact of which has this fidelity."""
     draw, drawn = random.Random(2), dict[Recipe, None]()
     least = candidates(fidelity)
     others = least + (candidates(Fidelity.SAME) if fidelity is not Fidelity.SAME else [])
@@ -101,7 +108,8 @@ def _goes(recipe: Recipe) -> bool:
 
 
 def _is(text: str) -> Callable[[Recipe | Technique], bool]:
-    """Which case `make test` runs: one of each fidelity; `test_law_fidelity.py` has every technique there."""
+    """Select a case of `make test`: one per fidelity. `test_law_fidelity.py` runs every technique in `make
+    test`."""
     return lambda case: str(case) == text
 
 
@@ -130,7 +138,7 @@ def test_learns_does_learn(technique: Technique) -> None:
 
 
 def test_the_law_would_notice_another_training() -> None:
-    """Planted wrongs that SAME and ROUNDS must not pass: a tenth and ten times of the learning rate."""
+    """SAME and ROUNDS must not pass with planted faults: a tenth of the learning rate, or ten times it."""
     plain = accuracy(Recipe())
     for rate in RATES[1:]:
         assert accuracy(Recipe(), rate) != pytest.approx(plain, abs=POINT)

@@ -1,12 +1,14 @@
-"""Law 3: a technique's fidelity is true. Over the whole roster, on the CPU, through the plain loop.
+"""Law 3: a technique's declared fidelity is true. Over the whole roster, on the CPU, through the plain
+loop.
 
-Every setting that a planner may try is run beside the plain recipe: same seed, same batches, no dropout.
+Every setting that a planner may try runs next to the plain recipe: same seed, same batches, no dropout.
 
-- SAME runs in 64 bits, where "the same sums in another order" means agreement to many digits, and where a
-  gradient that is zero by symmetry (a key's bias in attention) is zero and not noise that Adam blows up to a
-  full step;
-- ROUNDS runs as it is: losses stay within the tolerance's bound and the parameters move the same way;
-- LEARNS must learn a small real task: to tell high tokens from low ones.
+- SAME runs in 64 bits, so that the same sums in another order agree to many digits. A gradient that is zero
+  by symmetry (a key's bias in attention) stays zero. In fp32 it is noise, which Adam enlarges to a full
+  step.
+- ROUNDS runs at its own precision: losses stay within the tolerance's bound and parameters move the same
+  way.
+- LEARNS must learn a small real task: to separate high tokens from low ones.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ STEPS = 3
 VOCABULARY = 96
 STEPS_TO_LEARN = 50
 LEARNED = 0.3
-"""Least mean loss of five steps of one who has learned to tell two classes; guessing gives 0.69."""
+"""Largest mean loss over five steps of a model that separates two classes; a guess gives 0.69."""
 
 ALIKE = 0.98
-"""Least cosine between the moves of a ROUNDS technique's parameters and the plain recipe's."""
+"""Least cosine between parameter changes under a ROUNDS technique and under the plain recipe."""
 
 BERT = {
     "model_type": "bert",
@@ -75,7 +77,7 @@ JOBS = {
     "gpt2": (GPT2, Task.CAUSAL_LM),
 }
 BESIDE = ("bert", "bert padded", "gpt2")
-"""The jobs on which a technique is laid beside the plain recipe; the other one is for learning."""
+"""Jobs for the comparison with the plain recipe; the remaining job is for the learning task."""
 
 
 def job(name: str, **changes: Any) -> Job:
@@ -88,8 +90,10 @@ def job(name: str, **changes: Any) -> Job:
 
 
 def candidates(fidelity: Fidelity) -> list[Technique]:
-    """Every technique of this fidelity that is not plain and that one process trains with, at each setting a
-    planner may try. What takes several processes is held to the law in `test_ranks.py`."""
+    """Return every technique of this fidelity that is not plain, at each setting a planner may try.
+
+    `test_ranks.py` tests techniques that need several processes against this law.
+    """
     found = [technique for technique in roster.techniques() if technique.fidelity is fidelity]
     settings = [setting for technique in found for setting in technique.settings(job("bert"))]
     alone = [setting for setting in settings if Recipe((setting,)).setup().parallel is None]
@@ -97,7 +101,7 @@ def candidates(fidelity: Fidelity) -> list[Technique]:
 
 
 class Silent:
-    """Watches a step and says nothing."""
+    """A step observer without effect."""
 
     def step_begins(self, index: int) -> None: ...
 
@@ -110,7 +114,7 @@ class Silent:
 
 @dataclass
 class Run:
-    """What a run of the plain loop left behind."""
+    """Losses and final parameters of a run of the plain loop."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -125,8 +129,8 @@ def run(this: Job, setup: Setup, *, steps: int = STEPS) -> Run:
 
 
 def whole(parameter: Any) -> torch.Tensor:
-    """Its numbers. ZeRO's third stage leaves a parameter empty and keeps them in parts, of which a single
-    process has the only one."""
+    """Return a parameter's values. ZeRO's third stage leaves the parameter empty and keeps the values in
+    shards. A single process has the only shard."""
     part = getattr(parameter, "ds_tensor", None)
     numbers = parameter if part is None else part[: parameter.ds_numel].view(parameter.ds_shape)
     return cast(torch.Tensor, numbers.detach())
@@ -139,13 +143,14 @@ def installed(technique: Technique) -> Recipe:
 
 
 def wide(setup: Setup) -> Setup:
-    """The same in 64 bits."""
+    """Return the same setup in 64 bits."""
     return replace(setup, weights_dtype="float64")
 
 
 @cache
 def plainly(name: str, *, wider: bool, steps: int = STEPS) -> Run:
-    """The plain recipe's run, beside which each technique is laid; nobody changes it."""
+    """Return the plain recipe's run, the reference of each technique. The cache shares it, so it must not
+    change."""
     setup = Recipe().setup()
     return run(job(name), wide(setup) if wider else setup, steps=steps)
 
@@ -166,7 +171,7 @@ def test_same_is_the_plain_recipe_s_mathematics(technique: Technique, name: str)
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_the_law_would_notice_another_mathematics(name: str) -> None:
-    """Planted wrongs that SAME must not pass: another learning rate by 1 %, other data, other momentum."""
+    """SAME must not pass with planted faults: a learning rate off by 1 %, other data, another momentum."""
     plain = plainly(name, wider=True)
     for wrong in (
         run(job(name, learning_rate=1.01e-3), wide(Recipe().setup())),
@@ -178,12 +183,12 @@ def test_the_law_would_notice_another_mathematics(name: str) -> None:
 
 
 COSTLY = ("zero2", "zero3", "compiled", "budget")
-"""Which build C++ first, in minutes, or compile a model. Without the C++, ZeRO is held to the law below;
-compiled models have real steps in tests of their own."""
+"""Techniques that first build C++, in minutes, or compile a model. Without the C++, a test below checks
+ZeRO against the law; compiled models have tests of real steps elsewhere."""
 
 DEARER = {"lora(r=16)", "lora(r=64)", "apollo(rank=8)", "galore(rank=8)", "lora(r=64, targets=all-linear)"}
 DEARER |= {"qlora(r=64, targets=all-linear)", "lion_8bit(embeddings=8)"}
-"""Settings beside which another of the same technique is tried each time."""
+"""Dear settings. Another setting of the same technique runs in every `make test`."""
 
 
 def is_costly(technique: Technique) -> bool:
@@ -213,8 +218,10 @@ def test_rounds_stays_within_its_bound(technique: Technique, name: str) -> None:
 def test_so_do_engines_whose_host_updates_in_plain_torch(
     technique: Technique, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that DeepSpeed and snugfit do, but what DeepSpeed compiles in C++. Each time `test_train_zero.py`
-    trains with the second stage as one process does."""
+    """The test runs all code of DeepSpeed and snugfit but DeepSpeed's compiled C++.
+
+    In every `make test`, `test_train_zero.py` compares the second stage with one process.
+    """
     installed(technique)
     monkeypatch.setattr("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", PlainAdam)
     PlainAdam.updates = 0
@@ -223,7 +230,7 @@ def test_so_do_engines_whose_host_updates_in_plain_torch(
 
 
 class PlainAdam:
-    """DeepSpeed's compiled AdamW for the host: its builder, and what it builds."""
+    """A substitute for DeepSpeed's compiled AdamW for the host: both the builder and the built extension."""
 
     updates = 0
 
@@ -256,7 +263,7 @@ def hold_to_bound(technique: Technique, name: str) -> None:
 
 
 def moves(start: Run, end: Run) -> torch.Tensor:
-    """How far each parameter moved, as one vector."""
+    """Return the change of all parameters as one vector."""
     return torch.cat(
         [(end.parameters[name] - value).flatten().double() for name, value in start.parameters.items()]
     )
@@ -267,7 +274,7 @@ def cosine(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class HighOrLow:
-    """A task that can be learned: whether a sequence's tokens are from the upper half of the vocabulary."""
+    """A task that a model can learn: detect sequences with tokens from the upper half of the vocabulary."""
 
     def __init__(self, this: Job, samples: int) -> None:
         self.job, self.length, self.samples = this, this.sequence_length, samples
@@ -284,7 +291,8 @@ class HighOrLow:
 
 
 LEARNS_ELSEWHERE = {"fp8", "adafactor_torch", "qlora(targets=all-linear)"}
-"""fp8 in `test_fp8.py`; beside the others `adafactor` and other adapters are tried each time."""
+"""Techniques with another test in every `make test`: `test_fp8.py` has fp8; `adafactor` and other adapters
+run here."""
 
 
 @pytest.mark.parametrize(
@@ -293,7 +301,8 @@ LEARNS_ELSEWHERE = {"fp8", "adafactor_torch", "qlora(targets=all-linear)"}
     ids=str,
 )
 def test_learns_reduces_the_loss(technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At one of three usual learning rates: which one is the user's affair, and differs by optimizer."""
+    """The technique must learn at one of three usual learning rates. The user chooses the rate, and it
+    differs by optimizer."""
     monkeypatch.setattr("snugfit.step.batches.SyntheticDataset", HighOrLow)
     setup = installed(technique).setup()
     reached = []
@@ -309,12 +318,12 @@ def job_to_learn(rate: float) -> Job:
 
 
 def least_loss(losses: list[float]) -> float:
-    """The least mean of five steps."""
+    """Return the least mean loss of five steps."""
     return min(sum(losses[end - 5 : end]) / 5 for end in range(5, len(losses) + 1))
 
 
 class Uneven(HighOrLow):
-    """Sequences of every length: sample i keeps 2 + (5 i mod 14) tokens, the rest is padding."""
+    """Samples of every length: sample i has 2 + (5 i mod 14) tokens, and the rest is padding."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         kept = torch.arange(self.length) < 2 + 5 * index % 14
@@ -329,7 +338,7 @@ class Uneven(HighOrLow):
 def test_micro_batches_equal_the_whole_batch_when_padding_is_uneven(
     monkeypatch: pytest.MonkeyPatch, name: str, clip: float | None, precision: str
 ) -> None:
-    """A mean over tokens: pieces with few tokens weigh less. SGD, which does not hide a wrong scale."""
+    """In a mean over tokens, micro-batches with few tokens weigh less. SGD does not hide a wrong scale."""
     monkeypatch.setattr("snugfit.step.batches.SyntheticDataset", Uneven)
     this = job(name, batch_size=8, clip=clip, learning_rate=0.1)
     tolerance, widen = (ROUNDS, lambda setup: setup) if precision else (SAME, wide)

@@ -1,9 +1,9 @@
-"""Law 1 for the loops that are not ours: accelerate's and the HF Trainer's, rehearsed as they really run.
+"""Law 1 for loops of other libraries: accelerate's and the HF Trainer's, simulated as they really run.
 
-As in `test_law_rehearsed_equals_real.py`: the third step event by event, and the peak of the whole run,
-against what the CPU's allocator says. One choice these loops leave to the device: torch's default for an
-optimizer is one kernel for many parameters on a GPU (`foreach`), and on a CPU one parameter after the other.
-Here the CPU chooses as a GPU does.
+The checks are those of `test_law_rehearsed_equals_real.py`. The third step, event by event, and the peak of
+the whole run equal the CPU allocator's report. Torch selects an optimizer's implementation by device:
+one kernel for many parameters on a GPU (`foreach`), one parameter after the other on a CPU. Here the CPU
+follows the GPU's choice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def third(account: list[Event]) -> list[Event]:
 
 
 def hold(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> list[Event]:
-    """Law 1 for one job, recipe and loop on the CPU; gives what the allocator said."""
+    """Check law 1 for one job, recipe and loop on the CPU, and return the allocator's events."""
     real = compared(reports(this, Recipe.parse(recipe).setup(), loop=loop))
     trace = account_of_trace(this, recipe, loop, own)
     assert third(real)
@@ -75,13 +75,13 @@ def test_a_real_step_allocates_what_its_trace_says(loop: str, family: str, recip
 @pytest.mark.whole
 @pytest.mark.parametrize(("loop", "clip"), slow_but([("accelerate", 0.5), ("trainer", 0.0)], 1))
 def test_clipping(loop: str, clip: float) -> None:
-    """accelerate clips when it is told to, and the Trainer unless it is told not to."""
+    """accelerate does not clip by default, and the Trainer does."""
     hold(replace(job("bert", padding=0.25), clip=clip), "adamw_loop", loop)
 
 
 class RDrop(transformers.Trainer):  # type: ignore[misc]
-    """A user's own loss: of two passes with dropout of their own, and of how far apart they are
-    (Liang et al., arXiv 2106.14448)."""
+    """A user's own loss: the sum of two passes with separate dropout, and of their divergence (Liang et
+    al., arXiv 2106.14448)."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -94,7 +94,7 @@ class RDrop(transformers.Trainer):  # type: ignore[misc]
 
 @pytest.mark.whole
 def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the trace of the plain Trainer is not what it does."""
+    """The trace of the plain Trainer differs from this Trainer's real events."""
     monkeypatch.setattr(TrainerStep, "trainer_class", RDrop)
     real = hold(job("llama"), "sgd", "trainer", RDrop)
     plain = account_of_trace(job("llama"), "sgd", "trainer")
@@ -105,7 +105,7 @@ def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.Monkey
 @pytest.mark.whole
 @pytest.mark.parametrize("loop", slow_but(["plain", "accelerate", "trainer"], ["trainer"].__contains__))
 def test_gradients_zeroed_in_place_stay_in_every_loop(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's habit before 2.0: the next forward pass runs beside the last step's gradients."""
+    """Before torch 2.0, gradients stayed allocated by default during the next forward pass."""
     this, setup = job("bert"), Recipe.parse("eager + adamw_loop").setup()
     monkeypatch.setattr(Step, "keep_gradients", True)
     real = compared(reports(this, setup, loop=loop))
@@ -123,7 +123,7 @@ def test_a_prediction_is_of_the_user_s_own_trainer() -> None:
 
 
 def test_a_batch_is_the_input_of_its_own_step() -> None:
-    """The Trainer loads a step's batches before its callbacks hear of the step."""
+    """The Trainer loads a step's batches before it calls `on_step_begin`."""
     trace = rehearse(job("vit"), Recipe().setup(), CpuPolicy(), loop="trainer")
     pictures = [block for block in trace.blocks if block.phase == "load" and block.nbytes > 4 * 3 * 32 * 32]
     assert [(block.step, block.kind) for block in pictures] == [(step, "inputs") for step in range(3)]

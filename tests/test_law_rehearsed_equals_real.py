@@ -1,23 +1,25 @@
 """Law 1: rehearsed equals real.
 
-On CUDA, against the recorded histories of one H200 (`recorded.py`): peaks, what the allocator reserves, and
-the third step event by event. On the CPU, against what the allocator itself reports while the same Step runs
-for real (`reported.py`): for every technique that runs there and seven model families, the third step event
-by event and the peak of the whole run, exactly. Each technique is met in a job of a covering array
-(`covering.py`), and in another of law 5 for recipes (`test_law_splicing.py`). Each pair of techniques, each
-setting alone and what compiles are `slow`.
+On CUDA, simulations are compared with the recorded histories of one H200 (`recorded.py`). The comparison
+covers peaks, reserved bytes, and the third step event by event. On the CPU, simulations are compared with
+the allocator's own report of the same Step (`reported.py`). The third step, event by event, and the peak of
+the whole run must match exactly there. The tests cover every technique that runs on a CPU, and seven model
+families. A covering array (`covering.py`) puts each technique into one job, and law 5 for recipes
+(`test_law_splicing.py`) into another. Each pair of techniques, each setting alone and compiled steps are
+`slow`.
 
-What stays different on CUDA, by class; nothing else may:
+Two classes of differences remain on CUDA; any other difference fails a test:
 
-- *Another transformers.* The histories were recorded with 5.17. Since then Llama's rotary embedding converts
-  its positions before its frequencies. With 5.17 itself installed, both are the same event by event, so under
-  that version these tests ask for all of it. (T5's bias, which later versions copy, is left as recorded.)
-- *A number written into a slice* (T5's `shifted[..., 0] = start`): CUDA keeps the number on the host, `meta`
-  makes a tensor of 8 bytes of it that dies at once (`THPVariable_setitem`).
+- *Another transformers.* The histories were recorded with 5.17. In later versions, Llama's rotary embedding
+  converts its positions before its frequencies. Under 5.17 itself all events are equal, so these tests then
+  require equality. (T5's bias, which later versions copy, is left as recorded.)
+- *A number written into a slice* (T5's `shifted[..., 0] = start`): CUDA keeps the number on the host. On
+  `meta` it becomes a tensor of 8 bytes that is freed at once (`THPVariable_setitem`).
 
-What stays different on the CPU are buffers of its kernels that have no counterpart on a GPU
-(`cpu_scratch.py`), and blocks below its `LEAST` bytes: numbers that Python wraps, optimizers' step counters,
-the statistics of layer norm, which the CPU alone keeps in bf16 when its weights are.
+On the CPU, two kinds of blocks remain different. Buffers of CPU kernels have no counterpart on a GPU
+(`cpu_scratch.py`). Blocks below that file's `LEAST` bytes are not compared either. They are numbers that
+Python wraps, step counters of optimizers, and statistics of layer norm. Only the CPU stores these
+statistics in bf16 for bf16 weights.
 """
 
 from __future__ import annotations
@@ -53,20 +55,21 @@ from tiers import slow_but
 # ---- CUDA ----------------------------------------------------------------------------------------------
 
 ALIKE = {"llama_bf16": 0.997, "llama_bf16_ckpt": 0.997, "t5_bf16": 0.999}
-"""Least similarity of the third step where the installed transformers writes it otherwise; elsewhere 1."""
+"""Least similarity of the third step for cases that differ under the installed transformers; otherwise 1."""
 
 ALIKE_AS_RECORDED = {"t5_bf16": 0.999}
-"""Under the recorded transformers: T5's slice, of 1,678 events 2."""
+"""The same under the recorded transformers: T5's slice changes 2 of 1,678 events."""
 
 RESERVED = {"llama_bf16_ckpt": 0.003}
-"""Relative error of what the allocator reserves where the events differ; elsewhere it is exact."""
+"""Relative error of reserved bytes for cases whose events differ; other cases are exact."""
 
 ALLOCATED = {"t5_bf16": 0.001}
-"""Of what it hands out: where equal blocks lie on the device is not known, and unsplit blocks count whole."""
+"""Relative error of allocated bytes. The addresses of equal blocks on the device are unknown, and unsplit
+blocks count whole."""
 
 
 def hold_to_history(case: str, trace: Trace) -> None:
-    """Law 1 for one recorded case."""
+    """Check law 1 for one recorded case."""
     truth = history(case)
     after = replay(trace)
     assert trace.peak()[0] == truth.requested_peak
@@ -87,19 +90,19 @@ def test_the_recorded_step_is_rehearsed_event_by_event(case: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MathAttention(CudaPolicy):
-    """A wrong policy: attention that materialises its scores."""
+    """A wrong policy: attention that stores its scores."""
 
     def choose_attention(self, *arguments: Any) -> str:
-        """Math, whatever the operands."""
+        """Return math attention for all operands."""
         return "math"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoScratch(CudaPolicy):
-    """A wrong policy: kernels that take nothing for themselves."""
+    """A wrong policy: kernels without scratch memory."""
 
     def scratch(self, *arguments: Any) -> tuple[tuple[str, int], ...]:
-        """Nothing."""
+        """Return no scratch memory."""
         return ()
 
 
@@ -120,7 +123,7 @@ def test_gradients_added_out_of_place_are_noticed(case: str, monkeypatch: pytest
 
 
 def assert_red(case: str, trace: Trace) -> None:
-    """The law does not hold, and the events alone would tell."""
+    """Require that the law fails, and that the events alone would already fail it."""
     with pytest.raises(AssertionError):
         hold_to_history(case, trace)
     assert compare(history(case).events, third_step(trace)).similarity < ALIKE.get(case, 1.0)
@@ -221,7 +224,7 @@ def job(family: str, padding: float = 0.0) -> Job:
 
 @functools.cache
 def goes(family: str, recipe: Recipe) -> bool:
-    """Whether the family's job can be done so; building once tells what only the model knows."""
+    """True if the family's job supports the recipe. Some objections need the model, so it is built once."""
     try:
         recipe.check(job(family))
     except RecipeError:
@@ -230,12 +233,12 @@ def goes(family: str, recipe: Recipe) -> bool:
 
 
 OF_THE_MODEL = (Slot.ADAPTERS, Slot.CHECKPOINTING)
-"""Slots of which only the model knows whether it takes a technique."""
+"""Slots whose techniques a model may refuse when it is built."""
 
 
 @functools.cache
 def builds(family: str, recipe: Recipe) -> bool:
-    """Whether the family's model takes these techniques."""
+    """True if the family's model supports these techniques."""
     try:
         build_model(job(family), recipe.setup(), torch.device("meta"))
     except RecipeError:
@@ -244,16 +247,19 @@ def builds(family: str, recipe: Recipe) -> bool:
 
 
 def runs_alone(technique: Technique) -> bool:
-    """Whether one process trains with it, without an engine."""
+    """True if one process trains with the technique and without an engine."""
     setup = Recipe((technique,)).setup()
     return setup.sharding is None and setup.parallel is None
 
 
 @functools.cache
 def settings() -> dict[Slot, list[Technique]]:
-    """What a planner may try of every technique whose packages are here, by slot. DeepSpeed's engines wait on
-    the host, and on a CPU that is the device: without offload `test_sharding.py` holds them to this law, and
-    `test_ranks.py` what takes several processes. A CPU records no graphs: `captured` is nothing there."""
+    """Return a planner's settings of every technique with installed packages, by slot.
+
+    DeepSpeed's engines wait on the host, and on a CPU the host is the device. `test_sharding.py` therefore
+    checks engines without offload against this law. `test_ranks.py` checks techniques that need several
+    processes. A CPU records no graphs, so `captured` has no effect there.
+    """
     found: dict[Slot, list[Technique]] = {slot: [] for slot in Slot}
     for technique in roster.techniques():
         if not technique.missing_package() and technique.name != "captured":
@@ -264,21 +270,23 @@ def settings() -> dict[Slot, list[Technique]]:
 
 @functools.cache
 def techniques() -> list[list[Technique]]:
-    """Each technique once, in its first setting, by slot."""
+    """Return each technique once, at its first setting, by slot."""
     return [list({type(one): one for one in reversed(found)}.values()) for found in settings().values()]
 
 
 PARTS = 12
-"""Tests that the cases are dealt out to: the first makes the array, for which no collection waits."""
+"""Number of tests that share the cases. The first test builds the covering array, so collection does not
+wait for it."""
 
 NOT_HERE = ("compiled", "budget", "fp8")
-"""Techniques that compile, or multiply 8-bit floats, which takes long on a CPU. `test_compiled_model.py`,
-`test_budget.py` and `test_fp8.py` hold them to this law."""
+"""Techniques that compile or multiply 8-bit floats, which is slow on a CPU. `test_compiled_model.py`,
+`test_budget.py` and `test_fp8.py` check them against this law."""
 
 
 @functools.cache
 def cases(times: int) -> list[tuple[str, Recipe]]:
-    """Families and recipes in which each technique is met in so many jobs, beside others."""
+    """Return families and recipes so that each technique is in this number of jobs, together with different
+    techniques."""
     found = covering(axes(), may_meet, times=times, seed=46)
     return [(family, recipe) for family, recipe in map(job_and_recipe, found) if family]
 
@@ -290,7 +298,7 @@ def axes() -> list[list[Any]]:
 
 
 def job_and_recipe(case: tuple[Any, ...]) -> tuple[str, Recipe]:
-    """The family of a choice, and its techniques. Alone, a technique is tried with any family."""
+    """Return a choice's family and recipe. A choice without a family may use any."""
     family, *others = case if isinstance(case[0], str) else ("", *case)
     return family, Recipe(tuple(others))
 
@@ -301,7 +309,7 @@ def may_meet(case: tuple[Any, ...]) -> bool:
 
 
 def hold_to_reports(this: Job, recipe: Recipe, policy: Policy | None = None) -> None:
-    """Law 1 for one job and recipe on the CPU."""
+    """Check law 1 for one job and recipe on the CPU."""
     setup = recipe.setup()
     trace = compared(foreseen(rehearse(this, setup, policy or CpuPolicy())))
     real = compared(reports(this, setup))
@@ -337,7 +345,7 @@ def test_so_does_one_of_another_job(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2 * PARTS))
 def test_so_does_one_of_each_pair_of_techniques(part: int) -> None:
-    """Those that compile too."""
+    """The pairs include techniques that compile."""
     slots = [list(FAMILIES), *techniques()]
     for case in covering(slots, may_meet, together=2, seed=46)[part :: 2 * PARTS]:
         hold_to_reports(*_with_a_job(case))
@@ -367,10 +375,10 @@ def test_padding(family: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FlashOnTheCpu(CpuPolicy):
-    """A wrong policy: fused attention in spite of dropout."""
+    """A wrong policy: fused attention despite dropout."""
 
     def choose_attention(self, *arguments: Any) -> str:
-        """Flash, whatever the operands."""
+        """Return flash attention for all operands."""
         return "flash_for_cpu"
 
 
@@ -390,7 +398,7 @@ def test_gradients_added_out_of_place_are_noticed_on_the_cpu(monkeypatch: pytest
 
 @pytest.mark.whole
 def test_another_batch_is_noticed_on_the_cpu() -> None:
-    """The law compares bytes and not shapes of our own making: one sample more is another account."""
+    """The law compares bytes, not our own shapes: a batch with one sample more must fail."""
     this = job("bert")
     real = compared(reports(replace(this, batch_size=5), Recipe().setup()))
     trace = compared(foreseen(rehearse(this, Recipe().setup(), CpuPolicy())))

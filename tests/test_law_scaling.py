@@ -1,7 +1,7 @@
-"""Law 5, for layers, steps and micro-batches: what is written again equals what is rehearsed whole.
+"""Law 5, for layers, steps and micro-batches: an extended trace equals a trace recorded in full.
 
-Equal is meant in every field of a trace: each block with its module and kind, each event, each mark, each
-kernel with its work. From equal traces follow equal footprints; that is asserted once, for the eye.
+The traces must be equal in every field: blocks with their module and kind, events, marks, and kernels
+with their work. Equal traces have equal footprints; one test also asserts that directly.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def setup_of(recipe: str) -> Setup:
 
 
 def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tuple[Trace, RelativeTrace]:
-    """A rehearsal in which nothing is written again."""
+    """Return a trace recorded in full, and its relative form."""
     recording = record_step(open_step(job, setup, loop, torch.device("meta")), CUDA, steps)
     return recording.trace, RelativeTrace.of(recording.trace, recording.marks)
 
 
 def same(left: Trace | None, right: Trace) -> None:
-    """All fields are equal; says which differs first."""
+    """Require equal fields, and report the first difference."""
     assert left is not None, "refused"
     for name in ("events", "blocks", "marks", "kernels", "waits", "attention"):
         mine, theirs = getattr(left, name), getattr(right, name)
@@ -67,14 +67,14 @@ def test_a_relative_trace_is_its_trace(family: str, recipe: str) -> None:
 
 
 def test_layers_that_never_come_round_are_refused() -> None:
-    """Four layers with full attention, then four with a window: no number of layers repeats that."""
+    """Four layers with full attention and four with a window have no period."""
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
     job, setup = small_job("qwen2", 8, window), setup_of("plain")
     assert depth_of(job, setup) is None
 
 
 def test_a_stranger_among_the_layers_is_seen_in_the_model_itself() -> None:
-    """The config says nothing of a layer that was built otherwise; the model does."""
+    """A layer of another structure is visible in the model only; the config does not list it."""
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(9))
     assert is_periodic(torch.nn.Sequential(layers), 9, 1)
     layers[5] = torch.nn.Linear(4, 4, bias=False)
@@ -116,7 +116,7 @@ def test_three_micro_batches_tell_of_many(
     monkeypatch.setattr(room, "record_step", counted)
     job, setup = small_job(family, 2, batch_size=8, **more), setup_of(recipe)
     found = rehearse(job, setup, CUDA)
-    assert [step.setup.micro_batches for step in asked] == [3], "rehearsed whole"  # type: ignore[attr-defined]
+    assert [step.setup.micro_batches for step in asked] == [3], "simulated in full"  # type: ignore[attr-defined]
     same(found, whole(job, setup)[0])
 
 
@@ -153,7 +153,7 @@ def test_two_steps_tell_of_three_where_they_are_known_to_be_steady(
 def test_a_step_that_is_not_steady_is_rehearsed_whole(
     recipe: str, steady: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer that keeps something more with every step: a third step is not the second again."""
+    """The optimizer stores one more value in every step, so the third step differs from the second."""
     setup = replace(setup_of(recipe), optimizer=OptimizerWish(factory=Call(path=f"{__name__}:hoarder")))
     job = small_job("bert", 2)
     found = rehearse(job, setup, CUDA, steady=steady)
@@ -185,7 +185,7 @@ def test_marks_say_which_step_it_is() -> None:
 
 
 def test_a_rehearsed_batch_takes_the_memory_of_one_sample() -> None:
-    """A million pictures are twelve gigabytes; a planner asks about such batches on a laptop."""
+    """A million pictures are twelve gigabytes, and a laptop must be able to plan for such a batch."""
     job = small_job("vit", 2, batch_size=1 << 20)
     batch = next(micro_batches(job, setup_of("plain"), torch.device("meta")))[0]
     assert batch["pixel_values"].shape == (1 << 20, 3, 32, 32)

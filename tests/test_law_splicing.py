@@ -1,6 +1,6 @@
-"""Law 5, for recipes: a step spliced from parts that were recorded alone equals the step simulated in full.
+"""Law 5, for recipes: a step spliced from separately recorded parts equals the step simulated in full.
 
-The recipes are drawn over the whole roster, so a new technique is spliced before anyone writes a test for it.
+The recipes are drawn from the whole roster, so a new technique is spliced before it has a test of its own.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ from test_law_scaling import CUDA, same, setup_of, whole
 SEED = 20_261_120
 
 FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
-"""Techniques of the roster once more, with settings that change what is allocated."""
+"""Techniques of the roster again, at settings that change allocations."""
 
 GIVEN = {"selective": "products", "host": "all", "budget": 0.5}
-"""By the technique, the setting that must be given, where it is no number."""
+"""Required settings that are not numbers, by technique."""
 
 GOES_WITH = {"budget(0.5)": ("compiled",), "adamw_stochastic": ("bf16_pure",), "flash": ("bf16",)}
-"""Techniques that need another."""
+"""Techniques that require another technique, with the required one."""
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 
 EVERY_RECIPE = ("bert", "llama")
-"""Families of which one takes what any takes."""
+"""Families, at least one of which supports each recipe that any family supports."""
 
 Words = tuple[str, ...]
-"""A recipe: the notation of one technique for each slot."""
+"""A recipe: the notation of one technique per slot."""
 
 
 def is_spliced(technique: type[Technique]) -> bool:
-    """Whether plans put recipes with it together from parts; DeepSpeed's engine is around a whole step, and a
-    step of several GPUs is simulated as a whole, and so is one that is recorded as graphs, or whose backward
-    pass updates."""
+    """True if plans splice recipes with this technique from parts.
+
+    They do not for DeepSpeed's engine, which wraps a whole step, nor for steps of several GPUs. Steps
+    recorded as graphs, or with updates inside the backward pass, are also simulated whole.
+    """
     whole = technique.needs_several_gpus or technique.name in ("captured", "released")
     return technique.searched and not whole
 
 
 def notations() -> list[list[str]]:
-    """Of each slot all techniques in the notation, a setting that must be given being 2, or of `GIVEN`."""
+    """Return the notations of all techniques, by slot. A required setting is 2 or the value in `GIVEN`."""
     by_slot: dict[Slot, list[str]] = {slot: [] for slot in Slot}
     for technique in filter(is_spliced, roster.techniques()):
         needed = [declared for declared in fields(technique) if declared.default is MISSING]
@@ -67,7 +69,7 @@ def notations() -> list[list[str]]:
 
 @functools.cache
 def taken(words: Words) -> bool:
-    """Whether a small job takes a recipe with these techniques, and plain ones beside them."""
+    """True if a small job supports a recipe with these techniques and plain ones in all other slots."""
     recipe = Recipe.parse(" + ".join(words))
     for family in EVERY_RECIPE:
         with contextlib.suppress(RecipeError):  # a classifier has no vocabulary
@@ -77,7 +79,7 @@ def taken(words: Words) -> bool:
 
 
 def may_meet(words: Words) -> bool:
-    """Whether they go together, with what they need of slots that are left."""
+    """True if these techniques are compatible, together with the techniques they need in free slots."""
     slots = {slot_of(word) for word in words}
     needed = [other for word in words for other in GOES_WITH.get(word, ())]
     return taken((*words, *(word for word in needed if slot_of(word) not in slots)))
@@ -89,23 +91,25 @@ def slot_of(word: str) -> Slot:
 
 @functools.cache
 def recipes(together: int) -> list[Words]:
-    """Recipes in which each technique is met, or each pair of them that may."""
+    """Return recipes that cover each technique, or each compatible pair of techniques."""
     return covering(notations(), may_meet, together=together, seed=SEED)
 
 
 PARTS = 7
-"""Tests that the recipes are dealt out to: the first makes the array, for which no collection waits."""
+"""Number of tests that share the recipes. The first test builds the covering array, so collection does not
+wait for it."""
 
 
 COSTLY = {
     "compiled": "uncompiled", "budget(0.5)": "keep_all", "micro_batches(4)": "micro_batches(2)",
     "fp8": "bf16",
 }  # fmt: skip
-"""What takes long, which the first recipe that has it is tried with, and what stands there in others."""
+"""Slow techniques with their substitutes. Only the first recipe with a slow technique runs it; later
+recipes use the substitute."""
 
 
 def lighter(number: int) -> Words:
-    """The recipe of this number, without what an earlier one has and takes long."""
+    """Return the recipe of this number, with a substitute for each slow technique of an earlier recipe."""
     before = {word for words in recipes(1)[:number] for word in words}
     compiled = {"compiled", "budget(0.5)"}  # go together
     met = before | (compiled if before & compiled else set())
@@ -113,9 +117,9 @@ def lighter(number: int) -> Words:
 
 
 def job_for(words: Words, number: int) -> Job:
-    """A small job that takes this recipe, which is of this number."""
+    """Return a small job that supports the recipe of this number."""
     rng = random.Random(SEED + number)
-    is_compiled = "compiled" in words  # which takes the longer, the more a layer has
+    is_compiled = "compiled" in words  # its time grows with the operators of a layer
     sizes = {
         "layers": 3 if {"segments", "every_nth_layer", "first_layers(2)"} & {*words} else 2,
         "batch_size": 8,
@@ -139,7 +143,7 @@ def test_every_technique_of_the_roster_is_spliced() -> None:
 
 
 def spliced(passes: Part, update: Part, micro_batches: int) -> Trace | None:
-    """The trace of the step that has these parts."""
+    """Return the trace of a step with these parts."""
     run = splice(passes, update, micro_batches=micro_batches)
     return run and run.relative().trace()
 
@@ -158,7 +162,7 @@ def test_so_is_each_pair_of_techniques(part: int) -> None:
 
 
 def hold(words: Words, number: int) -> None:
-    """Law 5 for one recipe."""
+    """Check law 5 for one recipe."""
     if any(roster.find(word.partition("(")[0]).missing_package() for word in words):
         return
     job, setup = job_for(words, number), setup_of(" + ".join(words))
@@ -168,7 +172,7 @@ def hold(words: Words, number: int) -> None:
 
 
 def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces() -> None:
-    """What a planner gains: two rehearsals of passes, one of each update, and every pair of them."""
+    """A planner simulates passes twice and each update once, and splices every pair of them."""
     job = small_job("llama", 2, batch_size=24)
     parts = {n: rehearse_passes(small_job("llama", 2, batch_size=4 * n), setup, CUDA)
              for n, setup in ((1, setup_of("bf16")), (2, setup_of("bf16 + micro_batches(2)")))}  # fmt: skip
@@ -184,7 +188,8 @@ def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces
 
 @pytest.mark.parametrize("recipe", ["bf16 + adafactor"])
 def test_bert_large_is_spliced(recipe: str) -> None:
-    """Its widths, so that blocks are large and small; of its layers three, which differ in nothing."""
+    """BERT-large's widths give large and small blocks. Three layers suffice, because all its layers are
+    alike."""
     found = Model.find("bert-large-uncased")
     model = Model.from_config({**found.config, "num_hidden_layers": 3}, name=found.name)
     job, setup = Job(model=model, task=Task.SEQUENCE_CLASSIFICATION, batch_size=4), setup_of(recipe)
@@ -204,17 +209,19 @@ def test_parts_that_do_not_meet_are_refused() -> None:
     fewer = passes.gradients[:-1]
     assert splice(passes, rehearse_update(job, plain, CUDA, fewer)) is None
     assert splice(passes, Part(rehearse_update(job, plain, CUDA, fewer).trace, passes.gradients)) is None
-    assert splice(passes, update, micro_batches=2) is None, "passes of one piece tell nothing of two"
+    assert splice(passes, update, micro_batches=2) is None, (
+        "passes of one piece do not determine those of two"
+    )
 
 
 def test_pure_and_mixed_precision_do_not_meet() -> None:
-    """Gradients of two bytes each, and an update rehearsed with four."""
+    """Each gradient has two bytes, and the update was simulated with four."""
     job = small_job("gpt2", 2)
     passes = rehearse_passes(job, setup_of("bf16_pure"), CUDA)
     assert splice(passes, rehearse_update(job, setup_of("bf16"), CUDA, passes.gradients)) is None
 
 
 def test_only_parameters_that_train_have_gradients() -> None:
-    """With LoRA: two low-rank matrices at each of two projections of each layer, and the classifier."""
+    """LoRA adds two low-rank matrices to each of two projections per layer; the classifier also trains."""
     passes = rehearse_passes(small_job("bert", 3), setup_of("lora"), CUDA)
     assert passes.gradients == tuple(range(3 * 2 * 2 + 2))

@@ -1,4 +1,4 @@
-"""The ledger: a run is a folder that is complete, and no name leads out of it."""
+"""The ledger: a run is a complete folder, and no name leads to a path outside of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches drawn from lengths: transformers' own grouping, and what must hold whatever is drawn."""
+"""Batches drawn from lengths: transformers' own grouping, and invariants of every draw."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ LONG_TAIL = Lengths.of(
 
 @pytest.mark.parametrize(("samples", "batch"), [(10, 4), (37, 4), (200, 8), (1003, 5), (64, 64)])
 def test_grouping_is_that_of_transformers(samples: int, batch: int) -> None:
-    """`get_length_grouped_indices` on the same random order, sample by sample. Lengths are all different:
-    among equal ones transformers' order depends on their indices."""
+    """Compare the order with `get_length_grouped_indices` on the same random order, sample by sample.
+
+    All lengths differ, because transformers orders equal lengths by their indices.
+    """
     import torch
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
@@ -51,7 +53,7 @@ def test_rounding_up_never_takes_tokens_away_and_grouping_never_adds_any(pieces:
 
 
 def test_a_batch_is_as_long_as_its_longest_sample() -> None:
-    """Padding counted by hand, in a draw of micro-batches of two."""
+    """Compare with padding counted by hand, in a draw of micro-batches of two."""
     drawn = draw(Lengths.of([2, 2, 2, 9]), batch_size=4, micro_batches=2, order="random")
     assert drawn.samples == 2
     assert sorted(drawn.longest[0].tolist()) == [2, 9]
@@ -79,7 +81,7 @@ def test_a_draw_can_be_had_again() -> None:
 
 
 def test_a_dataset_of_a_billion_is_drawn_from() -> None:
-    """As a histogram: the same shares, and the longest is among them though it is rare."""
+    """A histogram gives the same shares, and a draw includes the longest length, although it is rare."""
     drawn = draw(Lengths.of({10: 10**9, 20: 10**9, 99: 1}), batch_size=64, micro_batches=1, order="random")
     assert drawn.longest.max() == 99
     assert drawn.tokens.sum() / (drawn.tokens.size * 64) == pytest.approx(15, rel=0.01)

@@ -1,4 +1,5 @@
-"""`snugfit lengths`, and `snugfit plan --lengths`: one clear error, the documented exit code, inert words."""
+"""`snugfit lengths` and `snugfit plan --lengths`: one clear error, the documented exit code, and escaped
+text."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def made_up(**changes: Any) -> LengthPlan:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """Answers are made up, the questions written down, and remembered in a folder of the test's own."""
+    """Return the record of requests; answers are invented and stored in the test's own folder."""
     questions: list[dict[str, Any]] = []
 
     def answer(job: Any, recipe: Any, **given: Any) -> LengthPlan:
@@ -138,7 +139,7 @@ def test_seconds_need_a_gpu(asked: list[dict[str, Any]], capsys: pytest.CaptureF
 def test_pictures_have_none(
     task: list[str], asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether the task is said or follows from the architecture."""
+    """The error is the same for a task that the user names and for one that follows from the architecture."""
     ask = ["lengths", "vit-large-patch16-224", *task, "--gpu", "h200"]
     assert run([*ask, "--lengths", "lengths.txt"]) == 2
     assert "the task image-classification has no sequences" in capsys.readouterr().err
@@ -147,7 +148,7 @@ def test_pictures_have_none(
 def test_positions_end(
     asked: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model's 512 are told; cutting makes it a question that can be asked."""
+    """The error names the model's 512 positions; with `--truncate 512` the command succeeds."""
     (tmp_path / "long.txt").write_text("100\n700\n")
     assert run([*ASK, "--lengths", "long.txt"]) == 2
     told = capsys.readouterr().err
@@ -238,7 +239,7 @@ def test_foreign_words_are_data() -> None:
 
 
 def test_the_tables_of_the_docs_are_the_command_s_own() -> None:
-    """docs/lengths.md shows what `snugfit lengths --json` wrote under results/, and nothing else."""
+    """docs/lengths.md shows exactly the output of `snugfit lengths --json` under results/."""
     root = Path(__file__).parents[1]
     written = json.loads((root / "results/lengths-2026-11-20/gpt2-large.json").read_text())
     page = (root / "docs/lengths.md").read_text()

@@ -1,4 +1,4 @@
-"""The steps of all lengths from those of a few: kernel by kernel, against rehearsals of each."""
+"""Derive the steps of all lengths from those of a few, and compare them kernel by kernel with simulations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> LengthProfiler:
     ],
 )
 def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str, gpu: str) -> None:
-    """Every product exactly, and the seconds of the step to a thousandth."""
+    """Every matrix product matches exactly, and the step's seconds match within `TOLERANCE`."""
     known = pace(small_job(family, layers=1, batch_size=3), recipe, gpu)
     stretched = KernelInterpolator([known.sample(length, True) for length in (3, 14, 31)])
     for length in (9, 26):
@@ -53,7 +53,7 @@ def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str
 
 
 def test_lengths_that_run_other_kernels_do_not_stretch() -> None:
-    """A mask whose rows are no multiple of eight is copied, on a GPU that attends with masks so."""
+    """On a GPU that uses masks in attention, a mask with rows of no multiple of eight is copied."""
     known = pace(small_job("bert", layers=1), "fp16", "v100-16gb")
     with pytest.raises(NotInterpolable):
         KernelInterpolator([known.sample(length, True) for length in (9, 16, 31)])
@@ -84,7 +84,8 @@ def test_few_lengths_are_each_rehearsed() -> None:
 
 @pytest.mark.slow
 def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are near those of the rehearsals between them: within 2 % on this model."""
+    """Without interpolation of kernels, seconds are on lines between simulated lengths, within 2 % on this
+    model."""
 
     class Never(KernelInterpolator):
         def __init__(self, seen: object) -> None:
@@ -120,7 +121,7 @@ def test_bytes_are_those_of_the_prediction(length: int, padded: bool) -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.95])
 def test_how_much_is_padding_changes_no_byte_and_no_second(share: float) -> None:
-    """So one rehearsal stands for every batch of a length in which something is padded."""
+    """One simulation therefore covers every batch of a length with at least one padded sample."""
     job = small_job("bert", layers=1, sequence_length=20)
     known = pace(job)
     real = predict(replace(job, padding=share), "bf16", gpu=H200)
@@ -130,8 +131,10 @@ def test_how_much_is_padding_changes_no_byte_and_no_second(share: float) -> None
 
 
 def test_a_step_of_two_lengths_takes_their_mean() -> None:
-    """A first micro-batch of one length and a second of another, played as one step: exactly the mean while
-    the device sets the pace, and within 1 % where the host does."""
+    """Play two micro-batches of different lengths as one step.
+
+    The time is exactly the mean if the device sets the pace, and within 1 % of it if the host does.
+    """
     known = pace(small_job("gpt2", layers=1, batch_size=8), "bf16 + micro_batches(2)")
     mixed = Trace((), (), (), (*_piece(known, 8, 0), *_piece(known, 31, 1)), known.sample(31, True).waits, ())
     mean = (known.timing(8, True).step_seconds + known.timing(31, True).step_seconds) / 2
@@ -144,7 +147,7 @@ def test_a_step_of_two_lengths_takes_their_mean() -> None:
 
 
 def _piece(known: LengthProfiler, length: int, number: int) -> tuple[object, ...]:
-    """The kernels of one micro-batch of a step of two; the update belongs to the second."""
+    """Return the kernels of one micro-batch of a step of two; the update belongs to the second."""
     sight: LengthSample = known.sample(length, True)
     phases = [kernel.phase for kernel in sight.kernels]
     begins = phases.index("backward")

@@ -1,4 +1,4 @@
-"""What a dataset's lengths mean: ways of padding side by side, on invented lengths."""
+"""Plans for a dataset's lengths: a comparison of ways of padding, on invented lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BERT = small_job("bert", layers=1, facts={"max_position_embeddings": 64})
 
 @pytest.fixture(scope="module")
 def mixed() -> LengthPlan:
-    """In fp32, with scores written out, no kernel likes one length more than a shorter one."""
+    """Plan in fp32 with stored scores: no kernel prefers a longer length to a shorter one there."""
     return plan_lengths(BERT, "eager", lengths=MIXED, gpu="h200", cut=16)
 
 
@@ -54,7 +54,7 @@ def test_grouping_pads_less_than_chance_and_chance_less_than_all_alike(mixed: Le
 
 
 def test_more_padding_is_never_faster(mixed: LengthPlan) -> None:
-    """Lengths rounded up further, and batches that chance or nobody chose."""
+    """Each pair rounds lengths up further, or replaces grouped batches by random ones or a fixed length."""
     chains = [[way(mixed, order, multiple) for multiple in (1, 8, 64)] for order in ("random", "grouped")]
     chains += [[way(mixed, o, multiple) for o in ("grouped", "random", "fixed")] for multiple in (1, 8)]
     for less, more in (pair for chain in chains for pair in pairwise(chain)):
@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_longest_batch(mixed: LengthPlan) -> None:
 
 
 def test_seconds_are_the_mean_over_the_batches(mixed: LengthPlan) -> None:
-    """All alike is one length, which can be predicted alone."""
+    """With batches of one length, the plan must equal a prediction for that length."""
     alone = predict(replace(BERT, sequence_length=24, padding=0.5), "eager", gpu="h200").timing
     fixed = way(mixed, "fixed")
     assert alone is not None
@@ -85,7 +85,7 @@ def test_seconds_are_the_mean_over_the_batches(mixed: LengthPlan) -> None:
 
 
 def test_a_list_and_its_histogram_have_one_answer() -> None:
-    """They are the same lengths, which is all that a plan is told."""
+    """Both are the same lengths, and a plan receives only these."""
     lengths = [length for length, samples in MIXED.counts for _ in range(samples)]
     assert Lengths.of(lengths) == MIXED
 
@@ -171,7 +171,7 @@ def test_a_gain_by_the_assumed_price_of_alignment_says_so(mixed: LengthPlan) -> 
     assert priced(1.2, 1.0).is_assumed
     assert not priced(1.2, 1.2).is_assumed
     assert not priced(1.0, 1.0).is_assumed
-    assert not replace(priced(1.2, 1.0), gpu=find_gpu("h200")).is_assumed, "there it was measured"
+    assert not replace(priced(1.2, 1.0), gpu=find_gpu("h200")).is_assumed, "measured there"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A dataset's lengths, read from what others wrote: every form says the same, every mistake has its words."""
+"""A dataset's lengths, read from files of other tools: all formats agree, and each mistake has its own
+message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that a device dislikes, planted: a device of our own making, whose host costs nothing."""
+"""Detect planted inefficient sizes on an invented device, whose host costs nothing."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from snugfit.techniques.recipe import Recipe
 
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
-OTHER = find_gpu("h100-sxm")  # on which the price of unaligned rows was not measured
+OTHER = find_gpu("h100-sxm")  # has no measured cost of unaligned rows
 SLOW_PRODUCTS = 1e12
-"""FLOPs per second: products are all there is to wait for."""
+"""FLOPs per second, so low that matrix products take nearly all of the time."""
 
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Size]]:
-    """Sizes by what they are, on a device with few multiprocessors, the given price of unaligned rows, and a
-    host that is never waited for."""
+    """Return the found sizes by name, on a small device with a given cost of unaligned rows.
+
+    The device has few multiprocessors, and its step never waits for the host.
+    """
 
     def on(
         job: Job, recipe: str = "bf16", *, unaligned: float = 1.0, multiprocessors: int = 4
@@ -65,7 +67,7 @@ def test_even_sizes_are_not_told(found: Callable[..., dict[str, Size]]) -> None:
 
 
 def test_a_vocabulary_of_odd_rows(found: Callable[..., dict[str, Size]]) -> None:
-    """The gain is that of two predictions, one beside the other, and rests on the price of odd rows."""
+    """The gain is the difference between two predictions, and depends on the cost of odd rows."""
     job = gpt2(facts={"vocab_size": 1021})
     size = found(job, unaligned=0.25)["vocabulary up"]
     assert (size.given, size.instead, size.proposed, size.assumed) == (1021, 1024, True, True)
@@ -87,7 +89,10 @@ def test_a_length_of_odd_tokens(found: Callable[..., dict[str, Size]]) -> None:
 
 
 def test_a_length_just_past_a_tile(found: Callable[..., dict[str, Size]]) -> None:
-    """One tile more for one token: cutting it is told, and not proposed. It rests on no assumption."""
+    """One token more needs one tile more. The report shows the shorter length and does not propose it.
+
+    The result rests on no assumption.
+    """
     job = gpt2(sequence_length=257, batch_size=1, facts={"n_embd": 256, "vocab_size": 4096})
     size = found(job)["sequence length down"]
     assert (size.given, size.instead, size.proposed, size.assumed) == (257, 256, False, False)

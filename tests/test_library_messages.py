@@ -1,4 +1,4 @@
-"""What libraries log does not stand in an answer: DeepSpeed has its messages printed on stdout."""
+"""Log messages of libraries stay out of an answer: DeepSpeed prints its messages on stdout."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from snugfit.cli.streams import keep_libraries_off_stdout
 
 @pytest.fixture
 def logger():
-    """DeepSpeed's logger as DeepSpeed makes it, for the time of a test."""
+    """Return DeepSpeed's logger, made by DeepSpeed itself, for the time of a test."""
     logger = logging.getLogger("DeepSpeed")
     handlers, filters, level = logger.handlers[:], logger.filters[:], logger.level
     yield logger

@@ -1,4 +1,4 @@
-"""A folder of weights: whole but for a new head, or refused by the names of what it lacks."""
+"""A folder of weights is complete except for a new head, or the error names its missing weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from snugfit.training.run.train import train
 
 
 def folder_without(folder: Path, family: str, *parts: str, **added: torch.Tensor) -> Path:
-    """A model of two layers, but for the tensors with one of these parts in their name."""
+    """Save a model of two layers without the tensors whose names contain one of these parts."""
     model_of(family).save_pretrained(folder)
     file = folder / "model.safetensors"
     kept = {name: value for name, value in load_file(file).items() if not any(p in name for p in parts)}
@@ -76,7 +76,7 @@ def test_a_new_head_is_named(family: str, parts: tuple[str, ...], new: list[str]
 def test_weights_that_are_no_heads_are_refused_by_name(
     family: str, parts: tuple[str, ...], lost: str, tmp_path: Path
 ) -> None:
-    """transformers draws them at random and mentions it in a table that nobody sees."""
+    """transformers initializes them at random and reports that only in a table of its log."""
     with pytest.raises(ModelError, match=f"(?s){lost}"):
         loaded_from(folder_without(tmp_path, family, *parts), family)
 
@@ -107,7 +107,7 @@ def test_what_the_model_has_no_place_for_is_named(tmp_path: Path) -> None:
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
-    """transformers puts it into the model and freezes the rest."""
+    """transformers loads the adapter into the model and freezes all other weights."""
     folder = folder_without(tmp_path, "bert")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     with pytest.raises(ModelError, match=r"adapter_config\.json next to"):
@@ -149,7 +149,7 @@ def runs(program: str) -> int:
 @pytest.mark.whole
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path: Path) -> None:
-    """The line is run as it stands, and the folder's weights are found then."""
+    """The test runs the message's command unchanged; the folder then has weights that snugfit loads."""
     model = model_of("bert")
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -173,4 +173,4 @@ def test_training_begins_at_random_only_where_that_is_said(
     assert own.weights_of(small_job("bert"), None) is None, "a config from Python has random weights"
     model_of("bert").save_pretrained(tmp_path)
     monkeypatch.setattr("snugfit.job.weights.cached_file", lambda name, file: tmp_path / file)
-    assert own.weights_of(job, None) == tmp_path, "the hub's local cache"
+    assert own.weights_of(job, None) == tmp_path, "from the hub's local cache"

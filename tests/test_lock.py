@@ -1,4 +1,5 @@
-"""One trainer a folder: a second one is refused and told whom it met; what a dead one held is taken."""
+"""One trainer per folder: a second one is refused with the first one's identity; a dead one's lock is taken
+over."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from snugfit.training.checkpoint.lock import GUARD, LOCK, Holder, hold_folder
 from stored import in_child
 
 MANY = 4
-"""Processes that begin at once."""
+"""Number of processes that start at once."""
 
 
 @pytest.fixture(params=["flock", "no flock"], autouse=True)
@@ -42,7 +43,7 @@ def without_flock(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 @contextmanager
 def another(root: Path, then: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """A process that holds the folder, does `then`, and waits to be killed; gives its number."""
+    """Yield the process id of a child that locks the folder, calls `then`, and waits for a kill."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -125,7 +126,7 @@ def test_killed_trainers_are_followed_by_the_next(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_dead_trainer_that_nobody_has_waited_for(tmp_path: Path) -> None:
-    """A zombie holds nothing."""
+    """A zombie process holds no lock."""
     with another(tmp_path) as pid:
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -136,7 +137,8 @@ def test_a_dead_trainer_that_nobody_has_waited_for(tmp_path: Path) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("fork", ["os.fork", "multiprocessing"])
 def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path: Path, fork: str) -> None:
-    """A lock of this kind is inherited: without care, a loader's worker would hold on to the folder."""
+    """Children inherit a lock of this kind. Without precautions, a loader's worker would keep the folder
+    locked."""
     alive, end = os.pipe()
 
     def work() -> None:
@@ -211,7 +213,7 @@ def test_of_many_that_begin_at_once_one_gets_in(tmp_path: Path, stale: bool) -> 
 
 
 def in_the_end(act: Callable[[], None]) -> None:
-    """Whatever `act` does, this process goes no further."""
+    """Call `act` and end this process in any case."""
     try:
         act()
     finally:
@@ -219,7 +221,7 @@ def in_the_end(act: Callable[[], None]) -> None:
 
 
 def left(root: Path, **changes: object) -> None:
-    """The line of a living process, our parent, that holds the folder without the kernel's lock."""
+    """Write the lock line of a living process, our parent, that does not hold the kernel's lock."""
     parent = psutil.Process(os.getppid())
     started = parent.create_time() - psutil.boot_time()
     held = {**vars(Holder.current()), "pid": parent.pid, "started": started, **changes}
@@ -245,7 +247,7 @@ def test_a_living_trainer_is_believed_whichever_lock_it_has(tmp_path: Path) -> N
 
 @pytest.mark.whole
 def test_a_clock_that_jumps_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start of the machine moves with the clock, and that of a process with it."""
+    """A clock change moves the machine's start time and a process's start time alike."""
     system = psutil._psplatform
     with another(tmp_path):
         real = system.boot_time
@@ -254,7 +256,7 @@ def test_a_clock_that_jumps_kills_nobody(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_trainer_of_another_machine(tmp_path: Path, kind: str) -> None:
-    """The kernel's lock knows; without it only the user can."""
+    """The kernel's lock detects it; without that lock only the user can decide."""
     left(tmp_path, host="elsewhere")
     if kind == "flock":
         with hold_folder(tmp_path):
@@ -334,8 +336,10 @@ def test_a_full_disk_takes_the_line_and_not_the_lock(
 def test_a_lock_that_a_foreign_process_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Forked past Python, so that it could not be told to close its copy. Where there is no such lock, there
-    is nothing to keep."""
+    """A process forked without Python's fork hooks keeps its copy of the lock's file open.
+
+    On a file system without `flock`, no lock remains.
+    """
     monkeypatch.setattr(lock, "GRACE_SECONDS", 0.05)
     left(tmp_path, pid=2**22 + 1)
     descriptor = os.open(tmp_path / LOCK, os.O_RDWR)

@@ -1,5 +1,8 @@
-"""An update with masters as a loop calls it: clipped inside, left out where the norm is no number, in halves
-of the host and of the device, with tables that follow what moves."""
+"""An optimizer update with masters, as a loop calls it.
+
+The update clips inside and is skipped for a NaN or infinite norm. Its host and device parts run separately,
+and its tables follow moved weights.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from snugfit.techniques.recipe import Recipe
 
 SHAPES = ((33, 20), (1000,), ())
 HALF_A_PLACE = 2.0**-8
-"""By how much rounding to bfloat16 changes a number at most, relatively, and then some."""
+"""Upper bound, with a margin, of the relative change by rounding to bfloat16."""
 
 TABLES = 20_000
-"""Bytes that tell kernels where a small model's weights are."""
+"""Upper bound in bytes of the tables with the addresses of a small model's weights."""
 
 
 def two_models() -> list[torch.nn.ParameterList]:
@@ -65,7 +68,7 @@ def same(ours: MasterAdamW, theirs: MasterAdamW) -> bool:
 
 
 def test_the_norm_is_that_of_32_bits() -> None:
-    """torch's own is rounded to 8 bits: 0.4 % here."""
+    """torch's own norm is rounded to 8 bits: 0.4 % here."""
     models = two_models()[:1]
     give_gradients(models, 1)
     optimizer = MasterAdamW(models[0])
@@ -88,7 +91,7 @@ def test_what_is_not_clipped_is_updated_bit_for_bit_as_without() -> None:
 
 @pytest.mark.whole
 def test_clipping_inside_is_scaling_before_but_for_a_rounding_of_each_gradient() -> None:
-    """A moment is off by half a place of bfloat16 at most, and no gradient is written."""
+    """A moment differs by at most half a unit in the last place of bfloat16, and no gradient is written."""
     models = two_models()
     ours, theirs = (MasterAdamW(model, lr=1e-2) for model in models)
     give_gradients(models, 0)
@@ -106,7 +109,8 @@ def test_clipping_inside_is_scaling_before_but_for_a_rounding_of_each_gradient()
 @pytest.mark.whole
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_norm_that_is_no_number_leaves_everything_as_it_is(bad: float) -> None:
-    """And so does a number that says stop; with the step forgotten the next one goes on as if none was."""
+    """A stop flag also leaves everything unchanged. The next step continues as if the dropped step never
+    was."""
     models = two_models()
     ours, theirs = (MasterAdamW(model, lr=1e-2) for model in models)
     for seed, refused in enumerate((False, True, True, False)):
@@ -146,7 +150,7 @@ def test_what_was_to_be_clipped_is_not_clipped_twice() -> None:
 
 @pytest.mark.whole
 def test_a_run_that_is_resumed_is_the_run(tmp_path: Path) -> None:
-    """Clipped, with losses, norms and weights bit for bit."""
+    """The run clips. Losses, norms and weights equal the uninterrupted run's, bit for bit."""
     from small_runs import assert_same_weights, killed_in, losses, small_run
     from snugfit.training.run.train import train
 
@@ -169,7 +173,7 @@ def on_shapes() -> tuple[torch.nn.ParameterList, MasterAdamW]:
 
 
 def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of what is copied to the device from here on."""
+    """Return the list to which each later copy to the device appends its shape."""
     written: list[tuple[int, ...]] = []
     write = DeviceCopy.write
 
@@ -182,7 +186,7 @@ def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def test_a_step_writes_its_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where everything lies as before; a weight that begins later has numbers of its own."""
+    """The addresses stay the same; a weight whose gradients begin later has its own step number."""
     weights, optimizer = on_shapes()
     written = count_writes(monkeypatch)
     with launches.shapes():
@@ -194,7 +198,7 @@ def test_a_step_writes_its_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPa
                 assert written == [(2, 7), (2,), (2, 8)]
             elif step == 1:
                 assert written == [(2, 8)]
-            elif step == 2:  # all tables anew
+            elif step == 2:  # all tables again
                 assert written == [(3, 7), (3,), (3, 8)]
             else:
                 assert written == [(3, 8)]
@@ -204,7 +208,8 @@ def test_a_step_writes_its_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_gradient_is_held_when_its_step_ends() -> None:
-    """A block lives until its step's end, and the next step's gradients begin on as many bytes."""
+    """A block stays allocated to the end of its step; the next step's gradients start with equally many
+    bytes."""
     job = replace(small_job("llama", 2, batch_size=1), clip=1.0)
     kinds = {
         recipe: dict(predict(job, f"{recipe} + adamw_fused", gpu="h200").footprint.kinds)
@@ -222,7 +227,7 @@ def test_no_gradient_is_held_when_its_step_ends() -> None:
 
 
 def test_states_that_somebody_replaced_are_found() -> None:
-    """As a checkpoint does."""
+    """A loaded checkpoint replaces states in the same way."""
     weights, optimizer = on_shapes()
     with launches.shapes():
         for weight in weights:
@@ -240,7 +245,7 @@ def test_states_that_somebody_replaced_are_found() -> None:
 
 
 def test_a_trace_has_the_norm_the_update_and_a_copy_of_numbers() -> None:
-    """No gradient is scaled, and nothing is read by the host."""
+    """The trace scales no gradient, and the host reads no value."""
     job = replace(small_job("llama", 2, batch_size=1), clip=1.0)
     trace = rehearse(job, Recipe.parse("bf16_master + adamw_fused").setup(), CudaPolicy())
     after = [kernel for kernel in trace.kernels if kernel.phase in ("clip", "update")]
@@ -248,5 +253,5 @@ def test_a_trace_has_the_norm_the_update_and_a_copy_of_numbers() -> None:
         "triton::squares_of_gradients", "triton::norm_of_squares", COPY_IN, "triton::adamw_of_weights",
     ]  # fmt: skip
     gradients = sum(block.nbytes for block in trace.blocks if block.kind == "gradients") / STEPS
-    assert 0 < after[0].nbytes - gradients < TABLES, "of which each is read once"
+    assert 0 < after[0].nbytes - gradients < TABLES, "each gradient is read once"
     assert 0 < after[3].nbytes - 13 * gradients < TABLES

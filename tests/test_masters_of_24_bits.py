@@ -1,5 +1,7 @@
-"""Masters of 24 bits, `adamw_compact(master_bits=24)`: two halves that are the number, rounded by chance so
-that nothing is lost on average, kept, resumed and exported as what they are."""
+"""Masters of 24 bits, `adamw_compact(master_bits=24)`: a bfloat16 weight and 8 further bits.
+
+Stochastic rounding loses nothing on average. Checkpoints, resumed runs and exports preserve both parts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STEPS = 200
 
 
 def with_24_bits() -> torch.Tensor:
-    """Numbers of all exponents, signs and second halves, infinite ones too."""
+    """Return numbers of all exponents, signs and second halves, infinite ones included."""
     every = torch.arange(-(2**31), 2**31, 16_411 * UNIT // 8, dtype=torch.int64)
     numbers = ((every >> 8) << 8).to(torch.int32).view(torch.float32)
     edges = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1.0, 2.0**-126])
@@ -46,7 +48,7 @@ def bits_of(numbers: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("draw", [0, 100, 255])
 def test_what_has_24_bits_is_its_two_halves(draw: int) -> None:
-    """Whatever is drawn; and the first half is that of a master in 32 bits, as a checkpoint has it."""
+    """Any drawn number gives the same parts. The first one equals a 32-bit master's, as in a checkpoint."""
     numbers = with_24_bits()
     high, low = cut(numbers, torch.full(numbers.shape, draw, dtype=torch.int32))
     assert torch.equal(bits_of(join(high, low)), bits_of(numbers))
@@ -61,7 +63,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 def test_a_number_is_rounded_to_its_neighbours_and_right_on_average() -> None:
-    """Over all that can be drawn; a carry may reach the bfloat16, and the next exponent."""
+    """The test covers every random draw. A carry may reach the bfloat16 and the next exponent."""
     for bits in (0x3F7F7FFF, 0x3F7FFFFF, 0x3F800001, 0x3F80807F, 0x00000003, -0x40800001):
         exact = torch.full((UNIT,), bits, dtype=torch.int32).view(torch.float32)
         back = bits_of(join(*cut(exact, torch.arange(UNIT, dtype=torch.int32))))
@@ -83,13 +85,13 @@ def test_draws_are_even_and_those_of_no_moment() -> None:
 
 
 def test_a_second_half_becomes_shorter_and_longer() -> None:
-    """The nearest in 8 bits, but never beyond the middle, and back without a loss."""
+    """A cut to 8 bits rounds to the nearest, but never beyond the middle; the way back loses nothing."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     short = in_bits_of(every, torch.int8)
     apart = (short.int() * UNIT - every.int()).abs()
     assert int(apart[every <= 127 * UNIT + 128].max()) == 128
     assert (short[every > 127 * UNIT] == 127).all()
-    assert torch.equal(every, torch.arange(-(1 << 15), 1 << 15).to(torch.int16)), "as it was"
+    assert torch.equal(every, torch.arange(-(1 << 15), 1 << 15).to(torch.int16)), "the argument is unchanged"
     long = in_bits_of(short, torch.int16)
     assert torch.equal(in_bits_of(long, torch.int8), short)
     assert [lower_bits(one) for one in (None, short, long)] == [0, 8, 16]
@@ -99,7 +101,7 @@ def test_a_second_half_becomes_shorter_and_longer() -> None:
 
 
 def moved(master_bits: int) -> torch.Tensor:
-    """How far weights go with updates of about 0.4 units of a master of 24 bits."""
+    """Return the change of weights under updates of about 0.4 units of a 24-bit master."""
     start = torch.rand(4096, generator=torch.Generator().manual_seed(5)) / 64 + 1 / 64
     weights = torch.nn.ParameterList([torch.nn.Parameter(start.clone())])
     halves.split_weights(weights)
@@ -117,8 +119,10 @@ def master_of(optimizer: CompactAdamW, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.whole
 def test_small_updates_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By chance weights go as far as masters in 32 bits, each within what chance adds up to; rounded to the
-    nearest they stand still."""
+    """With stochastic rounding, weights move as far as 32-bit masters, within the sum of random errors.
+
+    With rounding to the nearest, they do not move.
+    """
     exact, by_chance = moved(32), moved(24)
     assert float(exact.mean()) == pytest.approx(STEPS * 2e-7, rel=1e-2)
     assert float(by_chance.mean()) == pytest.approx(float(exact.mean()), rel=5e-3)
@@ -129,8 +133,10 @@ def test_small_updates_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.whole
 def test_weights_that_were_split_before_get_shorter_halves() -> None:
-    """The bfloat16 stays, and so does what it is apart from a whole master in 8 bits; of a weight that was
-    bfloat16 from the start it is nothing."""
+    """The bfloat16 stays unchanged, and the residual of the full master is cut to 8 bits.
+
+    A weight that was bfloat16 from the start has a residual of zero.
+    """
     layer = torch.nn.Linear(33, 20, bias=False)
     exact = layer.weight.detach().clone()
     halves.split_weights(layer)
@@ -146,7 +152,7 @@ def test_weights_that_were_split_before_get_shorter_halves() -> None:
     assert optimizer.state[own][RESIDUAL].dtype is torch.int8
 
 
-# ---- kept, resumed ---------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.whole

@@ -1,4 +1,4 @@
-"""Measuring in a fresh process: what a child may do to its parent, and what comes back (promises 7 to 9)."""
+"""Measurements in a fresh process: the child's effects on its parent, and its results (promises 7 to 9)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def script(body: str) -> list[str]:
 
 
 def live(body: str, *, seconds: float = 60, once: Path | None = None, **options: Any) -> ChildExit:
-    """Run this program and wait for it so many seconds, counted from when the file `once` is there."""
+    """Run this program and wait for this many seconds, counted from the creation of the file `once`."""
     with Child(script(body), environment=os.environ, **options) as running:
         latest = time.monotonic() + 60
         while once is not None and not once.exists() and time.monotonic() < latest:
@@ -83,7 +83,7 @@ def live(body: str, *, seconds: float = 60, once: Path | None = None, **options:
 
 
 def gone(pid: int, *, patience: float = 10) -> bool:
-    """Whether a process ends within `patience` seconds; one that only waits to be reaped has ended."""
+    """True if a process ends within `patience` seconds; a process that only waits to be reaped has ended."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
@@ -153,7 +153,7 @@ class TestChild:
         "end", slow_but(["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(600)"], 1)
     )
     def test_its_descendants_die_with_it(self, end: str, tmp_path: Path) -> None:
-        """A child of its own, as loaders have, that ignores the request to end."""
+        """The child has its own child, like a loader's worker, that ignores SIGTERM."""
         ready = tmp_path / "ready"
         ending = live(
             f"""
@@ -182,7 +182,7 @@ class TestChild:
 
     @pytest.mark.whole
     def test_the_parent_sleeps_while_it_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Also when the child has closed its end of the pipe, which stays readable for ever."""
+        """The parent also sleeps when the child has closed its end of the pipe, which then stays readable."""
         looks = []
         has_died = Child._has_died
 
@@ -352,9 +352,9 @@ def test_a_document_has_a_size(tmp_path: Path) -> None:
     [
         ([0.2] * 10, 0.2, 0.0, False),
         ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0], 6.0, 8 / 6, True),
-        ([1.0] * 99 + [50.0], 1.0, 0.0, False),  # one hiccup in a hundred is no unstable run
+        ([1.0] * 99 + [50.0], 1.0, 0.0, False),  # one slow step in a hundred is no unstable run
         ([1.00, 1.02, 1.04, 1.06, 1.08], 1.04, 0.064 / 1.04, False),
-        ([1.0] * 15 + [2.0] * 5, (14 + 2 * 4) / 18, 1 / (22 / 18), True),  # neither of a host's two paces
+        ([1.0] * 15 + [2.0] * 5, (14 + 2 * 4) / 18, 1 / (22 / 18), True),  # at neither of a host's two paces
         ([0.5], 0.5, 0.0, True),  # one step alone shows no spread
     ],
 )
@@ -368,7 +368,7 @@ def test_statistics(seconds: list[float], mean: float, spread: float, unstable: 
 
 
 def test_disturbed_steps_do_not_count_while_enough_others_remain() -> None:
-    """Whichever they are: a disturbed step may be as short as any."""
+    """The choice is by disturbance alone, because a disturbed step may be as short as any other."""
     seconds, quiet = [1.0] * 5 + [3.0] * 14 + [1.0], [True] * 5 + [False] * 15
     timing = timing_of(seconds, 8, quiet)
     assert timing is not None
@@ -381,7 +381,7 @@ def test_disturbed_steps_do_not_count_while_enough_others_remain() -> None:
 
 
 class DisturbedCore:
-    """A core that somebody disturbs at these calls."""
+    """A core with a disturbance at each of these calls."""
 
     def __init__(self, *calls: int) -> None:
         self.calls, self.called, self.disturbed_samples = calls, 0, 0
@@ -414,7 +414,7 @@ def test_a_step_is_quiet_from_border_to_border(calls: tuple[int, ...], quiet: li
             watch.phase("forward")
         watch.step_ends(index)
         if index == 0:
-            watch.phase("update")  # looks once the first step is over
+            watch.phase("update")  # reads the load after the first step
             watch.phase("update")
     assert watch.quiet() == quiet
 
@@ -444,7 +444,7 @@ class FakeEvent:
 def test_the_stages_of_a_start(
     monkeypatch: pytest.MonkeyPatch, device: str, warmup: int, steady: list[float], start: tuple[float, int]
 ) -> None:
-    """A model that is built in 2 s, steps of 3, 4, 5 and 6 s, and half a second before each."""
+    """The model is built in 2 s, and steps take 3, 4, 5 and 6 s with half a second before each."""
     import torch
 
     now = [100.0]
@@ -469,7 +469,7 @@ def test_what_is_paid_once_is_all_but_steady_steps() -> None:
     settled = replace(START, settling_seconds=0.6, settling_steps=2)
     assert START.total_seconds(0.2) == pytest.approx(6.8 + 1.0 - 0.2)
     assert settled.total_seconds(0.2) == pytest.approx(6.8 + 1.6 - 3 * 0.2)
-    assert settled.total_seconds(2.0) == pytest.approx(6.8), "steps that are faster at first save nothing"
+    assert settled.total_seconds(2.0) == pytest.approx(6.8), "faster first steps give no negative cost"
 
 
 def test_no_steps_no_timing() -> None:
@@ -484,14 +484,14 @@ def load_at(wall: float, busy: float, own: float) -> HostLoad:
     ("last", "words"),
     [
         (load_at(10, 20, 19.5), None),  # the run itself filled both cores
-        (load_at(10, 11, 2), None),  # others were busy, and a core was left
+        (load_at(10, 11, 2), None),  # other processes were busy, and a core was free
         (load_at(10, 20, 9), "1.1 of the host's 2 cores"),
         (load_at(0.1, 0.2, 0.0), None),  # too short for the kernel's ticks
         (None, None),
     ],
 )
 def test_a_host_that_was_crowded_all_the_time(last: HostLoad | None, words: str | None) -> None:
-    """Evenly slow steps have no spread, so the kernel's counters are asked."""
+    """Evenly slow steps have no spread, so the kernel's counters decide."""
     reason = crowding(load_at(0, 0, 0), last, 2)
     assert (words in reason) if words and reason else reason is words
 
@@ -535,7 +535,7 @@ def test_the_childs_environment() -> None:
 
 
 def test_measured_processes_keep_bytecode_where_an_image_forbids_it(tmp_path: Path) -> None:
-    """Else each of them compiles torch again."""
+    """Without stored bytecode, each measured process compiles torch again."""
     shell = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path)}
     kept = child_environment(shell, Setup(), visibility={})
     assert "PYTHONDONTWRITEBYTECODE" not in kept
@@ -577,7 +577,7 @@ def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words:
 def test_a_mistake_that_the_child_finds_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only building a model shows whether transformers knows its activation. The child works in here."""
+    """Only the model's build finds an unsupported activation. The child's code runs in this process."""
 
     def done_here(request: Path, result: Path) -> list[str]:
         write_document(result, child_room.run(read_document(request), tmp_path / "none").to_json())
@@ -616,14 +616,14 @@ def test_a_module_from_python_is_not_pickled() -> None:
 
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measurement, Path]:
-    """A run in a process of its own, and its ledger."""
+    """Return a run in its own process, and its ledger."""
     ledger = tmp_path_factory.mktemp("runs")
     return measure(tiny_job(), Recipe(), device="cpu", warmup=1, steps=3, ledger=ledger), ledger
 
 
 @pytest.mark.whole
 def test_a_step_on_the_cpu(on_the_cpu: tuple[Measurement, Path]) -> None:
-    """End to end: two processes, a ledger, and the GPU's fields null."""
+    """Run end to end: two processes, a ledger, and null fields for the GPU."""
     seen, ledger = on_the_cpu
     assert (seen.outcome, seen.message, seen.device.type) == ("ok", "", "cpu")
     assert seen.footprint is not None
@@ -651,13 +651,13 @@ def test_a_step_on_the_cpu(on_the_cpu: tuple[Measurement, Path]) -> None:
     document = read_document(folder / "measurement.json")
     assert Measurement.from_json(document) == seen
     assert document["footprint"]["nvml_bytes"] is None
-    del document["startup"]  # as in results that are older
+    del document["startup"]  # as in older results
     assert Measurement.from_json(document) == replace(seen, startup=None)
 
 
 @pytest.mark.whole
 def test_the_seed_is_the_same_in_every_run(on_the_cpu: tuple[Measurement, Path]) -> None:
-    """Losses of two runs agree, so a difference between recipes is the recipe's."""
+    """Two runs have equal losses, so a difference between recipes comes from the recipe alone."""
     with forked_children():
         other = measure(tiny_job(), "workers(1)", device="cpu", warmup=1, steps=3, ledger=None)
     assert other.outcome == "ok"
@@ -673,7 +673,7 @@ def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
 
 
 def measures_in_little_memory(request: str, result: str) -> int:
-    """Measure in this process, which may take 8 GB more."""
+    """Measure in this process, limited to 8 GB more."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 8_000_000_000, most))
     write_document(Path(result), child_room.run(read_document(Path(request)), Path("none")).to_json())
@@ -683,7 +683,7 @@ def measures_in_little_memory(request: str, result: str) -> int:
 @pytest.mark.whole
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
-    """A model of 16 GB in a process that may have 8: refused by the kernel, and the message says so."""
+    """The kernel refuses a model of 16 GB in a process limited to 8 GB, and the message reports that."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
     request, result = tmp_path / "request.json", tmp_path / "result.json"
     write_document(request, experiment_of(job).document(Target(type="cpu"), None))
@@ -717,7 +717,7 @@ sys.exit({code})
 
 
 class TestOnAGpu:
-    """The parent's half of a GPU run: NVML is made up, and so is the child."""
+    """The parent's half of a GPU run, with invented NVML and an invented child."""
 
     def perform(
         self,
@@ -730,7 +730,7 @@ class TestOnAGpu:
         meanwhile: Any = lambda: None,
         recipe: str = "plain",
     ) -> Measurement:
-        """The device's bytes rise while the child lives and fall when it has ended."""
+        """Measure with device bytes that rise while the child lives and fall after its end."""
         go, library = tmp_path / "go", FakeNvml(gpu)
         body = FAKE_CHILD.format(reported=json.dumps(reported.to_json()), go=str(go), code=code)
         monkeypatch.setattr(
@@ -806,7 +806,7 @@ class TestOnAGpu:
     def test_the_memory_of_its_process_group_is_its_own(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str
     ) -> None:
-        """NCCL takes it beside torch's allocator, as another process would."""
+        """NCCL takes its memory outside of torch's allocator, like another process."""
         gpu = FakeGpu(processes=None)
 
         def come() -> None:

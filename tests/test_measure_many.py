@@ -1,4 +1,5 @@
-"""Measuring several processes that train together: their figures, and that none outlives another."""
+"""Measure several processes that train together: their figures are right, and none of them outlives the
+run."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
 
 
 def shown(measurement: Measurement) -> str:
-    """The report as text."""
+    """Return the report as text."""
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(render(measurement))
     return console.export_text()
@@ -56,7 +57,7 @@ def shown(measurement: Measurement) -> str:
 
 @pytest.fixture(scope="module")
 def two_on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measurement, Path]:
-    """A run of two processes by FSDP2 on gloo, and its ledger."""
+    """Return a run of two processes with FSDP2 on gloo, and its ledger."""
     ledger = tmp_path_factory.mktemp("runs")
     with forked_children():
         measured = measure(tiny_job(), "fsdp", device="cpu", gpus=2, warmup=1, steps=3, ledger=ledger)
@@ -86,7 +87,7 @@ def test_two_processes_are_measured_together(two_on_the_cpu: tuple[Measurement, 
 
 @pytest.mark.slow
 def test_copied_weights_train_as_sharded_ones_do(two_on_the_cpu: tuple[Measurement, Path]) -> None:
-    """Both begin with the same seed and average the same gradients."""
+    """Both runs start with the same seed and average the same gradients."""
     copied = measure(tiny_job(), "ddp", device="cpu", gpus=2, warmup=1, steps=3, ledger=None)
     assert copied.outcome == "ok"
     assert copied.losses == pytest.approx(two_on_the_cpu[0].losses, rel=1e-5)
@@ -149,7 +150,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 class TestChildren:
-    """Processes without torch: who ends whom."""
+    """Processes without torch: a failure of one ends all."""
 
     WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
@@ -197,7 +198,9 @@ class TestChildren:
 
         waits = Children.wait
         monkeypatch.setattr(Children, "wait", interrupt)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
+        before = signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background job has no such handler
         try:
             with pytest.raises(KeyboardInterrupt):
                 self.run(self.WAITS, self.WAITS)
@@ -206,7 +209,8 @@ class TestChildren:
         assert all(gone(pid) for pid in pids)
 
     def test_the_earliest_failure_is_the_cause(self) -> None:
-        """Of two that were found dead at once. One that was killed says nothing and comes first."""
+        """Choose the earlier of two failures found at the same time. A killed process reports no time and
+        comes first."""
         children = Children([], [])
         children.failed = [0, 1]
         assert children.first_cause({0: 7.5, 1: 7.4}.get) == 1
@@ -241,17 +245,17 @@ REPORTED = ChildResult(
     exposed_fabric_seconds=0.01,
 )
 USED = (7000, 7200)
-"""MiB that the two GPUs are used by while the children live."""
+"""Used memory of the two GPUs in MiB while the children live."""
 
 
 @pytest.mark.whole
 class TestOnTwoGpus:
-    """The parent's half of a run on two GPUs: NVML is made up, and so are the children."""
+    """The parent's half of a run on two GPUs, with invented NVML and invented children."""
 
     def perform(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *reported: ChildResult, profiler: int = 0
     ) -> Measurement:
-        """`profiler` is what the first GPU is used by more (MiB) after its peaks were read."""
+        """`profiler` is the memory in MiB that the first GPU uses in addition after its peaks were read."""
         gpus = [FakeGpu(uuid=A, processes=None), FakeGpu(uuid=B, processes=None)]
         library, readings, go = FakeNvml(*gpus), [0], tmp_path / "go"
         texts = json.dumps([one.to_json() for one in reported])
@@ -419,13 +423,13 @@ def test_each_rank_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_exchange_is_what_runs_beside_no_other_kernel() -> None:
-    """In seconds, over two steps: 3 of NCCL's kernels, 1.5 of which run alone."""
+    """In two steps, NCCL's kernels take 3 s, of which 1.5 s overlap no other kernel."""
     spans = [
         KernelSpan("ampere_gemm", 0.0, 1.0),
         KernelSpan(
             "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.5, 1.5
         ),  # 0.5 alone
-        KernelSpan("nccl:all_gather", 0.5, 1.5),  # torch's mark of it is no kernel
+        KernelSpan("nccl:all_gather", 0.5, 1.5),  # torch's annotation is no kernel
         KernelSpan("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 3.0, 5.0),  # 3.0 to 3.5, 4.5 to 5.0
         KernelSpan("Memcpy DtoD (Device -> Device)", 3.5, 4.2),
         KernelSpan("vectorized_elementwise_kernel", 4.0, 4.5),
@@ -435,7 +439,7 @@ def test_exchange_is_what_runs_beside_no_other_kernel() -> None:
 
 
 def test_steps_after_the_timed_ones_are_not_timed() -> None:
-    """The peaks are read between the two, and the profiler runs afterwards."""
+    """The child reads the peaks after the timed steps; the profiler's steps follow."""
     events: list[str] = []
 
     class Timed(Observer):
@@ -469,7 +473,8 @@ def test_steps_after_the_timed_ones_are_not_timed() -> None:
 def test_a_run_goes_on_for_the_profiler_and_without_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A profiler that finds no GPU sees no exchange, and one that fails says why; both runs are whole."""
+    """A profiler without a GPU records no communication, and a failed one reports the reason; both runs
+    complete."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)

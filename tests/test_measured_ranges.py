@@ -1,9 +1,9 @@
-"""What a technique's warning says was measured of it is what the committed files say.
+"""Numbers in a technique's warnings equal those of the committed measurements.
 
-`fp8`, `budget`, `zero2` and `zero3` tell by how much measured steps took longer than they
-were predicted. The numbers stand in the text; here they are computed again: measured seconds over predicted
-ones, of each step under `results/` that has the technique. When rates are fitted anew or steps are added,
-this test says what to write.
+The warnings of `fp8`, `budget`, `zero2` and `zero3` state by how much measured steps exceeded their
+predicted time. This test computes the numbers again. They are measured seconds over predicted ones, of each
+step under `results/` with the technique. After new rates or new steps, the failure shows the numbers to
+write.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ ROUNDING = 1
 
 
 APART = {"zero2": 7}
-"""The same of techniques whose least differs more: two environments with equal versions gave 21 and 27 %; why
-is not known."""
+"""Rounding in percentage points of techniques with a less certain smallest value. Two environments with
+equal versions gave 21 and 27 %, for an unknown reason."""
 
 
 @functools.cache
 def document(path: Path) -> dict[str, Any]:
-    """A committed file."""
+    """Return the content of a committed file."""
     read: dict[str, Any] = json.loads(path.read_text())
     return read
 
 
 def ratios(name: str) -> Iterator[float]:
-    """Measured seconds over predicted ones, of each step with this technique."""
+    """Yield measured seconds over predicted ones, of each step with this technique."""
     for path in STEPS:
         if _has(document(path)["recipe"], name):
             seen = Measurement.from_json(document(path))
@@ -68,8 +68,11 @@ def _has(recipe: str, name: str) -> bool:
 
 
 def stated(name: str) -> tuple[int, int, int]:
-    """How many steps the technique's warnings count, and by how many percent these took longer, at least and
-    at most. Where one sentence is about two techniques, zero2 and zero3, both are in this order."""
+    """Return a warning's number of steps, and the smallest and largest percentage by which these took
+    longer.
+
+    A sentence about both zero2 and zero3 has their numbers in this order.
+    """
     technique = next(one for one in roster.techniques() if one.name == name)
     one = technique(share=0.5) if name == "budget" else technique()
     text = " ".join(one.warnings(small_job("llama", 2, padding=0.25), (9, 0))).lower()
@@ -86,7 +89,7 @@ def stated(name: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("fp8", marks=pytest.mark.slow),  # many steps are predicted again
+        pytest.param("fp8", marks=pytest.mark.slow),  # the test predicts many steps again
         pytest.param("budget", marks=pytest.mark.slow),
         pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),
@@ -99,7 +102,7 @@ def test_a_warning_s_numbers_are_the_files(name: str) -> None:
     more = [100 * (ratio - 1) for ratio in ratios(name)]
     found = len(more), round(min(more)), round(max(more))
     told = stated(name)
-    both = f"{name}: the text says {told} (steps, least %, most %), the files {found}"
+    both = f"{name}: the warning has {told} (steps, least %, most %), the files have {found}"
     assert told[0] == found[0], both
     rounding = APART.get(name, ROUNDING)
     assert max(abs(one - other) for one, other in zip(told, found, strict=True)) <= rounding, both

@@ -1,10 +1,14 @@
-"""Ranks on two real H200s, and the same ranks rehearsed: peaks of eight runs, and two steps event by event.
+"""Compare ranks on two real H200s with their simulations: peaks of eight runs, and two steps event by
+event.
 
-`data/many-h200x2.json` says how they were run: with transformers 5.17, under which all eight are exact but
-for the order of addresses. Later versions differ in what `LATER` says. Of the two recorded steps
-(`data/history-h200x2`) three things are left out, since the recorded script has them otherwise than
-snugfit's loop: the batch, which it made once; numbers of up to `NUMBERS` bytes, since it divided the loss;
-and the order of frees that follow one another, since autocast empties its cache in the order of a hash map.
+`data/many-h200x2.json` contains the runs and their settings. They ran with transformers 5.17, under which
+all eight are exact, except for the order of addresses. Later versions differ as in `LATER`. The comparison
+of the two recorded steps (`data/history-h200x2`) omits three things in which the recorded script differs
+from snugfit's loop:
+
+- the batch, which the script made once;
+- numbers of up to `NUMBERS` bytes, since the script divided the loss;
+- the order of consecutive frees, since autocast empties its cache in the order of a hash map.
 """
 
 from __future__ import annotations
@@ -42,15 +46,17 @@ RUNS: dict[str, dict[str, Any]] = {
 MIB = 1 << 20
 NUMBERS = 4
 EXACT = 1e-4
-"""Relative error of what is requested."""
+"""Relative error of requested bytes."""
 
 AS_RESERVED = {"fsdp_llama1b_keep": 5e-4, "ddp_bert_bf16": 5e-4, "zero1_llama1b": 1e-4}
-"""Of what is reserved, where it is not exact to the MiB: equal free blocks are chosen by their addresses, and
-where NCCL's memory lies among them is not known. Other orders of addresses give up to 12 MiB more or less."""
+"""Relative error of reserved bytes that do not match to the MiB. The allocator chooses equal free blocks by
+address, and the addresses of NCCL's memory among them are unknown. Other orders of addresses give up to 12
+MiB more or less."""
 RECORDED_IN = "5.17"
 AS_MEASURED = transformers.__version__.startswith(RECORDED_IN)
 LATER = {} if AS_MEASURED else {"fsdp_llama1b_offload": (1e-4, 5e-3), "fsdp_qwen05_acc2": (2e-4, 0.0)}
-"""Of what is allocated and reserved under later transformers, whose rotary embeddings free otherwise."""
+"""Relative errors of allocated and reserved bytes under later transformers. There, rotary embeddings free
+their tensors in another order."""
 
 
 @cache
@@ -65,16 +71,16 @@ def trace_of(name: str) -> Trace:
         build_on=run.get("build_on", "device"),
     )
     setup = on_gpus(Recipe.parse(run["recipe"]).setup(), 2)
-    with patch.object(ParallelHandler, "after_update"):  # the script left it to NCCL when to let go
+    with patch.object(ParallelHandler, "after_update"):  # in the script, NCCL decided when to free memory
         return rehearse(job_of_rank(job, setup), setup, policy_for(find_gpu("h200"), Software()))
 
 
 ONCE = ("ddp_bert_bf16", "ddp_view_gpt2m_fp32", "fsdp_llama1b", "zero1_llama1b")
-"""Runs of `make test`, one for each way of sharding. `test_ranks.py` shows which shards the host has."""
+"""Runs of `make test`, one per way of sharding. `test_ranks.py` covers shards on the host."""
 
 
 def emptied(trace: Trace) -> Trace:
-    """The trace of a run that gives back what the allocator keeps once it is built, as the script did."""
+    """Return the trace with an emptied allocator cache after the build, as in the recorded script."""
     begins = next(place for place, mark in enumerate(trace.marks) if mark.step == 0)
     mark = Mark(trace.marks[begins].event, -1, "build", MarkKind.CACHE_EMPTIED)
     return replace(trace, marks=(*trace.marks[:begins], mark, *trace.marks[begins:]))
@@ -99,7 +105,7 @@ def test_one_pool_for_all_streams_is_noticed() -> None:
 
 
 def in_order(events: Sequence[int]) -> Iterator[int]:
-    """Without numbers, and with frees that follow one another sorted."""
+    """Yield events without small numbers, and with consecutive frees sorted."""
     frees: list[int] = []
     for event in events:
         if abs(event) <= NUMBERS:
@@ -133,6 +139,6 @@ def test_every_birth_and_death_of_a_step_is_foreseen(name: str) -> None:
 
 
 def without_positions(events: Sequence[int]) -> list[int]:
-    """Llama's rotary embedding converts its positions before its frequencies in later transformers."""
+    """In later transformers, Llama's rotary embedding converts its positions before its frequencies."""
     positions = 2048 * 4
     return [event for event in events if abs(event) != positions]

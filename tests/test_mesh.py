@@ -1,4 +1,4 @@
-"""A mesh as text: what it puts into a recipe, and how many GPUs it makes."""
+"""Text notation of a mesh: the techniques it adds to a recipe, and its number of GPUs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Plans in which groups of GPUs work on the same samples: they share matrices or sequences, or stand in
-stages. Held against every recipe where bytes and seconds are made up, and against predictions where not."""
+"""Plans in which groups of GPUs work on the same samples: they share matrices or sequences, or form stages.
+
+With invented bytes and seconds, a plan is compared with every recipe; otherwise with predictions.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,16 @@ pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128}
 JOB = small_job("llama", 12, HEADS, batch_size=16, sequence_length=512)
-"""Up to eight GPUs can share its matrices, and its sequences."""
+"""Up to eight GPUs can share its matrices and its sequences."""
 UNCUT = small_job("llama", 12, {"num_key_value_heads": 1, "vocab_size": 97}, batch_size=16)
-"""Nothing of it can be shared but its layers, in stages."""
+"""Only its layers can be shared, in stages."""
 EXPERTS = small_job("mixtral", 12, {**HEADS, "num_local_experts": 4}, batch_size=16)
-"""Four experts in each layer: groups of up to four GPUs can share it."""
+"""Each layer has four experts, so groups of up to four GPUs can share it."""
 H200 = find_gpu("h200")
 COUNTS = [1, 2, 4, 8, 16]
 
 
-# ---- what is put together ----------------------------------------------------------------------------------
+# ---- combinations of techniques ----------------------------------------------------------------------------
 
 
 def recipes(job: Job, gpus: int, axes: int, fixed: Kept | None = None) -> set[str]:
@@ -60,7 +62,7 @@ def test_meshes_are_of_groups_within_a_host_beside_what_shares_the_batch() -> No
     assert not any(word in recipe for recipe in alone for word in ("tensor", "context", "pipeline"))
     assert {"fsdp + tensor(8)", "fsdp + context(2)", "fsdp + pipeline(4)", "ddp + tensor(2)"} <= one_axis
     assert {"fsdp + tensor(2) + pipeline(2)", "tensor(8) + pipeline(2)"} <= two_axes
-    assert not any("context" in recipe for recipe in two_axes), "it goes with no other axis"
+    assert not any("context" in recipe for recipe in two_axes), "compatible with no other axis"
     assert not any("expert" in recipe for recipe in one_axis | two_axes)
 
 
@@ -69,9 +71,9 @@ def test_a_mixture_of_experts_is_shared_with_its_experts_whole() -> None:
     assert not any("expert" in recipe for recipe in alone)
     assert {"fsdp + tensor(2) + expert(2)", "hsdp(4) + tensor(2) + expert(2)"} <= one_axis
     assert "fsdp + tensor(4) + expert(4)" in one_axis
-    assert not any("tensor(8)" in recipe for recipe in one_axis), "of four experts"
+    assert not any("tensor(8)" in recipe for recipe in one_axis), "eight GPUs cannot divide four experts"
     assert all(("tensor" in recipe) is ("expert" in recipe) for recipe in one_axis)
-    assert not two_axes, "experts go with no stages"
+    assert not two_axes, "experts are incompatible with stages"
     kept = replace(kept_of(EXPERTS, "tensor(2)"), several_gpus=True)
     assert "fsdp + tensor(2) + expert(2)" in recipes(EXPERTS, 16, 0, kept)
 
@@ -80,7 +82,7 @@ def test_copies_of_the_weights_are_spread_over_whole_hosts() -> None:
     found = recipes(JOB, 16, 1)
     assert "hsdp(4) + tensor(2)" in found
     assert "hsdp(2) + tensor(2)" not in found
-    assert "hsdp(8) + tensor(2)" not in found, "one copy is fsdp's"
+    assert "hsdp(8) + tensor(2)" not in found, "fsdp already covers one copy"
 
 
 def test_a_batch_is_shared_by_groups_where_gpus_cannot_share_it() -> None:
@@ -125,7 +127,7 @@ def test_larger_groups_that_share_experts_hold_no_more() -> None:
     assert cut.is_wider_than(alone["fsdp"])
 
 
-# ---- what stages take --------------------------------------------------------------------------------------
+# ---- memory and time of stages -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_few_layers_and_micro_batches_of_each_stage_tell_what_many_take(
     whole = predict(job, recipe, gpu=H200, gpus=gpus)
     assert whole.footprint.reserved_bytes is not None
     off = abs(judged.needed_bytes - whole.needed_bytes)
-    assert off < 0.2 * whole.footprint.reserved_bytes, "of what the allocator has, apart from NCCL's memory"
+    assert off < 0.2 * whole.footprint.reserved_bytes, "a share of the reserved bytes, without NCCL's memory"
     assert full.needed_bytes == pytest.approx(whole.needed_bytes, rel=1e-3)
     assert whole.timing is not None
     assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.02)
@@ -160,7 +162,7 @@ def test_few_layers_and_micro_batches_of_each_stage_tell_what_many_take(
 
 
 class World(NamedTuple):
-    """Bytes and seconds that are made up (`MadeUpJudge`), and what answers must have on how many GPUs."""
+    """Invented bytes and seconds (`MadeUpJudge`), and the required techniques by number of GPUs."""
 
     job: Job
     states: float
@@ -239,13 +241,14 @@ def test_the_fastest_of_all_meshes_is_found(name: str, monkeypatch: pytest.Monke
             assert is_best(world.job, H200, one, bound, best), one
         expected = world.expected.get(one.gpus)
         assert expected is None or (one.fits == bool(expected) and expected in one.recipe), one
-    assert len(MadeUpJudge.asked) == len(set(MadeUpJudge.asked)), "nothing is asked twice"
+    assert len(MadeUpJudge.asked) == len(set(MadeUpJudge.asked)), "no recipe is evaluated twice"
 
 
 def test_stages_are_given_the_micro_batches_with_which_they_are_fastest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More than the fewest that fit: with these GPUs wait for each other."""
+    """More micro-batches than the smallest fitting number are best, because with that number GPUs wait for
+    each other."""
     job = replace(UNCUT, batch_size=64)
     monkeypatch.setattr(search, "Judge", MadeUpJudge)
     set_world(MadeUpJudge, monkeypatch, World(job, 1, 0.1, 0, 0, 0, {}))
@@ -285,7 +288,7 @@ def test_cards_are_counted_with_meshes(name: str, monkeypatch: pytest.MonkeyPatc
         assert "cannot be shared evenly" in kind.fewest.why
 
 
-# ---- rehearsed, and told -----------------------------------------------------------------------------------
+# ---- simulations and reports -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

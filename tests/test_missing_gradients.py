@@ -1,4 +1,4 @@
-"""Parameters that train and get no gradient from the batch are counted and said."""
+"""Trained parameters that get no gradient from the batch are counted and reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snugfit.techniques.recipe import Recipe
 
 
 class Towers(nn.Module):
-    """As a vision-language model: its tower is for pictures, of which a batch may hold none."""
+    """A model like a vision-language one: its tower is for pictures, and a batch may contain none."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
@@ -35,7 +35,8 @@ def doubts(frozen: bool, recipe: str = "plain", loop: str = "plain", **more: Any
 
 
 def test_parameters_that_a_batch_does_not_reach_are_said() -> None:
-    """A vision tower in a batch of text was predicted without gradients and states, and without a word."""
+    """A vision tower was once predicted without gradients and states for a batch of text, and without a
+    warning."""
     says = "43 of 63 trainable parameters get no gradient from this batch: tower, query."
     for loop in ("plain", "accelerate", "trainer"):
         (sentence,) = doubts(False, loop=loop)

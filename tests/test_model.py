@@ -1,4 +1,4 @@
-"""Models: where they are found, what they refuse, and that the real class is built from facts alone."""
+"""Models: their sources, their refusals, and the construction of the real class from facts alone."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ def test_unknown_names_say_what_is_allowed(name: str, expected: str) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A hub that may be asked; what it answers is for the test to say (`_fetch_config`)."""
+    """A hub that allows requests; each test sets its answer (`_fetch_config`)."""
     from huggingface_hub import constants
 
     def fail(name: str) -> str:
-        raise AssertionError(f"the hub was asked for {name}")
+        raise AssertionError(f"unexpected request to the hub for {name}")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(find, "cached_file", lambda *_: None)
@@ -283,7 +283,7 @@ def test_computed_positions_have_no_limit(name: str, task: Task) -> None:
 
 
 def test_old_files_without_rotary_keys_are_not_refused() -> None:
-    """The first Llama configs say nothing of rotary positions; their class does."""
+    """The first Llama configs have no keys for rotary positions; their class has defaults."""
     old = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -334,7 +334,7 @@ def test_real_weights_are_made_on_a_real_device() -> None:
 
 
 def test_an_architecture_without_sdpa_gets_what_transformers_gives_it() -> None:
-    """DeBERTa's positions and contents attend to each other, which no fused attention computes."""
+    """In DeBERTa, positions and contents attend to each other, and no fused attention supports that."""
     model = tiny(model_type="deberta-v2")
     built = on_meta(model, job_of(model))
     assert built.config._attn_implementation == "eager"
@@ -389,7 +389,7 @@ def test_memory_that_runs_out_is_not_blamed_on_the_config(monkeypatch: pytest.Mo
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a buffer, a frozen part, and a hook."""
+    """A module with two names for one weight, a buffer, a frozen part, and a hook."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What a `state_dict` leaves out of a checkpoint: buffers, extra state, tensors that transformers drops."""
+"""Parts that a checkpoint needs and a `state_dict` omits: buffers, extra state, tensors that transformers
+drops."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from test_fit_keeping import At, die
 
 
 class Center(nn.Module):
-    """What it has seen: in a buffer that no `state_dict` has, in one that the forward pass makes, in extra
-    state, and in plain attributes."""
+    """A module that stores its past in four ways.
+
+    These are a non-persistent buffer, a buffer made by the forward pass, extra state, and plain attributes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ def by_hand(folder: Path, *, stop: int = 0, resume: bool = False) -> Center:
 
 
 def test_a_rotary_embedding_that_has_grown_goes_on(tmp_path: Path) -> None:
-    """Its frequencies are in no `state_dict`, and how far it has grown is a number."""
+    """Its frequencies are in no `state_dict`, and its current length is a plain number."""
     import transformers
 
     def grown(*lengths: int) -> Any:
@@ -123,7 +126,7 @@ def test_a_module_of_ones_own_loop_too(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_an_optimizer_of_another_order_is_refused(tmp_path: Path) -> None:
-    """States are by their place: those of matrices of one shape would change places without a word."""
+    """States are stored by position, so matrices of equal shape would silently exchange their states."""
 
     def run(order: int) -> Any:
         torch.manual_seed(0)
@@ -147,7 +150,7 @@ def test_an_optimizer_of_another_order_is_refused(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_extra_state_that_no_file_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
     class Object(Center):
-        """Its state holds a function."""
+        """A module whose state contains a function."""
 
         def get_extra_state(self) -> Any:
             return {"made": len}
@@ -160,7 +163,7 @@ def test_extra_state_that_no_file_can_hold_is_refused_at_the_start(tmp_path: Pat
 
 
 class Tied(nn.Module):
-    """One matrix under two names, and a view of another."""
+    """A module with one matrix under two names, and a view of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +183,7 @@ def test_tied_weights_and_views_are_put_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "mixtral", "gemma2"])
 def test_models_of_transformers_come_back_in_every_bit(family: str, tmp_path: Path) -> None:
-    """Tied heads, experts that are kept under other names, and a part that is fp32 beside bf16."""
+    """The models have tied heads, experts under other names in files, and an fp32 part in a bf16 model."""
     first, again = (model_of(family, seed=seed).bfloat16() for seed in (1, 2))
     name = next(name for name, module in first.named_modules() if "norm" in type(module).__name__.lower())
     for model in (first, again):

@@ -1,4 +1,4 @@
-"""A model's modules listed once: answers are the model's own, whatever is done to it between two of them."""
+"""A model's modules, listed once: answers equal the model's own after each change between two of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_of(family: str = "bert") -> Any:
 
 
 def same(tree: ModuleTree, model: Any) -> None:
-    """All answers, beside the model's own."""
+    """Compare all answers with the model's own."""
     assert list(map(id, tree.parameters())) == list(map(id, model.parameters()))
     assert list(map(id, tree.parameters(recurse=False))) == list(map(id, model.parameters(recurse=False)))
     assert list(map(id, tree.modules())) == list(map(id, model.modules()))
@@ -96,7 +96,7 @@ def test_a_method_of_the_models_own_is_called() -> None:
     assert model[0].calls == 1
     model[0].norm.train()
     tree.train()
-    assert model[0].calls == 2, "all are in training mode, and it puts its norm back"
+    assert model[0].calls == 2, "all modules are in training mode, and the model restores its norm"
     own = ModuleTree(model[0])
     for name in USED_BY:
         with own.answering(name):
@@ -136,7 +136,7 @@ def test_a_copy_that_is_made_meanwhile_is_a_model_of_its_own() -> None:
 def test_a_trainer_walks_through_its_modules_once_and_trains_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback switches a module to evaluation after each step, as a user's might."""
+    """A user's callback may switch a module to evaluation after each step, as here."""
     counts = 0
     count = transformers.PreTrainedModel.num_parameters
 
