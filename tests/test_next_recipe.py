@@ -1,4 +1,4 @@
-"""What follows a recipe that ran out of memory on a known GPU: planned, as far as a run can follow."""
+"""Recipes that follow a memory error on a known GPU: planned, within the limits of a running training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEFORE = Recipe.parse("bf16 + micro_batches(2)")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """An H200 whose plan ranks these, and what it was asked."""
+    """Fake an H200 whose plan ranks three recipes, and return the arguments of the call to `plan`."""
     ranked = ("bf16 + every_layer", "bf16 + tf32 + micro_batches(4)", "bf16 + every_layer + micro_batches(4)")
     found: dict[str, Any] = {}
 

@@ -52,7 +52,8 @@ def test_old_driver_falls_back_to_version_one_and_says_so() -> None:
 
 
 def test_a_version_that_answered_once_is_kept() -> None:
-    """The two versions count differently: mixed, one hiccup would look like 615 MiB of somebody else's."""
+    """The two versions count differently. Mixing them would attribute 615 MiB to another process after one
+    hiccup."""
     library = FakeNvml(FakeGpu())
     card = card_of(library)
     card.memory()
@@ -314,7 +315,7 @@ def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]
         ([census(8003, {}, {4242: None})], None),  # ours, by the host's number
         ([census(8003, {7: None}, {}), census(9000, {7: None}, {8: 900 * MIB})], "process 8"),
         ([census(8003, {}, {4242: None, 4243: None})], "2 processes"),
-        ([census(10003, {7: 8000 * MIB}, {})], "2,000 MiB"),  # somebody whom NVML does not list
+        ([census(10003, {7: 8000 * MIB}, {})], "2,000 MiB"),  # a process that NVML does not list
     ],
 )
 def test_strangers_during_the_run(censuses: list[Census], words: str | None) -> None:

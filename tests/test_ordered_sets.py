@@ -1,4 +1,4 @@
-"""A rehearsal is the same in every process, whatever its hash seed."""
+"""A rehearsal is the same in every process, under every hash seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snugfit.rehearsal.rehearse import SortedSet, rehearse, sets_in_order
 from snugfit.techniques.recipe import Recipe
 
 KINDS = {"full_attention", "sliding_attention"}
-"""Of ModernBERT's layers. Hash seed 0 walks them in this order, 1 in the other."""
+"""Attention kinds of ModernBERT's layers. Hash seed 0 iterates them in this order, seed 1 in the other."""
 
 
 def account() -> str:

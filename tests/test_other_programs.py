@@ -1,4 +1,4 @@
-"""Where another program may run than the rehearsed one, that is a doubt: compilers, kernels, LayerDrop."""
+"""Doubts about programs that may differ from the rehearsed one: compilers, kernels, LayerDrop."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_library_that_compiles_functions_when_it_is_imported_is_no_doubt() -> 
 
     class Imports(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch.compile(lambda x: x * 2)  # and nobody calls it
+            torch.compile(lambda x: x * 2)  # never called
             return super().forward(x)
 
     assert trace_of(Imports()).doubts == ()
@@ -305,7 +305,7 @@ def test_an_optimizers_library_that_compiles_itself_is_no_doubt_about_the_model(
     assert "Uncertain" not in told
 
 
-# ---- models that ask whether they are on meta ----------------------------------------------------------
+# ---- models that check for the meta device -------------------------------------------------------------
 
 
 @pytest.mark.whole

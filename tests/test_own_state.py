@@ -1,4 +1,4 @@
-"""What a user's data keeps of its own: kept, put back, and taken away where it was not there."""
+"""State of a user's dataset: saved, restored, and removed where it did not exist before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds are told with their spread, beside samples and tokens a second and MFU."""
+"""Reports show seconds with their spread, beside samples and tokens per second and MFU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Batches without their padding: the sums of the padded batch, fewer tokens in all that is computed,
-rehearsed as it runs, refused where a model or a job does not fit."""
+"""Batches without padding.
+
+The sums equal those of the padded batch, with fewer tokens computed. The rehearsal matches the real step.
+Unsuitable models and jobs are refused.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ def encoder_batch(job: Job) -> dict[str, torch.Tensor]:
     ("task", "family"), crossed([Task.SEQUENCE_CLASSIFICATION, Task.MASKED_LM], ENCODERS)
 )
 def test_encoders_give_the_same_losses_and_gradients(family: str, task: Task) -> None:
-    """In 64 bits: what a loop gives the model, rows that are filled up, and padding."""
+    """Compare three inputs in 64 bits: a loop's batch, rows filled up to a length, and a padded batch."""
     job = encoder_job(family, task)
     batch = encoder_batch(job)
     loss, padded = grads_of(job, "sdpa", batch)
@@ -251,7 +254,7 @@ def test_a_batch_becomes_one_row_with_the_positions_that_its_tokens_had(left: bo
     assert (packed["max_length_q"], packed["use_cache"]) == (16, False)
     assert "attention_mask" not in packed
     unlabelled = (packed["labels"][0] == -100).nonzero().flatten().tolist()
-    assert unlabelled == [0, 16, 19, 20], "what would be predicted from another sequence"
+    assert unlabelled == [0, 16, 19, 20], "labels whose inputs belong to another sequence"
 
 
 def test_rows_that_are_recorded_have_few_lengths() -> None:
@@ -274,7 +277,7 @@ def test_micro_batches_of_as_many_samples_are_as_long_as_each_other() -> None:
     pieces = [{name: value[rows] for name, value in uneven().items()} for rows in ([0], [1], [2, 3])]
     rows = as_rows(pieces, RowRules(shifts=True), Filling(4, 16))
     assert [row["input_ids"].shape[1] for row in rows] == [16, 16, 12]
-    assert rows[1]["cu_seq_lens_q"].tolist() == [0, 3, 16], "room for what the longest has more"
+    assert rows[1]["cu_seq_lens_q"].tolist() == [0, 3, 16], "extra room for the longest sequence"
     assert rows[2]["cu_seq_lens_q"].tolist() == [0, 1, 10, 12]
     plain = as_rows(pieces, RowRules(shifts=True))
     assert [row["input_ids"].shape[1] for row in plain] == [16, 3, 10], "nothing is recorded"
@@ -379,7 +382,8 @@ def test_a_live_model_drops_its_padding_and_keeps_it_again() -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_model_from_python_is_predicted_without_padding(live: bool) -> None:
-    """One that trains so already, whose copy has its hooks, and one that is only asked about."""
+    """Test a model that already trains this way, so that its copy has its hooks, and one that is only
+    predicted."""
     model: Any = build_model(a_job("llama"), wide("sdpa"), CPU).float()
     if live:
         change = LiveTraining(front_end="fit", recipe=Recipe.parse(RECIPE), model=model, device=CPU)
@@ -417,7 +421,7 @@ def test_a_gpu_is_asked_for_tokens_that_count(padding: float, tokens: int) -> No
     dtypes = {kernel.dtype for kernel in trace.kernels if "_flash" in kernel.operator}
     assert dtypes == {"torch.bfloat16"}, "keys and values come back from transformers' cache in 32 bits"
     assert shapes(trace, "silu") == {((1, tokens, 112),)}
-    assert not trace.waits, "the host knows its batch"
+    assert not trace.waits, "the host has the batch"
 
 
 def test_memory_follows_the_tokens() -> None:
@@ -451,7 +455,7 @@ def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None
 # ---- refused, planned --------------------------------------------------------------------------------------
 
 CLASSIFIED = replace(small_job("modernbert", 2), task=Task.SEQUENCE_CLASSIFICATION)
-"""Whose head may read the mean of all tokens."""
+"""A job whose classification head may read the mean of all tokens."""
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,11 @@ def cut(batches: int) -> Prediction:
 
 
 def crowded() -> list[object]:
-    """Results that have little room for words: many micro-batches, made up and rehearsed; a front of 40
-    recipes with long names, whose figures lie close; names that no line holds."""
+    """Return results with little room for labels.
+
+    They are many micro-batches, made up and rehearsed. A front of 40 recipes has long names and close
+    figures, and some names exceed a line.
+    """
     from small_models import small_job
     from snugfit.prediction.predict import predict
 
@@ -279,8 +282,8 @@ def test_each_kind_of_bytes_has_a_layer_and_a_colour_of_its_own(kind: Kind) -> N
 
 
 def test_a_picture_of_a_step_is_no_larger_than_what_it_shows() -> None:
-    """Level lines are two points, kinds too thin to be seen are no shape, and moments too close to be pointed
-    at are told together, with the highest."""
+    """Level lines have two points, and kinds too thin to be visible have no shape. Moments too close for
+    the mouse share one label, which shows the highest."""
     one = prediction().anatomy.curve[0]
     kinds = {"weights": 900 * MIB, "activations": 0, "inputs": 1}
     curve = [
@@ -302,7 +305,7 @@ def test_a_picture_of_a_step_is_no_larger_than_what_it_shows() -> None:
     (64, ["64 micro-batches", "update"]),
 ])  # fmt: skip
 def test_micro_batches_have_a_level_of_their_own(batches: int, words: list[str]) -> None:
-    """Where there is no room for the names of passes, brackets say which micro-batch they are of."""
+    """Brackets number the micro-batches if the names of passes do not fit."""
     (svg,) = drawings(draw_prediction(cut(batches))[0].svg)
     shown = [text.text for text in svg.iter(f"{SVG}text")]
     assert set(words) <= set(shown)
@@ -434,7 +437,7 @@ addEventListener("load", () => {
 
 
 def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> list[str]:
-    """The page's colour, and what is wrong with it, as Chromium lays it out."""
+    """Return the page's colour and its layout faults in Chromium."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("Requires: [chromium]")

@@ -1,4 +1,4 @@
-"""The peers of a verified plan: which recipes of the plain Trainer are tried, and what is said of them."""
+"""The peers of a verified plan: the choice of recipes of the plain Trainer, and the report about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ H200, V100 = find_gpu("h200"), find_gpu("v100-16gb")
 
 
 def predicted_sizes(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> list[str]:
-    """Predictions of these sizes, by recipe; any other takes 1 GiB. The list collects what was asked."""
+    """Fake predictions of these sizes by recipe, with 1 GiB for all other recipes. The returned list
+    collects the predicted recipes."""
     asked: list[str] = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:
@@ -87,7 +88,7 @@ def test_a_peer_has_the_precision_of_the_gpu_and_what_the_plan_kept(
     chosen = Recipe.parse("lora(r=4) + bf16_pure + every_layer + lion")
     measure_peers(job(), gpu, chosen, kept_slots={Slot.OPTIMIZER})
     (_, recipe, _), _ = runs
-    assert recipe == f"lora(r=4) + {precision} + lion", "adapters and what is kept, but not the rest"
+    assert recipe == f"lora(r=4) + {precision} + lion", "adapters and kept slots, but not the rest"
 
 
 def test_a_peer_clips_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Layers in stages: laws 1 and 3 against real gloo processes, what is refused, and what a step takes."""
+"""Layers in stages: laws 1 and 3 against real gloo processes, refusals, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pyte
 
 
 def test_gradients_of_weights_apart_take_the_host_time() -> None:
-    """Each chunk of each micro-batch, of the last stage with its norm and head; the first stage, which has no
-    gradient of an input, computes all of them at once."""
+    """The host time counts each chunk of each micro-batch. The last stage adds its norm and head. The
+    first stage needs no gradient of its input, so it computes all gradients at once."""
 
     def counted(schedule: str, rank: int) -> list[int]:
         trace = rehearsed(2, f"pipeline(2, schedule={schedule}) + micro_batches(4)", rank)
@@ -187,7 +187,7 @@ def sent(trace: Trace) -> dict[tuple[str, int], int]:
     return counts
 
 
-# ---- what is refused -------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_word_of_other_libraries_is_understood() -> None:
     assert Recipe.parse("pp(4)") == Recipe.parse("pipeline(4)")
 
 
-# ---- what a step takes -----------------------------------------------------------------------------------
+# ---- the cost of a step ----------------------------------------------------------------------------------
 
 
 def test_ranks_differ_and_the_one_that_needs_the_most_is_shown() -> None:
@@ -337,7 +337,7 @@ def test_stages_wait_for_the_slowest_and_for_what_is_sent() -> None:
 
 
 def test_the_bubble_of_interleaved_stages_is_as_much_smaller_as_they_are_more() -> None:
-    """1 / chunks of what it is otherwise, beside the same work (Narayanan et al., section 2.2.2)."""
+    """The idle time is 1 / chunks of the usual one, for the same work (Narayanan et al., section 2.2.2)."""
     work = passes(*((kind, number, s / 2) for kind, s in ((FORWARD, 1), (BACKWARD, 2)) for number in (0, 1)))
     step = simulate_stages([work] * 4, orders(4, 8, "Interleaved1F1B", 2), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(3.0 * (8 + 3 / 2))
@@ -379,7 +379,7 @@ def test_torch_runs_the_passes_in_the_order_that_is_simulated(
         trace = rehearse(DEEP, setup, CpuPolicy(), steps=steps, rank=rank)
         order = orders_of(setup.parallel, 8)[rank]
         assert ran == steps * list(order), rank
-        assert len(trace.passes) == 1 + len(order), "the loop says that it begins"
+        assert len(trace.passes) == 1 + len(order), "the loop marks its beginning"
 
 
 def test_a_step_is_as_long_as_its_stages_take() -> None:
@@ -394,8 +394,8 @@ def test_a_step_is_as_long_as_its_stages_take() -> None:
 def test_all_seconds_are_those_of_the_calibration_of_so_many_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step is shorter than what a GPU's own host takes for it: here one that launches slowly while two
-    GPUs work."""
+    """Each step lasts at least as long as its GPU's own host needs. In this test that host launches slowly
+    while two GPUs work."""
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path))
     gpu = find_gpu("h200")
     slow = replace(rates_for(gpu), host=rates_for(gpu).host.slower(20.0))

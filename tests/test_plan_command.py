@@ -238,7 +238,7 @@ def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
     assert asked[-2]["tell"] != heard.append
     snugfit.plan(job, **how, clock=len)
     snugfit.plan(job, **how, clock=len)
-    assert len(asked) == 5, "seconds of one's own are nobody else's"
+    assert len(asked) == 5, "seconds of the user's own function are not shared"
 
 
 SHOWN: tuple[tuple[Callable[[], Storable], list[str], str], ...] = (
@@ -246,7 +246,8 @@ SHOWN: tuple[tuple[Callable[[], Storable], list[str], str], ...] = (
     (of_lengths, ["lengths", *ASK[1:], "--lengths", "lengths.json"], "set()"),
     (plans_for_gpus, ["gpus", "--for", *ASK[1:4]], "{'numpy'}"),
 )
-"""A stored answer, the command that shows it, and what that loads; the one that loads most is the last."""
+"""A stored answer, the command that shows it, and the packages it imports. The command with the most
+imports comes last."""
 
 
 @pytest.mark.whole

@@ -1,5 +1,8 @@
-"""Parts of a plan: what is remembered serves every recipe, pieces of a step are timed as the step is, and few
-layers and few micro-batches tell no more than the truth about many."""
+"""Parts of a plan.
+
+Cached parts serve every recipe, and pieces of a step are timed like the whole step. Bounds from few layers
+and few micro-batches never exceed the exact figures.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from tiers import slow_but
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
 
 
-@pytest.mark.parametrize("recipe", ["as_loaded", "fp16 + every_layer"])  # a scaler asks: the host waits
+@pytest.mark.parametrize("recipe", ["as_loaded", "fp16 + every_layer"])  # a scaler's check makes the host wait
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_pieces_of_a_step_take_as_long_as_the_step(recipe: str, pieces: int) -> None:
     job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(recipe).setup()
@@ -82,7 +85,7 @@ def test_a_clock_that_does_not_join_is_given_a_trace() -> None:
 
 
 def answers(pool: WorkerPool, questions: list[Question]) -> dict[int, object]:
-    """What a pool answers to these questions."""
+    """Return the pool's answers, by the number of the question."""
     return dict(pool.answers_to(questions))
 
 
@@ -109,7 +112,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     assert [process.is_alive() for process in processes] == [False, False]
 
 
-# ---- few tell of many ------------------------------------------------------------------------------------
+# ---- bounds from few layers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     [
         pytest.param("as_loaded", marks=pytest.mark.slow),
         pytest.param(
-            "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler asks: the host waits
+            "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler's check makes the host wait
             marks=pytest.mark.slow,
         ),
         "bf16 + tf32 + segments + adamw_8bit + workers",  # waits for each parameter

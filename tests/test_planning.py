@@ -45,7 +45,7 @@ from snugfit.techniques.technique import Fidelity, Slot
 from tiers import slow_but
 
 FEW = f"{REST} + keep_all + sdpa + default + inline"
-"""Slots that a question about others is asked without, where the space would have tens of thousands."""
+"""Slots that tests of other slots fix, since the space would have tens of thousands of recipes."""
 
 H200 = find_gpu("h200")
 CUDA = CudaPolicy()
@@ -54,7 +54,8 @@ SEED = 20_261_120
 
 @dataclass(frozen=True)
 class Invented:
-    """A device that nobody made: the larger of arithmetic and traffic, and a launch."""
+    """An invented device. A kernel takes the larger of its arithmetic and its memory traffic, plus a
+    launch."""
 
     bandwidth: float = 1e9
     flops: float = 1e11
@@ -93,7 +94,7 @@ def test_every_recipe_is_lawful_and_keeps_the_batch() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NewSetup(Setup):
-    """A Setup with a wish that nobody has told the search about."""
+    """A Setup with a field that the search does not support."""
 
     offload: str | None = None
 
@@ -109,7 +110,7 @@ def test_a_new_wish_is_part_of_the_key_until_it_is_told_what_it_touches() -> Non
 
 
 def test_each_wish_of_a_setup_is_part_of_the_key() -> None:
-    """Whatever a technique of the roster changes in the plain Setup, its key shows."""
+    """The key contains every change that a technique of the roster makes to the plain Setup."""
     job, plain = small_job("bert", 2, batch_size=4), Setup()
     for technique in roster.techniques():
         for setting in technique.settings(job):
@@ -190,7 +191,7 @@ def test_a_recipe_is_found_by_what_stands_in_its_slots() -> None:
 
 @dataclass
 class Told:
-    """A place of a bench where everything is known beforehand, and some recipes cannot be judged."""
+    """A worker with prepared bounds and figures, in which some recipes fail."""
 
     numbers: dict[int, int]
     bounds: list[Bound]
@@ -235,7 +236,7 @@ def told_of(space: Space, rng: random.Random) -> Told:
 
 @cache
 def exact_space() -> Space:
-    """What changes no number."""
+    """Return the space of recipes that change no number."""
     return space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.SAME)
 
 
@@ -274,16 +275,19 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
 
 @cache
 def space_of_rounds(fixed: str = "") -> Space:
-    """What rounds, with budgets of compiled layers, but for the slots of `fixed`."""
+    """Return the space of recipes that round, with budgets of compiled layers, without the slots of
+    `fixed`."""
     job = small_job("bert", 2, batch_size=2)
     few = f"torch_kernels + whole_logits + ieee + on_device + all_gradients + inline + default{fixed}"
     return space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, few))
 
 
 def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
-    """The same, but what recomputes takes longer than without, and no less than its update; each n-th layer
-    and a budget lie between none and all, and spans take as long as all. More pieces with compiled layers
-    take no less time. The device is never idle."""
+    """Make recomputing slower than keeping all, and no smaller than its update.
+
+    Each n-th layer and a budget lie between none and all. Spans take as long as all. More pieces with
+    compiled layers take no less time. The device is never idle.
+    """
     plain = roster.plain(Slot.CHECKPOINTING)
     traces: dict[int, tuple[Bound, Figures | None]] = {}
     in_order = sorted(enumerate(space.candidates), key=lambda one: one[1].setup.has_budget)
@@ -399,7 +403,8 @@ def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known() -
 
 
 def kinds_with_and_without(space: Space, rng: random.Random) -> list[int]:
-    """The passes that a search looks at with and without these; its answers are equal."""
+    """Count the passes that a search examines with and without these bounds, and check that its answers
+    are equal."""
     told = recomputed(told_of(space, rng), space, rng)
     untold = replace(told, bounds=[Bound(*least[:3]) for least in told.bounds])
     sizes = sorted(figures.needed_bytes for figures in told.figures if figures)
@@ -423,8 +428,11 @@ def kinds_with_and_without(space: Space, rng: random.Random) -> list[int]:
 
 
 def with_small_updates(space: Space) -> Told:
-    """Passes that lose a tenth between blocks, and updates that differ by one byte and one part in a million:
-    the first is the fastest, and the last the smallest."""
+    """Return passes that lose a tenth between blocks.
+
+    Their updates differ by one byte and one part in a million. The first update is the fastest, and the
+    last the smallest.
+    """
     updates = {
         update: index for index, update in enumerate(dict.fromkeys(c.update for c in space.candidates))
     }
@@ -497,8 +505,8 @@ def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed:
 
 @pytest.mark.parametrize("misleads", [False, True])
 def test_each_nth_layer_is_looked_at_where_it_may_lie_by_none_and_each(misleads: bool) -> None:
-    """Recomputing each layer takes a tenth of the bytes here and twice the seconds; where it misleads, one of
-    the others takes hardly more bytes than that."""
+    """Recomputing each layer takes a tenth of the bytes in this test, and twice the seconds. In the
+    misleading case one of the intermediate recipes needs hardly more bytes."""
     space = space_of(small_job("bert", 4, batch_size=2), fidelity=Fidelity.SAME)
     wishes = [candidate.setup.checkpoint for candidate in space.candidates]
     bounds = []
@@ -515,7 +523,7 @@ def test_each_nth_layer_is_looked_at_where_it_may_lie_by_none_and_each(misleads:
     looked_at.add_others()
 
     def looked(most_bytes: int, most_seconds: float) -> dict[int, bool]:
-        """By which layers are recomputed, whether such kinds are known, when what may be so good is asked."""
+        """Return the screened kinds by the layers they recompute, for a query with these limits."""
 
         def is_needed(number: int, least: Sequence[Bound]) -> bool:
             return least[0].needed_bytes <= most_bytes and least[0].seconds <= most_seconds
@@ -584,7 +592,8 @@ def test_what_cannot_be_is_refused_before_any_work(
 
 @pytest.mark.whole
 def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix tuning under one version of transformers: bounds could be told, and no recipe be rehearsed."""
+    """Prefix tuning under one version of transformers has bounds, but none of its recipes can be
+    rehearsed."""
     monkeypatch.setattr(BestFirst, "run", lambda *arguments: None)
     with pytest.raises(SnugfitError, match="No recipe could be simulated"):
         plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1, keep=f"adamw + {FEW}")
@@ -607,8 +616,11 @@ def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: py
 def test_recomputing_takes_no_less_than_is_said_by_none_and_each(
     family: str, layers: int, recipe: str
 ) -> None:
-    """What each n-th layer and what spans take, where not the update but a layer takes the most. Of 11 layers
-    each fourth is more than a fourth; of 12 the last one keeps all where each second is recomputed."""
+    """Check the bounds of each n-th layer and of spans if a layer, not the update, sets the peak.
+
+    With 11 layers, each fourth layer is more than a fourth of the layers. With 12 layers and each second
+    recomputed, the last layer keeps all.
+    """
     job = small_job(family, layers, batch_size=64, sequence_length=256)
     parts = Parts(job, [H200], GpuTimers([H200]))
     none, each = (screened(parts, f"{recipe} + {one}") for one in ("keep_all", "every_layer"))
@@ -632,7 +644,7 @@ def screened(parts: Parts, recipe: str) -> Bound:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_what_recomputes_some_layers_is_no_smaller_than_with_each(family: str) -> None:
-    """By which kinds are left out that are not simulated."""
+    """The search excludes kinds by this inequality without simulating them."""
     parts = Parts(small_job(family, 12, sequence_length=64), [H200], SingleGpuTimer(lambda trace: 0.0))
 
     def needed(recipe: str) -> int:

@@ -1,4 +1,4 @@
-"""The threads that ask for kernels keep to quiet cores: tried on invented cores, whose pace the test sets."""
+"""Launching threads stay on quiet cores. The cores are invented, and the test sets their pace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snugfit.measurement.quiet_core import INTERVAL, INTERVAL_ALL_DISTURBED, Qui
 
 
 class Cores:
-    """Four cores and a clock; the thread is on one of them, and a loop takes as long as the core says."""
+    """Four cores and a clock. The thread runs on one core, whose pace sets the duration of a loop."""
 
     def __init__(self, *paces: float) -> None:
         self.paces = list(paces)
@@ -60,7 +60,7 @@ def test_a_disturbed_core_is_left_for_a_quiet_one(cores: Cores) -> None:
     cores.paces[1] = 1.6
     cores.now = INTERVAL / 2
     core.rebalance()
-    assert cores.held == {1}, "nobody looks so soon"
+    assert cores.held == {1}, "no check before the interval ends"
     cores.now = INTERVAL
     core.rebalance()
     assert cores.held == {3}
