@@ -41,7 +41,7 @@ from tiers import slow_but
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
 
 
-@pytest.mark.parametrize("recipe", ["as_loaded", "fp16 + every_layer"])  # a scaler's check makes the host wait
+@pytest.mark.parametrize("recipe", ["as_loaded", "fp16 + every_layer"])  # the scaler makes the host wait
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_pieces_of_a_step_take_as_long_as_the_step(recipe: str, pieces: int) -> None:
     job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(recipe).setup()

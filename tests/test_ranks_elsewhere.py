@@ -1,9 +1,11 @@
 """Law 1 for one rank of several whose processes are accelerate's or the Trainer's.
 
-As in `test_ranks.py`, against real gloo processes on the CPU: every allocation and free from the first step
-on, and the bytes that stand there when it begins. How a model is built is not compared: in a rehearsal it
-comes from the host group by group, and on the CPU it is there already. accelerate has no FSDP2 for the CPU,
-so the processes are told that theirs are GPUs (`placed_on`); what a rank does is all accelerate's own.
+As in `test_ranks.py`, the reference is real gloo processes on the CPU. The comparison covers each
+allocation and free from the first step on, and the bytes allocated before it.
+
+The construction of a model is not compared. A rehearsal moves it from the host group by group, and on the
+CPU it is already in place. accelerate has no FSDP2 for the CPU, so `placed_on` declares the devices as
+GPUs. The remaining work of a rank is accelerate's own code.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def clipped(family: str, recipe: str) -> Case:
 
 @functools.cache
 def real(loop: str, ranks: int) -> dict[tuple[str, str, int], Ran]:
-    """What each of so many ranks did in every case of this loop."""
+    """Start this number of ranks once for a loop, and return the results of each case and rank."""
     cases = TWO[loop] if ranks == 2 else (FOUR,)
     ran = run_ranks(ranks, [clipped(*one) for one in cases], loop)
     return {
@@ -89,8 +91,10 @@ def in_steps(events: Sequence[Event]) -> list[Event]:
 
 
 def stands_before(events: Sequence[Event]) -> int:
-    """Bytes that the first step finds. What DDP has sent of the first rank's weights is gloo's to free, and
-    nobody hears of it."""
+    """Return the bytes allocated before the first step.
+
+    gloo frees the weights that DDP broadcasts from the first rank, and the profiler misses those frees.
+    """
     dead = {event.block for event in events if event.nbytes < 0}
     return sum(
         event.nbytes

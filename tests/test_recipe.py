@@ -1,4 +1,4 @@
-"""Law 4: the recipe's notation round-trips, and what it refuses it refuses with the place and the cure."""
+"""Law 4: the recipe's notation round-trips, and each refusal names the place and the cure."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_evaluation_says_what_it_leaves_unused() -> None:
 
 
 BESIDE = {"adamw_stochastic": "bf16_pure", "budget": "compiled"}
-"""What some techniques need beside them: weights of bfloat16, which the job's are not, or a compiler."""
+"""Techniques that some others require: bfloat16 weights, which the job lacks, or a compiler."""
 
 
 @pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)

@@ -1,5 +1,8 @@
-"""Law 6: `docs/techniques.md` and `docs/json.md` are what the code says, answers have just the keys of the
-reference, and the answers shown in README and docs are the commands' own."""
+"""Law 6: `docs/techniques.md` and `docs/json.md` equal the generated text.
+
+The keys of each answer are exactly those of the reference. The answers in README and docs equal the
+commands' output.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_every_technique_of_the_roster_is_on_the_page(written: Any) -> None:
 
 
 SOMETIMES = {("Plan", "lengths"), ("Model", "dtype"), ("GpuPlans", "run"), ("Way", "fits")}
-"""Keys that not every such object has: those that go with an option, or with a model that says its dtype."""
+"""Keys that some objects lack: those of an option, or of a model with a declared dtype."""
 
 
 def walk(written: Any, kind: Any, value: Any) -> Iterator[tuple[str, str]]:
@@ -88,7 +91,8 @@ def walk(written: Any, kind: Any, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def answers() -> Iterator[tuple[str, Any]]:
-    """Answers about a tiny model; what takes a process or a minute is the same classes, made up."""
+    """Yield answers about a tiny model, with made-up objects in place of answers that take a process or a
+    minute."""
     job = small_job("gpt2", 2, facts={"dtype": "bfloat16"})
     predicted = snugfit.predict(job, "plain", gpu="h200")
     measured = measurement(timing=timing(), startup=predicted.startup, job=job, recipe=predicted.recipe)
@@ -144,7 +148,8 @@ def test_answers_have_the_keys_of_the_reference(
 def hold_to_reference(
     written: Any, documents: Mapping[str, type], printed: Iterable[tuple[str, Any]]
 ) -> None:
-    """Assert that what commands print has the keys of `docs/json.md`, and together each of them."""
+    """Assert that printed answers have only the keys of `docs/json.md`, and that together they have all of
+    them."""
     seen: set[tuple[str, str]] = set()
     for command, answer in printed:
         text = json.dumps(answer if isinstance(answer, dict) else answer.to_json(), allow_nan=False)

@@ -77,7 +77,7 @@ def bound() -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("loop", slow_but(["trainer", "plain", "accelerate"], 1))
 def test_every_binding_is_what_it_was(loop: str) -> None:
-    rehearsed(loop=loop)  # whatever is imported late is imported now
+    rehearsed(loop=loop)  # imports the lazy modules
     before, autocast = bound(), torch.autocast.__init__
     rehearsed("bf16 + every_layer", loop=loop)
     after = bound()
@@ -86,7 +86,7 @@ def test_every_binding_is_what_it_was(loop: str) -> None:
 
 
 def test_a_name_that_held_something_else_for_a_while_is_replaced_afterwards() -> None:
-    """Whoever patches torch for a while must not spoil the rehearsals of the process from then on."""
+    """A temporary patch of torch must not break later rehearsals of the process."""
     early = types.ModuleType("patched_for_a_while")
     sys.modules[early.__name__] = early
     early.maybe_autocast = lambda *given: None  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_bindings_of_modules_imported_before_and_during_are_replaced_and_put_bac
 
 
 def test_who_asks_whether_autocast_is_on_is_answered_for_the_gpu() -> None:
-    """peft asks so whether it must cast its adapters' inputs itself."""
+    """peft decides by this call to cast its adapters' inputs itself."""
     own = torch.is_autocast_enabled
     with in_force(CudaPolicy()):
         assert not torch.is_autocast_enabled()
@@ -257,7 +257,7 @@ def test_random_numbers_go_on_as_if_nothing_had_been(loop: str) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What a process has switched on and off."""
+    """Return the process-wide switches of torch."""
     return {
         "autocast": torch.is_autocast_enabled("cpu"),
         "autocast dtype": torch.get_autocast_dtype("cpu"),
@@ -369,7 +369,7 @@ def test_a_user_s_own_model_is_not_touched(recipe: str) -> None:
 
 
 def broken(breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a rehearsal says when torch is not as it was; everything is whole again afterwards."""
+    """Return the error of a rehearsal under a changed torch, and check that all bindings are restored."""
     before = bound()
     with monkeypatch.context() as patch:
         patch.setattr(overrides, "_PROBED", set())  # as in a new process

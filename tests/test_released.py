@@ -41,7 +41,7 @@ RECIPES = (
 
 
 class Quiet(Observer):
-    """Watches a step and says nothing."""
+    """An observer without effect."""
 
 
 def job_of(family: str, clip: float | None) -> Job:
@@ -171,7 +171,8 @@ def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip:
 def test_what_is_no_number_changes_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, clip: float | None
 ) -> None:
-    """Without clipping a gradient that is none is found at the end, and the run goes back to its step."""
+    """Without clipping, a NaN gradient is detected at the end of the step, and the run returns to its last
+    state."""
     plain = TrainingStep.take
 
     def take(self: TrainingStep, state: Any, *more: Any) -> Any:
@@ -250,7 +251,7 @@ def test_played_passes_allocate_nothing_and_update_within(clip: float | None) ->
 
 
 def updates_of_a_step(job: Job) -> int:
-    """How many weights a step updates."""
+    """Count the weights that a step updates."""
     setup = Recipe.parse("bf16_master + fused + released").setup()
     trace = rehearse(job, setup, CudaPolicy())
     return sum(kernel.operator == "triton::adamw_of_weight" for kernel in trace.kernels)

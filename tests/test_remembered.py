@@ -1,4 +1,4 @@
-"""What a process remembers from rehearsal to rehearsal changes nothing, and nothing is fetched meanwhile."""
+"""Caches between the rehearsals of a process change no result and fetch nothing."""
 
 from __future__ import annotations
 

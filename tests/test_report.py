@@ -1,4 +1,4 @@
-"""Reports: what they must say, and that foreign words in them stay words."""
+"""Reports: their required statements, and foreign words as plain text."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 def test_a_measurement_from_before_models_had_a_dtype_is_compared() -> None:
-    """It is of weights in float32, and its document does not say what the checkpoint's are."""
+    """The measurement used float32 weights, and its document has no dtype of the checkpoint."""
     document = measurement(job=replace(job(), dtype="float32")).to_json()
     del document["job"]["dtype"]
     document["job"]["model"].pop("dtype", None)
@@ -187,7 +187,7 @@ def test_a_narrow_terminal_loses_no_name_and_breaks_no_number(width: int) -> Non
 
 
 def test_a_report_s_folder_is_made(tmp_path: Path) -> None:
-    """What took an hour is not lost because a plot was asked for in a folder that is not there."""
+    """An hour's result must survive a plot path in a missing folder."""
     assert files.write_atomically(tmp_path / "a" / "b" / "plot.svg", b"drawn").read_bytes() == b"drawn"
 
 
@@ -270,7 +270,7 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
 def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Notebooks set FORCE_COLOR, and rich shows what is printed to any file there."""
+    """Notebooks set FORCE_COLOR, and rich then also displays output that is printed to a file."""
     from snugfit.report import show
 
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -1,4 +1,5 @@
-"""`report_to` in the own loop: transformers' trackers hear a run, and TensorBoard's reader finds it whole."""
+"""`report_to` in the own loop: transformers' trackers receive a run's events, and TensorBoard reads all of
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ BOARD: dict[str, Any] = {"report_to": "tensorboard", "logging_steps": 3}
 
 
 def means(folder: Path, every: int) -> dict[int, float]:
-    """Of the journal's losses, every so many steps."""
+    """Return the means of the journal's losses over each `every` steps."""
     taken = [loss for _, (loss, *_) in sorted(losses(folder).items())]
     return {
         step: sum(taken[step - every : step]) / every
@@ -88,7 +89,7 @@ def test_steps_that_are_taken_again_in_one_process_stand_there_once(
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, *, breaks: bool = False) -> list[tuple[str, int, Any]]:
-    """A tracker of one's own among transformers'; gives what it hears."""
+    """Add a custom tracker to those of transformers, and return the list of its received events."""
     heard: list[tuple[str, int, Any]] = []
 
     class Tracker(transformers.TrainerCallback):

@@ -1,4 +1,4 @@
-"""Law 6, the techniques' part: each file in a slot's folder keeps the roster's rules; a broken one speaks."""
+"""Law 6 for techniques: each file in a slot's folder follows the roster's rules, and a broken file raises."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_unknown_word_is_answered_with_what_to_write(word: str, hint: str) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Sound(Technique):
-    """Does nothing, and says so."""
+    """A valid technique without effect."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "this file"

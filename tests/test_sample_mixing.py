@@ -1,4 +1,5 @@
-"""Losses that are no mean over samples: found by layers, operators or data; then nothing cuts the batch."""
+"""Losses that are no mean over samples are detected by layers, operators or data, and keep the batch
+uncut."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def resnet_job(**more: Any) -> Job:
 
 
 def clip() -> tuple[Any, dict[str, Any]]:
-    """A small CLIP, and a batch that asks for its loss."""
+    """Return a small CLIP, and a batch with `return_loss`."""
     tower = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
     }  # fmt: skip
@@ -177,12 +178,12 @@ def test_a_hand_written_loop_is_given_no_cut_when_memory_runs_out() -> None:
 
 
 class Centred(transformers.Trainer):  # type: ignore[misc]
-    """A loss against the mean of the batch, which counts how often it was asked."""
+    """A Trainer whose loss compares with the mean of the batch. It counts its calls."""
 
     asked = 0
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        """No mean over samples."""
+        """Return a loss that is no mean over samples."""
         self.asked += 1
         out = model(**{name: value for name, value in inputs.items() if name != "labels"})
         loss = (out.logits - out.logits.mean()).square().mean()
@@ -280,7 +281,7 @@ def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pyte
 def test_files_of_transformers_tell_of_most_models_without_being_imported(
     name: str, task: Task, plain: bool
 ) -> None:
-    """What they tell is what its classes say; of the rest they tell nothing."""
+    """The answer from the source agrees with the model's classes, and is missing for the remaining models."""
     model = Model.from_config({"model_type": name}, name=name)
     assert is_plain_by_source(model, task) is plain
     assert not plain or norm_layers_of_job(Job(model=model, task=task)) == ""

@@ -1,4 +1,4 @@
-"""Seconds of a step: the queue, the tiles, the rates, and what was profiled on an H200."""
+"""Seconds of a step: the queue, the tiles, the rates, and profiles from an H200."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FREE = HostLaunchCosts(**dict.fromkeys((field.name for field in fields(HostLaunc
 
 
 def test_the_host_of_a_timeline_is_no_further_ahead_than_the_queue_is_deep() -> None:
-    """Of a step of 2,000 kernels, and of a short one; what the device does stays."""
+    """Test a step of 2,000 kernels and a short one. The device's times stay the same."""
     for count in (2000, 10):
         moments = queue_moments([1.0] * count, [0.001] * count, (), FREE)
         assert max(start - launch for launch, start in moments) <= QUEUE_DEPTH
@@ -57,7 +57,7 @@ def test_a_device_that_has_work_sets_the_pace() -> None:
 
 
 def test_a_host_that_asks_slowly_sets_the_pace() -> None:
-    """The last kernel of a step still runs while the next step's first is asked for."""
+    """The last kernel of a step still runs at the launch of the next step's first kernel."""
     assert simulate_queue([0.1, 3.0], [2.0, 2.0], (), FREE) == pytest.approx(4.0)
 
 
@@ -140,8 +140,11 @@ def test_a_product_without_elements_takes_a_kernel_s_start() -> None:
 
 
 def test_attention_of_a_gpu_that_was_never_measured() -> None:
-    """FlashAttention-2 reaches far more of an A100 than of the Hopper that rates are scaled from; attention
-    in fp32 goes by the fp32 peak, with dropout as without."""
+    """FlashAttention-2 reaches a far larger share of an A100's peak than of the Hopper's that rates come
+    from.
+
+    Attention in fp32 scales with the fp32 peak, with and without dropout.
+    """
     hopper, ampere = (
         packaged_rates(find_gpu("h200")).attention,
         packaged_rates(find_gpu("a100-40gb")).attention,

@@ -1,4 +1,4 @@
-"""Which of the recipes that are forecast alike a plan for several GPUs answers with."""
+"""The choice of a plan for several GPUs among recipes with similar forecasts."""
 
 from __future__ import annotations
 

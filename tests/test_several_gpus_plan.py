@@ -1,4 +1,4 @@
-"""Plans for several GPUs: the fewest that fit, the fastest, and what is asked wrongly."""
+"""Plans for several GPUs: the fewest that fit, the fastest, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 JOB = replace(small_job("llama", 12), batch_size=8)
 SHALLOW = replace(small_job("llama", 2), batch_size=8)
-"""Where a test is not about what few layers tell of many."""
+"""A job for tests that need no estimate of many layers from few."""
 H200 = find_gpu("h200")
 OTHERS = f"sdpa + default + inline + {REST}"
 """Not searched where a test is about several GPUs."""
 H200_POLICY = policy_for(H200, Software())
 
 
-# ---- what is put together ----------------------------------------------------------------------------------
+# ---- combined recipes --------------------------------------------------------------------------------------
 
 
 def test_one_gpu_shares_with_nobody_and_several_do() -> None:
@@ -97,7 +97,7 @@ def test_what_gathers_less_often_or_recomputes_less_is_faster() -> None:
     assert by_name["every_layer + fsdp"].is_slower_than(dropped)
 
 
-# ---- what is judged ----------------------------------------------------------------------------------------
+# ---- evaluated recipes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", slow_but(["bf16 + fsdp", "ddp(bucket_views=true) + every_layer"], 1))
@@ -157,7 +157,7 @@ def test_what_cannot_be_simulated_says_why() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> SeveralGpusPlan:
-    """In one precision and with one optimizer; what chooses these is in `test_mesh_plans.py`."""
+    """Plan with one precision and one optimizer. `test_mesh_plans.py` tests their choice."""
     kept = f"{OTHERS} + bf16 + adamw_fused"
     return plan_several_gpus(SHALLOW, gpu=H200, gpus=[1, 2], keep=kept, workers=1)
 
@@ -209,8 +209,8 @@ def test_a_plan_goes_through_json(plan: SeveralGpusPlan) -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 def test_where_nothing_fits_it_says_what_is_lacking() -> None:
-    """Half of what a step takes that shares and recomputes all. Each time `test_cards.py` tells a nearest
-    miss."""
+    """The limit is half the need of a step that shards and recomputes everything. `test_cards.py` also
+    tests the nearest miss."""
     rest = "bf16 + adamw_fused + fsdp"
     least = predict(SHALLOW, f"{rest} + every_layer", gpu=H200, gpus=2).needed_bytes
     none = plan_several_gpus(
@@ -249,8 +249,8 @@ def test_the_fastest_on_each_number_is_that_of_every_recipe(
     exchange: float,
     more: float,
 ) -> None:
-    """Also where the whole model takes a fifth more than few layers said. Each time `test_mesh_plans.py` asks
-    it of worlds where exchanges bind."""
+    """The result also holds if the whole model takes a fifth more than few layers predict.
+    `test_mesh_plans.py` tests it in clusters whose exchanges are the bottleneck."""
     monkeypatch.setattr(by_formulas, "states", states * GIB)
     monkeypatch.setattr(by_formulas, "sample", sample * GIB)
     monkeypatch.setattr(by_formulas, "exchange", exchange)
@@ -283,7 +283,7 @@ def of_large_samples(by_formulas: type[MadeUpJudge], monkeypatch: pytest.MonkeyP
 def test_the_fewest_layers_are_recomputed_with_which_a_step_fits(
     of_large_samples: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch, more: float, layers: list[int]
 ) -> None:
-    """Also where the whole model takes more than few layers said."""
+    """The result also holds if the whole model takes more than few layers predict."""
     monkeypatch.setattr(of_large_samples, "more_in_full", more)
     plan = plan_several_gpus(JOB, gpu=H200, gpus=[2, 4, 8], headroom=0, workers=1)
     bound = H200.memory_bytes or 0
@@ -378,7 +378,7 @@ def test_the_report_names_the_fewest_the_fastest_and_the_cheapest() -> None:
     )
 
 
-# ---- what is asked wrongly ---------------------------------------------------------------------------------
+# ---- invalid arguments -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""What a step decides by its batch is known in a rehearsal; what depends on weights is assumed, and said.
+"""A rehearsal computes decisions that depend on the batch. It assumes those that depend on weights, and
+reports the assumption.
 
-Law 7 holds modules that decide by their batch to a real run on the CPU (`awkward_shapes.py`). Here stand what
-is said of decisions by weights, where routers send tokens, and steps that differ.
+Law 7 compares modules that decide by their batch with a real run on the CPU (`awkward_shapes.py`). This
+file tests messages about decisions by weights, the destinations of routed tokens, and steps that differ.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def test_torch_is_as_it_was_when_a_rehearsal_is_over() -> None:
     assert f"{torch.tensor(2.5):.2f}" == "2.50"
 
 
-# ---- what depends on weights -----------------------------------------------------------------------------
+# ---- decisions that depend on weights --------------------------------------------------------------------
 
 
 def compares_a_number(m: Any, states: Tensor) -> Tensor:
@@ -223,8 +224,8 @@ def test_a_plan_for_steps_that_differ_simulates_each_recipe_in_full(monkeypatch:
 
 
 def test_a_new_storage_at_an_old_address_has_no_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are used again. Were a shadow found by one alone, a prediction would depend on where Python
-    happens to put its objects."""
+    """Python reuses addresses. A shadow keyed by address alone would make predictions depend on the
+    placement of objects."""
     monkeypatch.setattr(torch.UntypedStorage, "_cdata", 1, raising=False)
     shadows = Shadows()
     old, new = (torch.empty(4, dtype=torch.long, device="meta") for _ in range(2))

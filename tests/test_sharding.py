@@ -1,8 +1,8 @@
-"""DeepSpeed on one GPU: its own engine on shapes, beside what it does on the CPU.
+"""DeepSpeed on one GPU: its own engine on shapes, beside a real run on the CPU.
 
-Law 1 is asked of both stages with everything on the device. Both runs have a process group that sends
-nothing: what others keep for it on a CPU is not what a GPU keeps. What waits on the host is checked by its
-bytes, since a CPU cannot tell host from device.
+Law 1 covers both stages with everything on the device. Both runs have a process group that sends nothing,
+since a real group allocates differently on a CPU than on a GPU. The tensors on the host are checked by
+their bytes, since a CPU cannot distinguish host from device.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_memory_of_the_host_is_counted_and_not_taken() -> None:
 
 
 class Told(LinkObserver):
-    """Counts what the host reads and writes."""
+    """An observer that counts the bytes of the host's reads and writes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -190,7 +190,7 @@ class Told(LinkObserver):
 
 
 def test_what_the_host_reads_and_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in place read what they write, copies do not, and a question reads nothing."""
+    """In-place products read their target, copies do not, and `is_pinned` reads nothing."""
     host, told = HostTensors(lambda tensor, dtype: tensor.to(dtype)), Told()
     monkeypatch.setattr(MetaLink, "observer", told)
     seen = []
@@ -297,7 +297,7 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
     weights = copied(offloaded, UPDATE_ON_HOST) // 4
     moments = 8 * weights
     assert host_state_bytes(offloaded.kernels) >= moments
-    assert pinned_bytes(offloaded.kernels) >= 8 * weights  # what is updated, and its gradients
+    assert pinned_bytes(offloaded.kernels) >= 8 * weights  # the updated weights and their gradients
     assert not host_state_bytes(alone.kernels)
     assert copied(offloaded, STAGE_OUT) >= 2 * weights
     back = copied(offloaded, STAGE_BACK)
@@ -309,14 +309,14 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
 
 
 class SeedAfterBuilding(Observer):
-    """Batches are the same, whatever was drawn while the model was built."""
+    """Seed the generator after the model is built, so that batches do not depend on its initialisation."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         torch.manual_seed(5)
 
 
 def by_shape(weight: torch.Tensor, *numbers: Any, **named: Any) -> torch.Tensor:
-    """Numbers that nobody draws."""
+    """Fill the weight with values that depend on its shape alone."""
     values = 0.03 * torch.sin(12.9898 * torch.arange(weight.numel(), dtype=torch.float32))
     with torch.no_grad():
         return weight.copy_(values.view(weight.shape))
@@ -337,8 +337,11 @@ def by_shape(weight: torch.Tensor, *numbers: Any, **named: Any) -> torch.Tensor:
     ],
 )
 def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None:
-    """The engine that accelerate or the Trainer makes clips, accumulates and updates as they do. Weights that
-    are partitioned as they are built are drawn in another order, so these begin with what a shape gives."""
+    """The engine of accelerate or the Trainer clips, accumulates and updates like the loop without it.
+
+    Weights partitioned during construction are drawn in another order. These models therefore begin with
+    values that depend on the shape alone.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     losses, engines = [], []
@@ -364,7 +367,7 @@ def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None
 @with_deepspeed
 @pytest.mark.whole
 def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
-    """The second stage asks how much is free, and moves the weights away first if they do not fit twice."""
+    """The second stage reads the free memory, and first moves the weights away if two copies do not fit."""
     this = small_job("bert", 2)
     setup = Recipe.parse("zero2 + bf16").setup()
     roomy = rehearse(this, setup, CudaPolicy())
@@ -411,7 +414,7 @@ def built_blocks(trace: Trace) -> list[Block]:
 @pytest.mark.slow
 @pytest.mark.whole
 def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
-    """As the guide says of it with offload. A larger GPU keeps more for later."""
+    """The guide claims this for training with offload. A larger GPU keeps more memory cached."""
     model = Model.find("google-t5/t5-3b")
     large = Job(model=model, task=Task.SEQ2SEQ_LM, batch_size=4, sequence_length=512, dtype="float32")
     recipe = "bf16 + every_layer + zero2"
@@ -429,8 +432,11 @@ def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
 @with_deepspeed
 @pytest.mark.whole
 def test_a_disk_takes_from_the_host_and_takes_seconds() -> None:
-    """DeepSpeed's swappers run as they are: through page-locked buffers of the host, whose sizes they
-    choose, go at least weights, moments and gradients. The GPU holds what it does with the host alone."""
+    """DeepSpeed's swappers run unchanged, with page-locked host buffers in sizes of their choice.
+
+    At least weights, moments and gradients pass through them. The GPU holds the same tensors as with
+    offload to the host.
+    """
     this = job_with_large_layers()
     host, disk = (
         rehearse(this, Recipe.parse(f"zero3(offload={where}) + bf16").setup(), CudaPolicy())
@@ -458,7 +464,7 @@ def test_a_disk_without_the_operator_for_files_is_refused(monkeypatch: pytest.Mo
 
 
 def job_with_large_layers() -> Job:
-    """Of matrices of 4 MiB, since what is smaller than one stays on the host."""
+    """Return a job with matrices of 4 MiB, since smaller ones stay on the host."""
     small = small_job("bert", 2)
     config = {**small.model.config, "hidden_size": 1024, "intermediate_size": 2048}
     return replace(small, model=Model.from_config(config, name="large layers"))

@@ -1,5 +1,7 @@
-"""What several GPUs go on with when memory ran out, and how few recipes are simulated for it: held against
-every recipe where bytes and seconds are made up, and against predictions where not."""
+"""Next recipes of several GPUs after a memory error, and the number of recipes simulated for them.
+
+The reference is every recipe with made-up bytes and seconds, and real predictions in the remaining tests.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,11 @@ def test_it_is_nearly_the_fastest_that_needs_less_and_soon_found(
     in_full: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As fast as all that share the work alike and fit, or at most a tenth slower than the broken one. Also
-    where the whole model takes more than few layers said."""
+    """The recipe is as fast as all fitting ones that share the work alike, or at most a tenth slower than
+    the failed one.
+
+    The result also holds if the whole model takes more than few layers predict.
+    """
     monkeypatch.setattr(MadeUpJudge, "states", states * GIB)
     monkeypatch.setattr(MadeUpJudge, "sample", sample * GIB)
     monkeypatch.setattr(MadeUpJudge, "piece", piece)
@@ -120,7 +125,7 @@ def test_it_is_nearly_the_fastest_that_needs_less_and_soon_found(
 def test_where_finer_pieces_are_nearly_as_fast_nothing_else_is_asked(
     in_full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broken recipe, single samples, and what the line between them says."""
+    """The search evaluates the failed recipe, single samples, and the recipe interpolated between them."""
     monkeypatch.setattr(MadeUpJudge, "states", 60 * GIB)
     found = following("ddp", 4)
     assert str(found) == "micro_batches(4) + ddp"

@@ -1,4 +1,4 @@
-"""What a run pays once: foreseen, held against recorded runs, and spread over the run of a plan."""
+"""One-time costs of a run: predicted, compared with recorded runs, and spread over the run of a plan."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ DEAR = StartupRates(
 
 FREE = (Slot.PRECISION, Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.BATCHING, Slot.LOADING)
 KEPT = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
-"""Settled: what is paid once and spread over a run differs in the other slots."""
+"""Fixed slots. One-time costs that are spread over a run differ in the other slots."""
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_a_short_run_has_another_best_recipe(job: Job) -> None:
 @pytest.mark.stored_rehearsals
 @pytest.mark.whole
 def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
-    """Every recipe judged by itself: (once + steps x step) / steps, told apart from the steady step."""
+    """Evaluate every recipe alone: (once + steps x step) / steps, beside the steady step."""
     steps = 3
     parts = Parts(
         job, [H200], SingleGpuTimer(SlowLoading()), shallow=False, run=PlannedRun(steps=steps, rates=DEAR)

@@ -1,5 +1,8 @@
-"""A signal during an evaluation is obeyed at the next batch, a checkpoint is kept, and the resumed run
-evaluates that step again: its log and its best model are those of a run that nobody stopped."""
+"""A signal during an evaluation takes effect at the next batch and leaves a checkpoint.
+
+The resumed run repeats the evaluation of that step. Its log and its best model equal those of an
+uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.whole
 
 @pytest.fixture(autouse=True)
 def hangup_ends_a_process() -> Iterator[None]:
-    """Whoever runs the tests under `nohup` has it ignored."""
+    """Restore the default action of SIGHUP, which `nohup` sets to ignore for a whole test run."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -50,7 +53,7 @@ def evaluating_run(folder: Path, *, stop_in: int | None = None, **options: Any) 
         made[0] += 1
         if made[0] == stop_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop_in is None or made[0] < stop_in + 5, "the evaluation goes on"
+        assert stop_in is None or made[0] < stop_in + 5, "the evaluation continues"
         return real(samples)
 
     return replace(run, evaluation=replace(run.evaluation, collate=collate))
@@ -125,7 +128,7 @@ def test_a_closed_terminal_keeps_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
-    """As `nohup` asks for."""
+    """`nohup` sets this action."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Interrupts(tmp_path) as interrupts:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -135,7 +138,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 def test_the_save_before_the_last_is_not_waited_for_beyond_the_time_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow disk: the save of step 1 goes on until it is told to stop."""
+    """On a slow disk, the save of step 1 continues until its stop flag is set."""
     seal, stopped = store.seal, []
 
     def slowly(folder: Path, step: int, about: Any, stop: Callable[[], bool]) -> Any:
@@ -181,7 +184,7 @@ def test_old_checkpoints_that_stay_are_no_failed_save(
 
 @dataclass
 class SavedStep:
-    """What is saved."""
+    """A saved step of one small file."""
 
     step: int
     bytes: int = 0

@@ -1,5 +1,4 @@
-"""The store of checkpoints: what is kept is found again, what is damaged is reported and never resumed
-from."""
+"""The store of checkpoints: saved ones are restored, and damaged ones are reported and never resumed from."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def test_what_is_said_of_a_checkpoint_must_be_something_that_json_can_hold(out: 
     assert not hidden(out)
 
 
-# Damages: each to a file of the newest checkpoint, each found, reported by the file's name, and ignored.
+# Damages: each to a file of the newest checkpoint, each detected, reported by name, and skipped.
 
 
 def _linked(path: Path, _: Path) -> None:
@@ -241,7 +240,7 @@ def test_a_checkpoint_of_a_newer_snugfit_is_not_broken(out: Path) -> None:
 
 
 def test_all_broken_is_no_fresh_start_and_stays_so(out: Path) -> None:
-    """A second start is refused as the first was, until the user says how to go on."""
+    """A second start fails like the first until the user chooses how to continue."""
     for step in (10, 20):
         os.truncate(out / f"checkpoint-{step}" / MODEL, 3)
     for _ in range(2):
@@ -410,7 +409,7 @@ def foreign() -> Iterator[Path]:
 
 @pytest.mark.whole
 def test_a_place_of_somebody_else(foreign: Path) -> None:
-    """The superuser may write everywhere, and so becomes somebody else for the while."""
+    """Become another user for the test, since the superuser may write everywhere."""
 
     def act() -> None:
         if os.geteuid() == 0:
@@ -452,7 +451,7 @@ def test_a_file_system_that_cannot_sync_folders_is_taken(
     assert_whole(stored(tmp_path, 1).newest(), 1)
 
 
-# What a save may be filled with, and how it is stopped.
+# Contents of a save, and its interruption.
 
 
 @pytest.mark.parametrize(
@@ -513,7 +512,8 @@ def test_a_library_that_tells_the_systems_refusal_in_words(out: Path) -> None:
 
 
 def test_a_save_that_is_told_to_stop_leaves_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked between the pieces of a file, and once more before the checkpoint can be seen."""
+    """The save checks `stop` between the pieces of a file, and once more before the checkpoint becomes
+    visible."""
     monkeypatch.setattr(manifest, "CHUNK_BYTES", 100)
     asked = 0
 
@@ -533,12 +533,12 @@ def test_a_save_that_is_told_to_stop_leaves_nothing(out: Path, monkeypatch: pyte
     assert_whole(Store(out).newest(), 20)
 
 
-# ---- what a user is told ---------------------------------------------------------------------------------
+# ---- messages to the user --------------------------------------------------------------------------------
 
 
 @pytest.mark.whole
 def test_the_room_that_a_checkpoint_takes_counts_its_text_too(tmp_path: Path) -> None:
-    """Of a small model the generators' states, as JSON, are most of it."""
+    """The generators' states, as JSON, are most of a small model's checkpoint."""
     model, device = model_of("bert"), torch.device("cpu")
     optimizer = torch.optim.SGD(model.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)

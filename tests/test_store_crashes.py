@@ -1,5 +1,7 @@
-"""A whole checkpoint stands at every instant: death at every call to the file system, a refusal
-of every call, a full disk, and kill -9."""
+"""A whole checkpoint exists at every instant.
+
+The tests cover death at every call to the file system, a refusal of every call, a full disk, and kill -9.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ ACTS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], list[t
     ),
     "open": (ruins, opened, [(20, 0)]),
 }
-"""What stood there, what was being done, and the steps and runs that may be the newest after a death."""
+"""The initial store, the interrupted action, and the steps and runs that may be the newest after a death."""
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -79,12 +81,12 @@ def test_death_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act:
         if not died:
             break
     assert at > 10
-    assert seen == sorted(seen), "what was kept was lost again"
+    assert seen == sorted(seen), "a saved checkpoint was lost again"
     assert seen[-1] == newest[-1]
 
 
 def whole_at(root: Path) -> tuple[int, int]:
-    """The newest checkpoint's step and run, as the next process finds them before it has tidied up."""
+    """Return step and run of the newest checkpoint, as the next process loads it before its clean-up."""
     for name in visible(root):
         if not name.startswith("checkpoint-25"):  # the damaged one
             verify(root / name, int(name.split("-")[1]))
@@ -95,7 +97,7 @@ def whole_at(root: Path) -> tuple[int, int]:
 
 
 def goes_on(root: Path) -> None:
-    """The next process sweeps, finds what was found before, and saves."""
+    """Assert that the next process sweeps, loads the same checkpoint as before, and saves."""
     before = whole_at(root)
     store = Store(root)
     store.prepare()
@@ -137,8 +139,11 @@ def test_kill_9_in_the_middle_of_a_file(tmp_path: Path) -> None:
 
 
 def test_everything_is_on_the_disk_before_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut: whatever is renamed into sight was synced before, and nothing older is touched until the
-    store's own entries were synced after."""
+    """Simulate a power cut.
+
+    Each renamed entry was synced before the rename. Older entries stay untouched until the store's own
+    entries are synced after it.
+    """
     store = stored(tmp_path, 10, 20)
     synced: set[int] = set()
     log: list[str] = []
@@ -183,8 +188,10 @@ def test_everything_is_on_the_disk_before_it_is_seen(tmp_path: Path, monkeypatch
     ids=["no space, once", "no space, for good", "a bad disk, for good", "a bad disk, once"],
 )
 def test_a_refusal_of_any_call(tmp_path: Path, number: int, lasting: bool, run: int) -> None:
-    """The save (of a new step, or of one that stands there) is told to have failed, nothing of it is
-    seen, what was kept stands, and the next save succeeds."""
+    """The save of a new or an existing step raises and leaves nothing visible.
+
+    Earlier checkpoints remain, and the next save succeeds.
+    """
     store = stored(tmp_path, 10, 20)
     step = 20 if run else 30
     for at in itertools.count(1):
@@ -266,7 +273,7 @@ def test_other_refusals_are_told(
         with pytest.raises(SaveFailed, match=rf"checkpoint-20 could not be saved: .*{os.strerror(number)}"):
             store.save(20, fill(20), {})
     assert visible(tmp_path) == ["checkpoint-10"]
-    assert not hidden(tmp_path) or call == "open"  # what nobody may open cannot be removed
+    assert not hidden(tmp_path) or call == "open"  # without permission to open, it cannot be removed
     goes_on(tmp_path)
 
 
@@ -315,7 +322,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:
-    """Its error is no `OSError`, and yet it is told as one."""
+    """Its error is no `OSError`, but is reported as one."""
     store = stored(tmp_path, 10)
 
     def written(folder: Path) -> None:

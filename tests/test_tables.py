@@ -1,5 +1,7 @@
-"""Tables in terminals of 80, 100 and 160 columns: every row keeps its name, every figure is whole, no line is
-too long."""
+"""Tables in terminals of 80, 100 and 160 columns.
+
+Every row keeps its name, every figure is complete, and every line fits.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,7 @@ def _noting(init: Callable[..., None], tables: list[PlainTable]) -> Callable[...
 
 
 def _stands_in(figure: list[str], line: list[str]) -> bool:
-    """Whether these words stand side by side in the line."""
+    """Return True if these words are consecutive in the line."""
     return any(line[at : at + len(figure)] == figure for at in range(len(line) + 1))
 
 

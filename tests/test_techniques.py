@@ -1,4 +1,4 @@
-"""What single techniques ask for, and that what they ask for does on shapes what it does on data."""
+"""Options of single techniques, with equal effects on shapes and on data."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ GEMMA3 = {
 
 @pytest.mark.parametrize("facts", [MIXTRAL, GEMMA3], ids=lambda facts: facts["model_type"])
 def test_lora_finds_pefts_targets_where_peft_itself_does_not_look(facts: dict[str, Any]) -> None:
-    """Mixtral's experts are stored in another shape, and Gemma 3 stands in the table by its text part."""
+    """Mixtral stores its experts in another shape, and peft's table lists Gemma 3 by its text part."""
     pytest.importorskip("peft", reason="peft is not installed")
     model = Model.from_config(check_facts(facts, where="test"), name=facts["model_type"])
     job = Job(model=model, task=Task.CAUSAL_LM, sequence_length=16)

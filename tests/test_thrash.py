@@ -1,4 +1,5 @@
-"""Allocation retries in step after step: the run goes on under the next recipe, or says that it cannot."""
+"""Allocation retries in consecutive steps: the run continues with the next recipe, or reports that it
+cannot."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_was_built_before_is_given_back_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Two models at once would be more than what was too much."""
+    """Two models at once would exceed a memory that was too small for one."""
     from snugfit.training.run import active_run as opened
 
     plain, before = opened.open_run, []

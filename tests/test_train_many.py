@@ -66,8 +66,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of a recipe that has ended after step 3, without dropout: of one process if it is plain, of
-    two else."""
+    """Return a function that gives the folder of a recipe's run, stopped after step 3.
+
+    It has no dropout. The plain recipe runs in one process, and all other recipes in two.
+    """
     root = tmp_path_factory.mktemp("halves")
 
     @functools.cache
@@ -102,8 +104,11 @@ OFTEN = SAME[1:3]
 def test_as_one_process(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str, size: int, job: str
 ) -> None:
-    """Losses, norms, evaluations and weights of one process, with samples that are padded unevenly, and a
-    last batch of an epoch of one sample, which leaves nothing for the others."""
+    """Losses, norms, evaluations and weights equal those of one process.
+
+    Samples are padded unevenly. The last batch of an epoch has one sample, so that some processes have
+    none.
+    """
     how: dict[str, Any] = {"recipe": recipe, "job": job, "eval_strategy": "steps", "eval_steps": 4}
     assert trained(forks, tmp_path / "many", size, **how) == [0] * size
     ours, theirs = losses(tmp_path / "many"), losses(alone(job))
@@ -186,8 +191,8 @@ OTHERS = [
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path, forks: Forks, half_of: Callable[[str], Path], before: str, after: str, size: int
 ) -> None:
-    """Weights and optimizer states are read by whoever goes on: without dropout the run ends as it would
-    have. What is drawn anew is said."""
+    """Another number of processes loads weights and optimizer states. Without dropout the run ends with
+    the same weights. The journal reports the redrawn random numbers."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     how: dict[str, Any] = {"lr_scheduler_type": "constant"}
     run_of(str(whole), **how)
@@ -246,7 +251,7 @@ def is_one_of_two_killed(forks: Forks, folder: Path, how: dict[str, Any], draw: 
 
 
 KILLS = 2
-"""Of each storm; `lab/kill_ranks.py` has more."""
+"""Kills in each storm. `lab/kill_ranks.py` has more."""
 
 
 STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero1", 5)]
@@ -256,8 +261,8 @@ STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero
 def test_a_killed_process_ends_all_and_nothing_is_lost(
     tmp_path: Path, forks: Forks, recipe: str, seed: int
 ) -> None:
-    """SIGKILL for one process at seeded moments: the other ends by itself, silently, and who starts them
-    again has the numbers of a run that nobody touched."""
+    """SIGKILL hits one process at seeded moments, and the other ends silently by itself. The restarted run
+    has the numbers of an undisturbed one."""
     draw = random.Random(seed)
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
     assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
@@ -274,8 +279,10 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
 def test_a_signal_to_one_stops_all_at_one_boundary(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:
-    """A checkpoint, exit code 75 in each, and a resume bit for bit, with dropout that each part of the batch
-    draws from a stream of its own."""
+    """All processes save one checkpoint, exit with code 75, and resume bit for bit.
+
+    Each part of the batch draws its dropout from a stream of its own.
+    """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 20}
     children = start(forks, tmp_path / "run", 2, how)
     until(lambda: steps_told(tmp_path / "run") >= 2)
@@ -293,7 +300,8 @@ def test_a_signal_to_one_stops_all_at_one_boundary(
 
 
 def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, forks: Forks) -> None:
-    """It is none in one process, and so none of all; one of them says so, with the samples of all."""
+    """The loss of one process is NaN, so the loss of all is. One process reports it with the samples of
+    all."""
     assert trained(forks, tmp_path / "run", 2, recipe="fsdp", fault={"1": "no_number"}) == [1, 1]
     assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The loss is nan")
     assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere")
@@ -305,7 +313,7 @@ def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, fo
 
 @pytest.mark.parametrize("recipe", slow_but(["ddp", "fsdp", "context(2)"], "ddp".__eq__))
 def test_a_second_run_in_the_folder_ends_in_one_line(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """The first goes on, and ends as it would have alone."""
+    """The first run continues, with an unchanged end."""
     how: dict[str, Any] = {"recipe": recipe, "job": "llama", "layers": 1, "max_steps": 40, "save_steps": 20}
     first = start(forks, tmp_path / "run", 2, how)
     until(lambda: steps_told(tmp_path / "run") > 0)
@@ -329,7 +337,8 @@ REFUSED = [
 def test_a_part_that_the_system_refuses_ends_in_one_line(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
-    """Steps go on, what was kept before stands, and the last checkpoint counts."""
+    """Training continues, earlier checkpoints remain, and a failure of the last checkpoint sets the exit
+    code."""
     how: dict[str, Any] = {"recipe": recipe, "job": job, "layers": 1, "save_steps": 3}
     writer, file = (0, "config") if recipe == "context(2)" else (1, "shards/__1_0")
     assert trained(forks, tmp_path / "run", size, **{**how, "max_steps": 3}) == [0] * size
@@ -363,7 +372,7 @@ def test_a_folder_that_becomes_read_only_ends_in_one_line(
 
 
 def assert_goes_on_from_three(folder: Path, forks: Forks, size: int, how: dict[str, Any]) -> None:
-    """No half of a checkpoint stands there, and the run ends once it can write."""
+    """Assert that no partial checkpoint remains, and that the run ends once it can write."""
     names = [path.name for path in folder.iterdir() if path.is_dir() and "checkpoint" in path.name]
     assert names == ["checkpoint-3"]
     verify(folder / "checkpoint-3", 3)
@@ -509,7 +518,7 @@ def command(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """This process as the second of two that a launcher has started; the file that it looks for."""
+    """Make this process the second of two under a launcher, and return the path of its error file."""
     monkeypatch.setattr("snugfit.measurement.process.die_with_parent", lambda parent: None)
     file = tmp_path / "error.json"
     for name, value in {
@@ -524,7 +533,7 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_an_error_reaches_the_launcher(
     second_of_two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: Exception
 ) -> None:
-    """By torch's own file, and by no other way; the exit code is the error's."""
+    """The error goes through torch's own file alone, and the exit code is the error's."""
     monkeypatch.setenv(LAUNCHED, "1")
 
     def work() -> None:

@@ -103,7 +103,7 @@ OTHERS = [
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path, forks: Forks, alone: Path, before: str, after: str, size: int
 ) -> None:
-    """Weights and optimizer states are read by whoever goes on."""
+    """Another number of processes loads weights and optimizer states."""
     how = {**HOW, "lr_scheduler_type": "constant"}
     for recipe, count, steps in ((before, 1 if before == "micro_batches(2)" else 2, 3), (after, size, LAST)):
         if count == 1:

@@ -88,8 +88,11 @@ CASES = [
 def test_as_one_process_without_an_engine(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str, size: int, job: str
 ) -> None:
-    """Losses, norms, evaluations and weights, with samples that are padded unevenly, and a last batch of an
-    epoch of one sample, which leaves nothing for the others."""
+    """Losses, norms, evaluations and weights equal those of one process.
+
+    Samples are padded unevenly. The last batch of an epoch has one sample, so that some processes have
+    none.
+    """
     how: dict[str, Any] = {"recipe": recipe, "job": job, "eval_strategy": "steps", "eval_steps": 4}
     ran(forks, tmp_path / "run", size, **how)
     both = (tmp_path / "run", alone(job))
@@ -107,8 +110,8 @@ def test_as_one_process_without_an_engine(
 def test_in_bf16_it_begins_with_the_weights_in_fp32(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str
 ) -> None:
-    """The engine would round them to what it computes in. After a few small steps rounding is still larger
-    than what was learned."""
+    """The engine would round the weights to its compute dtype. After a few small steps, the rounding error
+    still exceeds the updates."""
     from transformers import AutoModelForSequenceClassification
 
     ran(forks, tmp_path / "run", 2, recipe=recipe)
@@ -211,8 +214,8 @@ def test_resumed_on_others_it_has_the_same_numbers(
     after: str,
     size: int,
 ) -> None:
-    """Weights and optimizer states are read by whoever goes on, with an engine or without: without dropout
-    the run ends as it would have."""
+    """Another number of processes loads weights and optimizer states, with or without an engine. Without
+    dropout the run ends with the same weights."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     how: dict[str, Any] = {"lr_scheduler_type": "constant"}
     run_of(str(whole), **how)
@@ -225,7 +228,7 @@ def test_resumed_on_others_it_has_the_same_numbers(
 
 
 def test_each_process_writes_some_of_the_weights_whole(tmp_path: Path, forks: Forks) -> None:
-    """By name, in fp32, with their moments; and nothing of DeepSpeed's own."""
+    """The files hold weights in fp32 with their moments, by name, and nothing of DeepSpeed's own."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -261,7 +264,7 @@ def test_each_process_writes_some_of_the_weights_whole(tmp_path: Path, forks: Fo
 # ---- ends ------------------------------------------------------------------------------------------------
 
 KILLS = 2
-"""Of each storm."""
+"""Kills in each storm."""
 
 
 @pytest.mark.parametrize(
@@ -270,8 +273,10 @@ KILLS = 2
 def test_a_killed_process_ends_all_and_nothing_is_lost(
     tmp_path: Path, forks: Forks, recipe: str, seed: int
 ) -> None:
-    """SIGKILL for one process at seeded moments, most of which are within a write: the other ends by itself,
-    and who starts them again has the numbers of a run that nobody touched."""
+    """SIGKILL hits one process at seeded moments, mostly within a write.
+
+    The other process ends by itself. The restarted run has the numbers of an undisturbed one.
+    """
     draw = random.Random(seed)
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
     ran(forks, tmp_path / "whole", 2, **how)
@@ -290,8 +295,10 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
 def test_a_process_that_dies_in_a_write_leaves_the_checkpoint_before(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:
-    """SIGKILL, when half of its part of the third checkpoint is on the disk. The other ends by itself, and
-    who starts them again has the numbers of a run that nobody touched."""
+    """SIGKILL hits a process after it wrote half of its part of the third checkpoint.
+
+    The other process ends by itself. The restarted run has the numbers of an undisturbed one.
+    """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 4, "save_steps": 1}
     codes = trained(forks, tmp_path / "run", 2, fault={str(victim): "dies_writing"}, **how)
     assert codes[victim] == -signal.SIGKILL
@@ -341,7 +348,7 @@ def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, 
 
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 0))
 def test_gradients_that_are_no_numbers_change_nothing(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """Those of a loss that is a number: the engine finds it, in all processes, and updates nothing."""
+    """The loss is finite. The engine detects the gradients in all processes and updates nothing."""
     how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "run", 2, fault={"1": "no_gradient"}, **how) == [1, 1]
     assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The gradients' norm is inf")

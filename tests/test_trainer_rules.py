@@ -1,7 +1,7 @@
 """Rules of `TrainingArguments` that our own loop repeats, beside transformers' code, over edge values.
 
-The Trainer is the judge: its arguments, its data loader, its callbacks and its groups are asked, not written
-down a second time.
+The expected values come from the Trainer's own arguments, data loader, callbacks and groups. A second
+written copy of its rules could be wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 
 
 def trainer_of(folder: Path, samples: int = 8, **arguments: Any) -> Trainer:
-    """A Trainer that is asked, and never trains."""
+    """Return a Trainer as the reference. It never trains."""
     given = TrainingArguments(
         str(folder / "theirs"),
         use_cpu=True,
@@ -84,7 +84,8 @@ def test_a_schedule_has_the_same_rates_to_its_end(tmp_path: Path, kind: str, war
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_epochs_are_as_many_steps(tmp_path: Path, drops: bool) -> None:
-    """Of batches that one forward pass takes: a cut one is our technique, and changes no step."""
+    """A step has the batch of one forward pass. Splitting it is our own technique, and changes no number
+    of steps."""
     for samples in (4, 7, 8, 9, 43):
         trainer = trainer_of(tmp_path, samples, per_device_train_batch_size=4, dataloader_drop_last=drops)
         loader = trainer.get_train_dataloader()

@@ -1,4 +1,4 @@
-"""The own loop: a run is a function of its seed, whatever happens to its process, its loss or its memory."""
+"""The own loop: a run is a function of its seed, independent of faults of its process, loss or memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Untouched:
-    """What a run comes to that nobody has interrupted."""
+    """The result of an uninterrupted run."""
 
     model: torch.nn.Module
     losses: dict[int, tuple[float, float, float]]
@@ -67,7 +67,7 @@ class Untouched:
 
 @cache
 def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool = True) -> Untouched:
-    """For all tests that lay another run beside it; nobody changes it."""
+    """Return the reference run that all tests share and none changes."""
     job = bert_job(clip=clip)
     with TemporaryDirectory() as folder:
         done = train(small_run(Path(folder), recipe, job=job if dropout else _without_dropout(job)))
@@ -234,7 +234,7 @@ def _without_dropout(job: Job) -> Job:
     return replace(job, model=Model.from_config(facts, name="still"))
 
 
-# ---- what is no number ----------------------------------------------------------------------------------
+# ---- NaN and infinity -----------------------------------------------------------------------------------
 
 
 def _poison(monkeypatch: pytest.MonkeyPatch, step: int, value: float = math.nan) -> None:
@@ -312,7 +312,7 @@ def _overflow(gradient: Any) -> Any:
 
 
 def _overflow_unseen(gradient: Any) -> Any:
-    """In a row of the embedding that no sample looks up, so that no later loss tells."""
+    """Put infinity into an embedding row that no sample uses, so that later losses stay finite."""
     spoilt = gradient.clone()
     spoilt[-1] = math.inf
     return spoilt
@@ -343,8 +343,11 @@ def test_a_gradient_that_is_read_too_late_is_no_harm(
     clip: float | None,
     spoil: Callable[[Any], Any],
 ) -> None:
-    """As on a GPU, where nobody waits for the gradients: the update was made, the run goes back to where its
-    weights were right, and the second time it stops before the update."""
+    """Imitate a GPU, where the host does not wait for the gradients.
+
+    The bad update is applied, and the run returns to its last good weights. The second time it stops
+    before the update.
+    """
     job = bert_job(clip=clip)
     plain, begun = TrainingStep._accumulate, TrainingStep.__init__
 
@@ -391,7 +394,7 @@ def test_such_a_step_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_too_many_skipped_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scaler that finds an overflow in every step."""
+    """The scaler detects an overflow in every step."""
     plain = TrainingStep._accumulate
 
     def overflowing(self: TrainingStep, built: Any) -> Any:
@@ -418,7 +421,7 @@ def _exhaust(monkeypatch: pytest.MonkeyPatch, step: int, phase: str) -> None:
         if count[0] != step:
             return plain(self, running, *more)
         if phase == "forward":
-            torch.rand(3)  # what a forward pass has drawn by then
+            torch.rand(3)  # random numbers of a partial forward pass
             self.phases.phase("forward")
         else:
             plain(self, running, *more)  # weights have changed, and the step counts as broken
@@ -452,7 +455,7 @@ def test_memory_runs_out_and_the_step_is_taken_again(
         torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=1e-4, atol=1e-6)
     monkeypatch.undo()
     resumed = train(small_run(tmp_path / "run", "sgd", job=job))
-    assert str(resumed.recipe) == "micro_batches(2) + sgd", "what was asked for has not changed"
+    assert str(resumed.recipe) == "micro_batches(2) + sgd", "the requested recipe has not changed"
 
 
 def test_when_no_recipe_is_left_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A sample that cannot be read ends a run, and what was trained until then is kept."""
+"""An unreadable sample ends a run, and the completed steps are saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes, really killed: what is left is a run that goes on. On the CPU, with dropout."""
+"""Real processes under real kills: the run can always resume. The tests use the CPU and dropout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trains(folder: str, options: dict[str, Any]) -> int:
 
 
 def trains_with_watchful_workers(folder: str, options: dict[str, Any]) -> int:
-    """Trains so, with workers that look after their trainer more often than every five seconds."""
+    """Train with workers that check their trainer more often than every five seconds."""
     from torch.utils.data._utils import worker
 
     worker.MP_STATUS_CHECK_INTERVAL = 0.2
@@ -100,8 +100,8 @@ def steps_told(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int) -> None:
-    """SIGKILL at seeded moments; each run that gets to its end has the very numbers of one
-    that nobody touched."""
+    """SIGKILL hits at seeded moments. Each run that reaches its end has exactly the numbers of an
+    undisturbed one."""
     draw, kills, finished = random.Random(seed), 0, 0
     whole = train(small_run(tmp_path / "whole", job=SHALLOW))
     while kills < KILLS:
@@ -161,7 +161,7 @@ def test_a_run_that_dies_at_any_call_goes_on(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("name", "code"), slow_but([("SIGTERM", 75), ("SIGINT", 130)], 1))
 def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
-    """A checkpoint at the next boundary, an exit code that says so, and a resume bit for bit."""
+    """The run saves at the next boundary, ends with the signal's exit code, and resumes bit for bit."""
     whole = train(small_run(tmp_path / "whole", max_steps=60))
     child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 60})
     until(lambda: steps_told(tmp_path / "run") >= 3)
@@ -201,7 +201,7 @@ def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
 
 @pytest.mark.parametrize("means", ["signal", "file"])
 def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, means: str) -> None:
-    """A signal or a file asks for it while the run goes on."""
+    """A signal or a file requests the checkpoint during the run."""
     whole = train(small_run(tmp_path / "whole", max_steps=40))
     child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 40})
     until(lambda: steps_told(tmp_path / "run") >= 2)
@@ -219,9 +219,11 @@ def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, me
 
 
 def test_a_killed_run_goes_on(tmp_path: Path, forks: Forks) -> None:
-    """SIGKILL. Before it a second run in its folder is refused, by the number of the first. After it the
-    loader's processes end, the dead one holds nothing, and the next run has the numbers of one that nobody
-    touched."""
+    """Before the SIGKILL, a second run in its folder is refused with the number of the first.
+
+    After it the loader's processes end, and the dead run holds nothing. The next run has the numbers of an
+    undisturbed one.
+    """
     how: dict[str, Any] = {"recipe": "workers", "max_steps": 20, "save_steps": 1}
     child = forks.start(trains_with_watchful_workers, str(tmp_path / "run"), how)
     until(lambda: len(events(tmp_path / "run", "saved")) >= 2 if steps_told(tmp_path / "run") else False)

@@ -84,7 +84,7 @@ def test_a_step_is_cut_into_pieces_of_one_size(size: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", drawn(), ids=str)
 def test_a_step_does_not_remember(size: dict[str, Any]) -> None:
-    """Asked in any order, in any process, and cut in any way, it is the same."""
+    """A step is the same in any order of calls, in any process, and with any number of micro-batches."""
     order = SampleOrder(**size)
     steps = range(3 * order.steps_per_epoch)
     told = {step: order.step(step) for step in random.Random(1).sample(steps, len(steps))}
@@ -106,7 +106,7 @@ def test_epochs_and_seeds_differ_and_a_sequence_does_not() -> None:
 
 
 def test_the_order_is_what_numpy_drew_when_it_was_written() -> None:
-    """A run that is resumed under a newer snugfit must see the samples that it would have seen."""
+    """A run that resumes under a newer snugfit must train on the same samples."""
     assert SampleOrder(10, 4, 2, seed=42).step(0) == ((5, 6), (0, 7))
     assert SampleOrder(10, 4, 2, seed=42).step(5) == ((6, 5),)
 
@@ -190,7 +190,7 @@ def test_a_batch_is_padded_to_its_longest() -> None:
     ("longest", "multiple", "length"), [(3, None, 3), (3, 8, 8), (8, 8, 8), (9, 8, 12), (3, 5, 5)]
 )
 def test_lengths_of_batches(longest: int, multiple: int | None, length: int) -> None:
-    """Rounded up, and never beyond what the job was planned for."""
+    """Lengths are rounded up, and never exceed the planned length of the job."""
     collate = Collate(job_of(Task.CAUSAL_LM), 0, pad_to_multiple_of=multiple)
     batch = collate([{"input_ids": [7] * longest, "labels": [7] * longest}])
     assert batch["input_ids"].shape == batch["labels"].shape == (1, length)
@@ -407,7 +407,7 @@ def someone_else(pid: int, number: int) -> None:
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whether it ends (or has, and waits to be reaped) within some seconds."""
+    """Return True if the process ends within ten seconds. A zombie counts as ended."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:

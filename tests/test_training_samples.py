@@ -1,4 +1,4 @@
-"""Samples: what each task makes of its rows, token by token; what would break a run is named by its row."""
+"""Samples: the tokens that each task makes of its rows, and errors that name the row."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_masks_are_berts() -> None:
     assert (asked.sum(axis=1) == 3).all(), "15 % of 20 words"
     assert (labels[asked] == np.broadcast_to(original, ids.shape)[asked]).all()
     assert (ids[~asked] == np.broadcast_to(original, ids.shape)[~asked]).all()
-    assert not asked[:, [0, -1]].any(), "special tokens are not asked for"
+    assert not asked[:, [0, -1]].any(), "special tokens are not predicted"
     hidden, kept = (ids[asked] == 4).mean(), (ids[asked] == labels[asked]).mean()
     assert hidden == pytest.approx(0.8, abs=0.05)
     assert kept == pytest.approx(0.1 + 0.1 / 22, abs=0.04)
@@ -434,7 +434,7 @@ def test_a_tokenizer_is_loaded_from_its_folder(tmp_path: Path, monkeypatch: pyte
 def test_no_socket_is_opened_for_a_name_that_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """huggingface_hub asked for a list of coding agents, whatever `local_files_only` said."""
+    """huggingface_hub fetched a list of coding agents, regardless of `local_files_only`."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _detect_agent
 

@@ -1,4 +1,4 @@
-"""Which weights train may change during a run: a resumed run goes on with those that did."""
+"""Changes of the trained weights during a run: a resumed run continues with the changed set."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
 
 
 class FakeCuda:
-    """What `torch.cuda` tells of a process that uses two GPUs."""
+    """A fake `torch.cuda` of a process that uses two GPUs."""
 
     def __init__(self, *, initialized: bool = True, current: int = 0) -> None:
         self.initialized, self.current = initialized, current
@@ -194,7 +194,7 @@ def test_several_gpus_are_told_apart(cuda: FakeCuda) -> None:
 
 
 def test_torch_that_comes_late(cuda: FakeCuda) -> None:
-    """Before CUDA runs the GPU is found by CUDA_VISIBLE_DEVICES, and there is no peak to reset."""
+    """Before CUDA is initialized, CUDA_VISIBLE_DEVICES gives the GPU, and there is no peak to reset."""
     cuda.initialized = False
     with Watch(None, None, machine()) as seen:
         cuda.initialized = True

@@ -1,4 +1,4 @@
-"""Where a model's weights may be read from: files of its own folder, and the hub's cache."""
+"""Sources of a model's weights: files of its own folder, and the hub's cache."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def most_while_built(trace: Trace) -> int:
     ),
 )
 def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_all: bool) -> None:
-    """Where transformers knows of the third stage when it builds a model, the GPU never holds all of it."""
+    """The GPU never holds all weights if transformers detects the third stage during construction."""
     this = small_job("bert", 4)
     model = instantiate(this, dtype="bfloat16", attention="sdpa")
     weights = sum(weight.nbytes for weight in model.parameters())
@@ -86,7 +86,7 @@ def test_a_head_of_its_own_is_built_so_too() -> None:
 
 
 class HookCounter(Observer):
-    """Hears of a real run's steps, and counts calls of DeepSpeed's hooks in the last of three."""
+    """An observer of a real run that counts calls of DeepSpeed's hooks in the last of three steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload

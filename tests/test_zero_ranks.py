@@ -1,8 +1,8 @@
 """DeepSpeed's second and third stage on several ranks: law 1 against real gloo processes on the CPU.
 
-As `test_ranks.py`: of two and four ranks that train a small model for real, each allocation and free of all
-steps is the rehearsal's, in order. Building is not compared: on a CPU DeepSpeed makes there what on a GPU is
-on the host, in the same memory.
+As in `test_ranks.py`, two and four ranks train a small model for real. The rehearsal lists their
+allocations and frees of all steps in order. The construction of the model is not compared: on a CPU,
+DeepSpeed's host tensors share the memory of its device tensors.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def few_weights_live() -> Iterator[None]:
 
 @functools.cache
 def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
-    """What each of so many ranks did in every case; they are started once."""
+    """Start this number of ranks once, and return the results of each case and rank."""
     cases = TWO if ranks == 2 else FOUR
     how = {"within": "test_zero_ranks:few_weights_live", "warm": "zero_ranks_warm"}
     ran = run_ranks(ranks, [case(*one) for one in cases], **how)
@@ -146,7 +146,7 @@ def test_another_run_is_noticed(recipe: str) -> None:
     assert compare(account, trace).similarity < 1.0
 
 
-# ---- what a rank is asked, and what it exchanges -----------------------------------------------------------
+# ---- options of a rank, and its exchanges ------------------------------------------------------------------
 
 
 def trace_of(recipe: str, ranks: int, rank: int = 0) -> Trace:
@@ -267,8 +267,11 @@ def test_a_dropped_block_is_not_handed_out_before_it_is_back() -> None:
 
 
 def test_a_free_is_late_by_the_queue() -> None:
-    """Three kernels: a slow one in a side stream, on a block that is freed right after, and two fast ones,
-    before the last of which another block is asked for."""
+    """Simulate three kernels.
+
+    A slow kernel runs in a side stream, on a block that is freed right after its launch. Two fast kernels
+    follow, and another block is allocated before the last one.
+    """
     gpu = find_gpu("h200")
     rates = packaged_rates(gpu)
     side = Kernel("aten::add", "", "forward", 0, 10**12, (), "float32", 2, stream=1)
