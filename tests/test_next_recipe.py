@@ -1,4 +1,5 @@
-"""Recipes that follow a memory error on a known GPU: planned, within the limits of a running training."""
+"""Recipes after a memory error on a GPU with known rates: planned, within the limits of a running
+training."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_live_model_gets_the_fastest_that_it_can_go_on_under(asked: dict[str, Any]) -> None:
-    """Its micro-batches are not joined, and nothing but layers and micro-batches is searched."""
+    """Its micro-batches are not joined, and the search varies only layers and micro-batches."""
     changing = {Slot.CHECKPOINTING, Slot.BATCHING}
     found = next_recipe(CUDA, live=True, changing=changing)(small_job("bert"), BEFORE, "oom:torch")
     assert str(found) == "bf16 + every_layer + micro_batches(4)"

@@ -27,7 +27,7 @@ from snugfit.techniques.recipe import Recipe
 
 
 def test_shapes_that_dtensor_asks_for_on_the_host_are_no_tensors_there() -> None:
-    """It names no device for them (`_rebuild_tensor_from_dtensor_meta`)."""
+    """DTensor names no device for them (`_rebuild_tensor_from_dtensor_meta`)."""
     host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
     with host:
         with FakeTensorMode():
@@ -70,7 +70,7 @@ def test_tensors_without_data_draw_on_the_host(says: str | None, is_drawn_on: st
 
 
 class WrittenInC:
-    """A method of a class that has no function of Python."""
+    """A method of a class without a Python function."""
 
     def __init__(self, method: Any) -> None:
         self.method = method

@@ -1,4 +1,4 @@
-"""Forward passes that a module holds itself: gone with it, and a copy's own."""
+"""Forward passes stored on a module: freed with it, and separate for a copy."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Frozen:
 
 
 class Lazy:
-    """A dataset that makes its generator with its first sample, and counts them."""
+    """A dataset that creates its generator with its first sample, and counts its draws."""
 
     def __init__(self) -> None:
         self.rng: random.Random | None = None

@@ -53,7 +53,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def a_job(family: str, **changes: Any) -> Job:
-    """Four sequences of 16 tokens, half of them padding, without dropout."""
+    """Return a job with four sequences of 16 tokens, half of them padding, without dropout."""
     facts, task = {
         "bert": (NO_DROPOUT, Task.MASKED_LM),
         "llama": ({}, Task.CAUSAL_LM),
@@ -72,7 +72,7 @@ LENGTHS = (16, 3, 1, 9)
 
 
 def uneven(*, left: bool = False, labels: str = "labels") -> dict[str, torch.Tensor]:
-    """Four sequences of these lengths, padded to 16; labels everywhere but in the padding."""
+    """Return four sequences of these lengths, padded to 16, with labels on all real tokens."""
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(1, 96, (4, 16), generator=draw)
     kept = torch.arange(16) < torch.tensor(LENGTHS)[:, None]
@@ -129,7 +129,7 @@ def encoder_job(family: str, task: Task, **changes: Any) -> Job:
 
 
 def encoder_batch(job: Job) -> dict[str, torch.Tensor]:
-    """Padded with the token that the model takes for padding, which is nowhere else."""
+    """Return a batch with the model's padding token, which occurs nowhere else."""
     batch, padding = uneven(), job.model.config["pad_token_id"]
     counted = batch["attention_mask"].bool()
     batch["input_ids"] = torch.where(counted, batch["input_ids"].clamp(min=5), padding)
@@ -258,7 +258,7 @@ def test_a_batch_becomes_one_row_with_the_positions_that_its_tokens_had(left: bo
 
 
 def test_rows_that_are_recorded_have_few_lengths() -> None:
-    """Sequences of which nothing counts fill them up, and all that is no tensor is the same for all."""
+    """Sequences without labels fill the rows up. Values other than tensors are the same in all rows."""
     filling = Filling(8, 16)
     (row,) = as_rows([uneven()], RowRules(shifts=True), filling)
     assert row["input_ids"].shape == row["position_ids"].shape == (1, 32), "29 tokens, by 8"
@@ -353,7 +353,7 @@ def test_what_the_kernel_lacks_is_refused(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_cpu_computes_each_sequence_by_itself(causal: bool, window: int | None) -> None:
-    """Against scores written out, of two heads over one."""
+    """The reference computes scores explicitly, with two query heads for one key head."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 8, dtype=torch.float64) for heads in (2, 1, 1))
     out = _one_by_one(query, key, value, torch.tensor([0, 5, 9]), 0.0, None, causal, window)
@@ -435,7 +435,8 @@ def test_memory_follows_the_tokens() -> None:
 
 
 def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None:
-    """128 rows between two sequences, heads rounded up to 32 numbers, keys' gradients for each head."""
+    """The buffers have 128 rows between two sequences, heads rounded up to 32 numbers, and keys' gradients
+    per head."""
     query, key = (
         torch.empty(100, 8, 40, device="meta", dtype=torch.bfloat16),
         torch.empty(100, 2, 40, device="meta", dtype=torch.bfloat16),
@@ -477,7 +478,7 @@ def test_what_does_not_fit_is_refused(job: Job, recipe: str, says: str) -> None:
 
 @pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder", "PrefixTuning"])
 def test_a_prompt_before_each_sequence_is_refused(kind: str) -> None:
-    """peft would put one prompt before the row of all sequences."""
+    """peft would put one prompt in front of the row of all sequences."""
     config: Any = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model: Any = peft.get_peft_model(build_model(a_job("llama"), wide("sdpa"), CPU).float(), config)
     job = Job(model=Model.from_module(model, uneven()), task=Task.CUSTOM, batch_size=4)
@@ -499,7 +500,7 @@ def test_gpus_before_ampere_are_refused() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("micro_batches", slow_but([2, 1], 1))
 def test_a_plan_offers_it_where_there_is_padding(micro_batches: int) -> None:
-    """And rehearses it in parts as it is rehearsed in full, recorded."""
+    """For a captured step, the plan's rehearsal in parts equals a full one."""
     job, gpu = a_job("llama"), find_gpu("h200")
     for padding in (0.0, 0.5):
         space = space_of(replace(job, padding=padding), fixed=kept_of(job, kept(but="attention")))

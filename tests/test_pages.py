@@ -1,4 +1,4 @@
-"""Pages of pictures: parsed, and in a real Chromium where there is one."""
+"""Pages of pictures: parsed, and laid out by a real Chromium if it is installed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALONE = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Balanced(HTMLParser):
-    """Every element that is opened is closed, and nothing is fetched."""
+    """A parser that checks that every open element is closed, and that the page fetches nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
 
 
 def everything() -> dict[str, object]:
-    """One result of each kind that a page shows."""
+    """Return one result of each kind that a page shows."""
     front = [
         replace(
             choice(f"bf16 + micro_batches({2**n})", 0.05 * 1.2**n),
@@ -136,7 +136,7 @@ def everything() -> dict[str, object]:
 
 
 def cut(batches: int) -> Prediction:
-    """A prediction with a step of so many micro-batches, each with five points of its curve."""
+    """Return a prediction with this number of micro-batches, each with five points of its curve."""
     one = prediction(recipe=Recipe.parse(f"micro_batches({batches})"))
     phases = [*["forward", "forward", "backward", "backward", "backward"] * batches, "update"]
     curve = tuple(
@@ -341,7 +341,8 @@ def test_ticks_are_round_and_never_above_the_top() -> None:
 
 
 def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(tmp_path: Path) -> None:
-    """Other endings, and folders that cannot be made; a missing folder is made when the file is written."""
+    """Other suffixes, and folders that cannot be created, are refused. A missing folder is created at the
+    write."""
     with pytest.raises(UsageError, match=r"a page is a \.html file"):
         check_pictures(tmp_path / "page.pdf", None)
     with pytest.raises(UsageError, match=r"a plot is a \.png or a \.svg file"):
@@ -459,7 +460,7 @@ def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> lis
 @pytest.mark.whole
 @pytest.mark.parametrize(("width", "dark"), [(500, True), (1100, False)])
 def test_no_labels_meet_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
-    """And the keyboard reaches every picture, in light and in dark."""
+    """The keyboard also reaches every picture, in light and dark mode."""
     shown = [*everything().values(), *crowded()]
     pictures = [picture for result in shown for picture in parts_of(result).pictures]
     (tmp_path / "page.html").write_text(document("All pictures", ["A line."], pictures, report="text"))

@@ -56,14 +56,14 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
-"""Four layers, so that four stages have one each."""
+"""Four layers, one for each of four stages."""
 
 TIED = small_job("llama", 4, {"tie_word_embeddings": True}, batch_size=16, clip=1.0)
-"""The same, whose head is the embedding."""
+"""The same model with its embedding as its head."""
 
 DEEP = replace(JOB, model=small_job("llama", 8).model)
 DEEP_TIED = replace(TIED, model=small_job("llama", 8, {"tie_word_embeddings": True}).model)
-"""Eight, so that four ranks have two stages each."""
+"""Eight layers, two stages for each of four ranks."""
 
 TWO = (
     "pipeline(2) + micro_batches(4)",
@@ -102,7 +102,7 @@ EVERY: staged.Cases = (
     *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR)),
     *few_of(INTERLEAVED, [INTERLEAVED[0], *INTERLEAVED[3:7], *INTERLEAVED[8:]]),
 )  # fmt: skip
-"""In `make test` each schedule is shown with one job, and FSDP with one schedule."""
+"""`make test` runs each schedule with one job, and FSDP with one schedule."""
 NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
 
@@ -124,7 +124,7 @@ def test_each_real_stage_allocates_what_its_trace_says(ranks: int, job: Job, rec
 @pytest.mark.whole
 @pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
 def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> None:
-    """Law 3: losses of three steps, and each stage's weights after them."""
+    """Law 3: compare the losses of three steps, and each stage's weights after them."""
     staged.hold_training(EVERY, ranks, job, recipe)
 
 
@@ -139,7 +139,7 @@ def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch before 2.13 begins a stage's exchanges together, and NCCL's handle for them has nothing."""
+    """Before 2.13, torch starts a stage's exchanges together, and NCCL's handle for them holds no tensors."""
     if Version(torch.__version__) < Version("2.13"):
         pytest.skip(f"torch {torch.__version__} begins a stage's exchanges together by itself")
     setup = on_gpus(Recipe.parse("pipeline(2, schedule=interleaved) + micro_batches(4)").setup(), 2)
@@ -302,7 +302,7 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_there_are_stages() ->
 def test_layers_are_cut_as_evenly_as_may_be() -> None:
     assert [[*layers_of(stage, 3, 8)] for stage in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     wish = ParallelWish(weights="alone", stages=5, ranks=5, schedule="1F1B")
-    assert stages_to_rehearse(wish, 12) == (0, 1, 2, 4)  # the second is a long one, the third a short one
+    assert stages_to_rehearse(wish, 12) == (0, 1, 2, 4)  # the second is long, the third short
     assert [stand_in(stage, wish, 12) for stage in range(5)] == [0, 1, 2, 2, 4]
     assert rank_of(3, replace(wish, ranks=20)) == 12
 
@@ -321,7 +321,8 @@ def orders(ranks: int, micro_batches: int, schedule: str, chunks: int = 1) -> Se
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_the_bubble_of_even_stages_is_the_known_one(schedule: str) -> None:
-    """(n - 1) / (m + n - 1) of the step (Narayanan et al., arXiv 2104.04473, section 2.2.1)."""
+    """The idle share of a step is (n - 1) / (m + n - 1) (Narayanan et al., arXiv 2104.04473, section
+    2.2.1)."""
     step = simulate_stages([EVEN] * 4, orders(4, 8, schedule), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(3.0 * (8 + 3))
     assert step.bubble == pytest.approx(3 / 11)

@@ -166,8 +166,8 @@ def test_a_plan_leaves_it_out_where_it_cannot_be_recorded() -> None:
     ],
 )
 def test_so_it_is_of_padded_batches_which_are_filled_up(family: str, length: int, recipe: str) -> None:
-    """Test lengths that are filled up (48 to 64), lengths limited by the model's positions (24 to 32), and
-    a length that stays."""
+    """Test filled-up lengths (48 to 64), lengths limited by the model's positions (24 to 32), and a
+    constant length."""
     assert_as_predicted(replace(job_of(family), padding=0.25, sequence_length=length), recipe)
 
 

@@ -25,7 +25,7 @@ from test_plan_command import choice, made_up
 
 
 def long_plan() -> Plan:
-    """Forty rows of the front, near each other at first, the last ones many times slower."""
+    """Return forty rows of the front, with close figures first and much slower rows last."""
     whole = made_up()
     rows = [
         choice(f"bf16 + micro_batches({number})", int((30 - number / 2) * GIB), 0.05 * 1.1 ** (number - 1))

@@ -1,4 +1,5 @@
-"""The plan: its space is lawful, its answer is that of brute force, and its front too, up to a grain."""
+"""The plan: its space follows the rules, and its answer and its front equal brute force, up to a
+tolerance."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ def test_nothing_less_exact_than_allowed(fidelity: Fidelity) -> None:
 
 
 def test_a_recipe_is_found_by_what_stands_in_its_slots() -> None:
-    job = small_job("t5", 2, batch_size=2)  # some of its recipes are unlawful
+    job = small_job("t5", 2, batch_size=2)  # some of its recipes are invalid
     space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
     for number in random.Random(SEED).sample(range(len(space.candidates)), 50):
         assert space.number(space.candidates[number].recipe) == number
@@ -219,7 +220,8 @@ class Told:
 
 
 def told_of(space: Space, rng: random.Random) -> Told:
-    """Sizes and seconds by chance, a trace's together; the allocator loses up to a tenth."""
+    """Return random sizes and seconds, the same for recipes with the same trace. The allocator loses up to
+    a tenth."""
     traces: dict[int, tuple[Bound, Figures | None]] = {}
     for each in space.candidates:
         least = Bound(rng.randrange(1000, 9000), rng.randrange(1, 500))
@@ -291,7 +293,7 @@ def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
     plain = roster.plain(Slot.CHECKPOINTING)
     traces: dict[int, tuple[Bound, Figures | None]] = {}
     in_order = sorted(enumerate(space.candidates), key=lambda one: one[1].setup.has_budget)
-    for number, candidate in in_order:  # none and all come first
+    for number, candidate in in_order:  # those without recomputing or with all of it come first
         without, wish = space.number(candidate.recipe.with_(plain)), candidate.setup.checkpoint
         assert without is not None
         needed, seconds = told.bounds[without][:2]
@@ -393,7 +395,7 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
 
 
 def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known() -> None:
-    """And the answers of many GPUs are the same."""
+    """The answers for many GPUs are the same."""
     job = small_job("bert", 2, batch_size=2)
     fixed = kept_of(job, "uncompiled + torch_kernels + inline + ieee")
     space = space_of(job, fidelity=Fidelity.ROUNDS, many_gpus=True, fixed=fixed)
@@ -471,7 +473,8 @@ def test_one_of_many_optimizers_is_judged_where_they_are_a_small_share_but_what_
 @pytest.mark.parametrize("misleads", [False, True])
 @pytest.mark.parametrize("seed", slow_but([0, 2], 1))
 def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed: int, misleads: bool) -> None:
-    """Eager attention is larger and slower here; where it misleads, smaller once layers are recomputed."""
+    """Eager attention is larger and slower in this test. In the misleading case it is smaller with
+    recomputing."""
     rng = random.Random(seed)
     space = space_of_rounds(" + bf16 + whole_batch")
     told = recomputed(told_of(space, rng), space, rng)
@@ -637,7 +640,7 @@ def test_recomputing_takes_no_less_than_is_said_by_none_and_each(
 
 
 def screened(parts: Parts, recipe: str) -> Bound:
-    """The lower bound of a recipe on the first GPU."""
+    """Return the lower bound of a recipe on the first GPU."""
     return parts.screen([Recipe.parse(recipe).setup()])[0][0]
 
 

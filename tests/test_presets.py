@@ -1,4 +1,4 @@
-"""Bundled presets: each builds the model of its checkpoint, and names that people bring lead to one."""
+"""Bundled presets: each builds the model of its checkpoint, and common names resolve to one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiers import slow_but
 
 PARAMETERS = {
     # As the hub counts the checkpoint's tensors, or keras-hub's backbones and a head on top; tied weights
-    # count once. The class is the one in the config, or the model without a head if that class is not
+    # count once. The config names the class. The model has no head if that class is not
     # trained here (ELECTRA's is of its pretraining).
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-1.7B": 1_720_574_976,

@@ -65,7 +65,7 @@ EXCHANGED = (
     "FSDP::all_gather", "FSDP::post_backward_reduce", "DistributedDataParallel.forward", "aten::cat",
     "_c10d_functional::",
 )  # fmt: skip
-"""Operators in which tensors are made that gloo holds."""
+"""Operators that create tensors which gloo holds."""
 
 TWO = [
     (family, recipe)
@@ -91,8 +91,8 @@ COVERING = [
     ("mixtral", "bf16 + micro_batches(2) + tensor(2) + expert(2)"),
     ("bert", "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)"),
 ]  # fmt: skip
-"""Each technique of several GPUs in one or two jobs. FSDP and micro-batches together are met in
-`test_ranks_elsewhere.py`."""
+"""Each technique of several GPUs in one or two jobs. `test_ranks_elsewhere.py` combines FSDP with
+micro-batches."""
 TWO = few_of(TWO, [case for case in TWO if case not in COVERING])
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
@@ -207,7 +207,7 @@ def _is_exchanged(event: Event) -> bool:
 
 
 def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
-    """Law 1 for one of so many ranks."""
+    """Check law 1 for one of this number of ranks."""
     trace = without_own(rehearsed(ranks, family, recipe, rank))
     account = unheard(without_own(real(ranks)[family, recipe, rank].account), trace)
     comparison = compare(to_last_birth(account), to_last_birth(trace))
@@ -235,7 +235,7 @@ def test_so_does_one_of_four(family: str, recipe: str) -> None:
 def test_ranks_that_are_given_the_same_batch_train_as_one_does(
     ranks: int, cases: list[tuple[str, str]]
 ) -> None:
-    """Law 3: averaged over ranks, the gradients are those of each. The loss of a sequence that is cut is the
+    """Law 3: gradients averaged over ranks equal those of each rank. The loss of a split sequence is the
     mean of its pieces'."""
     for family, recipe in cases:
         job, _ = case(family, recipe)
@@ -243,7 +243,7 @@ def test_ranks_that_are_given_the_same_batch_train_as_one_does(
         wish = on_gpus(Recipe.parse(recipe).setup(), ranks).parallel
         assert wish is not None
         expected = losses_of(replace(job, batch_size=BATCH // wish.data_ranks), Recipe.parse(alone).setup())
-        exact = "bf16" not in recipe  # with shards bf16 is no autocast, and norms compute in it too
+        exact = "bf16" not in recipe  # sharded bf16 uses no autocast, so norms compute in bf16, too
         for part in range(wish.data_ranks):
             of_pieces = [
                 real(ranks)[family, recipe, rank].losses
@@ -309,7 +309,7 @@ def test_the_order_of_streams_is_written_down() -> None:
     assert len(gathers) == 5  # each layer twice, and the rest of the model
     assert all(kernel.after and kernel.peers == (2, 1) for kernel in gathers)
     assert {kernel.stream for kernel in gathers}.isdisjoint({0})
-    assert {*trace.streams.values()} == {1, 3}  # where copies for gathering are made, and where sums are
+    assert {*trace.streams.values()} == {1, 3}  # the streams of gather copies and of sums
 
 
 def trace_of(recipe: str) -> Trace:
@@ -392,7 +392,7 @@ def test_what_whole_weights_lay_in_is_given_back_before_the_first_step() -> None
 
 
 def most_while_built(trace: Trace) -> int:
-    """Bytes that are requested at once before the first step, at most."""
+    """Return the maximum of requested bytes before the first step."""
     now = most = 0
     for event in trace.events:
         block = trace.blocks[abs(event) - 1]
@@ -412,7 +412,7 @@ def test_shards_and_states_are_the_host_s() -> None:
     moments."""
     on_device, on_host = trace_of("fsdp + bf16"), trace_of("fsdp(offload=cpu) + bf16")
     weights = held(on_device, Kind.WEIGHTS)
-    assert held(on_host, Kind.WEIGHTS) < weights / 20  # buffers are left
+    assert held(on_host, Kind.WEIGHTS) < weights / 20  # buffers remain
     assert held(on_device, Kind.OPTIMIZER_STATES) >= 2 * weights * 0.95
     assert held(on_host, Kind.OPTIMIZER_STATES) == 0
     assert pinned_bytes(on_host.kernels) >= 2 * weights * 0.95
@@ -459,7 +459,7 @@ def test_what_does_not_go_together(recipe: str, why: str) -> None:
 
 @pytest.mark.parametrize("ranks", slow_but([2, 4], 1))
 def test_where_states_are_shared_out_the_rank_with_most_of_them_is_predicted(ranks: int) -> None:
-    """All but which weights it has is as in any other rank."""
+    """The ranks differ only in the choice of their weights."""
     setup = on_gpus(Recipe.parse("zero1").setup(), ranks)
     job = job_of_rank(small_job("llama", 3, batch_size=4), setup)
 

@@ -68,7 +68,8 @@ SOMETIMES = {("Plan", "lengths"), ("Model", "dtype"), ("GpuPlans", "run"), ("Way
 
 
 def walk(written: Any, kind: Any, value: Any) -> Iterator[tuple[str, str]]:
-    """(object, key) of every object within a value of this type; a key that the reference lacks fails."""
+    """Yield (object, key) of every object within a value of this type, and fail on a key that the
+    reference lacks."""
     inner, owner = written.parts(kind), written.described_class(kind)
     if value is None or owner is None:
         return
@@ -131,7 +132,7 @@ def answers() -> Iterator[tuple[str, Any]]:
 
 
 def cards_with_everything(kept_slots: Any, refused: Any) -> dict[str, Any]:
-    """Plans by number of GPUs in which no list is empty."""
+    """Return plans by number of GPUs in which no list is empty."""
     plans = replace(cards(), kept_slots=kept_slots, refused=refused, steps=10)
     return plans.to_json() | {"run": document_of_cards(plans, Prices({"H200-SXM": 2.5}))}
 
@@ -169,7 +170,8 @@ TESTED = dict(
 
 
 def refuse_other_versions() -> None:
-    """With other packages a figure may move: the pages show those of `constraints.txt`."""
+    """Skip the test under package versions other than those of `constraints.txt`, whose figures the pages
+    show."""
     if any(version.partition("+")[0] != TESTED[name] for name, version in INSTALLED.items()):
         pytest.skip(f"the answers in the documentation are those of other versions than {INSTALLED}")
 

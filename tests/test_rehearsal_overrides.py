@@ -1,6 +1,6 @@
-"""A rehearsal's overrides live for its time, harm nothing else in the process, and fail loudly.
+"""A rehearsal's overrides end with it, affect nothing else in the process, and fail loudly.
 
-Tried in the process that runs the tests, which imported torch and transformers long before any rehearsal.
+The tests run in a process that imported torch and transformers long before any rehearsal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REPLACED = (
     foreach._get_foreach_kernels_supported_devices,
     foreach._get_fused_kernels_supported_devices,
 )
-"""Functions that answer by a device's name, as they are outside a rehearsal."""
+"""Functions whose result depends on a device's name, as they are outside a rehearsal."""
 
 POLICIES = [CudaPolicy(), CpuPolicy()]
 
@@ -62,7 +62,7 @@ def rehearsed(recipe: str = "plain", loop: str = "plain", policy: Policy | None 
 
 
 def bound() -> dict[tuple[str, str], int]:
-    """Every binding, in every loaded module, of every function of torch and transformers, by identity."""
+    """Return every binding of a function of torch or transformers in every loaded module, by identity."""
     return {
         (module_name, name): id(value)
         for module_name, module in list(sys.modules.items())
@@ -183,7 +183,7 @@ def test_rehearsals_do_not_nest() -> None:
 
 
 def on_the_cpu() -> list[torch.Tensor]:
-    """Real work that passes everything that a rehearsal overrides, with its gradients."""
+    """Run real work on the CPU, with gradients, through everything that a rehearsal overrides."""
     torch.manual_seed(3)
     x = torch.randn(2, 2, 8, 16, requires_grad=True)
     weight = torch.randn(16, 16, requires_grad=True)
@@ -239,7 +239,7 @@ def test_meta_tensors_behave_as_before_afterwards() -> None:
 
 
 def generators() -> Iterator[Any]:
-    """The states of every generator of random numbers a rehearsal could reach."""
+    """Return the states of every random generator that a rehearsal could reach."""
     yield torch.get_rng_state().tolist()
     yield random.getstate()
     name, keys, *rest = numpy.random.get_state()
@@ -440,7 +440,7 @@ def test_an_assumption_that_breaks_is_told(
 
 
 def test_a_gradient_that_python_holds_is_not_written_to() -> None:
-    """A backward written in Python that adds out of place makes a new tensor, on the trace too."""
+    """A backward in Python that adds out of place creates a new tensor, also in the trace."""
 
     class Doubles(torch.autograd.Function):
         @staticmethod

@@ -1,6 +1,7 @@
-"""Updates within the backward pass: the same numbers, the same promises, fewer gradients, rehearsed as made.
+"""Updates within the backward pass: equal numbers, the same guarantees, fewer gradients, exact rehearsals.
 
-On a GPU `released_on_gpu.py` compares them."""
+`released_on_gpu.py` compares them on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def run(recipe: str, job: Job) -> Any:
 @pytest.mark.whole
 @pytest.mark.parametrize(("clip", "recipe", "family"), crossed([None, 0.05], RECIPES, ["bert", "llama"]))
 def test_weights_and_states_are_those_of_kept_gradients(family: str, recipe: str, clip: float | None) -> None:
-    """Bit for bit, with dropout (BERT) and with a tied head (Llama)."""
+    """Weights and states are equal bit for bit, with dropout (BERT) and with a tied head (Llama)."""
     job = job_of(family, clip)
     kept, expected = run(recipe, job)
     released, ours = run(f"{recipe} + released", job)
@@ -83,7 +84,7 @@ def test_weights_and_states_are_those_of_kept_gradients(family: str, recipe: str
     ("clip", "recipe"), crossed([None, 0.05], ["bf16_master", "bf16_master + adamw_compact"])
 )
 def test_passes_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
-    """With dropout, whose masks are the same in the second pass of a step and others in the next step."""
+    """Dropout masks repeat in the second pass of a step and change in the next step."""
     job = job_of("bert", clip)
     written, expected = run(f"{recipe} + released", job)
     with captured_on_cpu() as graphs:
@@ -98,7 +99,7 @@ def test_passes_that_are_played_are_those_that_are_written(recipe: str, clip: fl
 
 @pytest.mark.whole
 def test_a_weight_s_first_gradient_is_not_recorded() -> None:
-    """Its states would be made anew in each step: that step runs as it is written."""
+    """A recording would create its states anew in each step, so that step runs without a recording."""
     job = job_of("llama", None)
     with captured_on_cpu() as graphs:
         step = open_step(job, Recipe.parse("bf16_master + released + captured").setup(), "plain", CPU)
@@ -141,7 +142,7 @@ def test_no_more_gradients_exist_than_that_of_one_weight(
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kernels_of_one_weight_do_what_those_of_all_do(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The test runs in Triton's interpreter and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     told = script_in_triton(Path(__file__).with_name("one_weight_in_triton.py"), device, tmp_path / "told")
@@ -154,7 +155,8 @@ def test_kernels_of_one_weight_do_what_those_of_all_do(device: str, tmp_path: Pa
 @pytest.mark.whole
 @pytest.mark.parametrize("clip", slow_but([None, 1.0], 1))
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip: float | None) -> None:
-    """With a schedule, dropout and batches of several lengths: losses, norms, rates and weights."""
+    """With a schedule, dropout and batches of several lengths, it compares losses, norms, rates and
+    weights."""
     job = bert_job(clip=clip)
     kept = train(small_run(tmp_path / "kept", "bf16_master", job=job))
     released = train(small_run(tmp_path / "released", "bf16_master + released", job=job))

@@ -59,7 +59,7 @@ def test_without_memory_the_verdict_says_what_to_name() -> None:
 
 @pytest.mark.parametrize("render", [as_text, as_html])
 def test_foreign_words_stay_words(render: object) -> None:
-    """Markup, HTML and control characters in a model's name."""
+    """The model's name contains markup, HTML and control characters."""
     assert callable(render)
     shown = render(prediction_report.render(prediction(name=EVIL), operators=True))
     assert "[a/path]" in shown
@@ -157,7 +157,7 @@ def test_bars_are_as_high_as_they_should_be() -> None:
 
 
 def test_markdown_and_csv_make_foreign_words_inert() -> None:
-    """Pipes, links, HTML; and formulas, but not numbers."""
+    """Pipes, links, HTML and formulas are escaped, but numbers are not."""
     cell = grid.escape("[a](javascript:x)|<b>`c`")
     assert cell == r"\[a\](javascript:x)\|&lt;b&gt;\`c\`"
     assert grid.escape("a\r\nb\x1b[2J\x07 \u202ec") == "a b\ufffd\\[2J\ufffd \ufffdc"

@@ -92,7 +92,7 @@ class Sound(Technique):
     name: ClassVar = "sound"
 
     k: int = between(1, 9, default=3)
-    """How often."""
+    """The number of repetitions."""
 
     def install(self, setup: Setup) -> Setup:
         return setup
@@ -104,7 +104,7 @@ def _broken(**changes: object) -> type[Technique]:
 
 @dataclass(frozen=True, kw_only=True)
 class Silent(Technique):
-    """Has a setting without a sentence."""
+    """A technique with an undocumented setting."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "this file"

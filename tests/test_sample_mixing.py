@@ -35,14 +35,14 @@ from test_fit_memory import limited
 
 
 class Pairs(torch.nn.Module):
-    """Two towers; `kind` is its loss."""
+    """A model of two towers with a loss of this `kind`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.left, self.right = kind, torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
     def forward(self, x: Any, y: Any) -> dict[str, Any]:
-        """A loss over the samples x (B, 8) and y (B, 8)."""
+        """Return a loss over the samples x (B, 8) and y (B, 8)."""
         left, right = self.left(x), self.right(y)
         if self.kind == "in-batch negatives":
             loss = functional.cross_entropy(left @ right.T, torch.arange(len(x), device=x.device))
@@ -114,7 +114,7 @@ def test_models_of_transformers() -> None:
 def test_what_cannot_be_run_without_data_is_a_doubt() -> None:
     class Reading(Pairs):
         def forward(self, x: Any, y: Any) -> dict[str, Any]:
-            """Reads a value."""
+            """Read a value of the batch."""
             return {"loss": self.left(x).mean() * float(x.numpy().mean())}
 
     job = Job(model=Model.from_module(Reading("plain"), BATCH), task=Task.CUSTOM, batch_size=8)
@@ -227,7 +227,7 @@ def test_a_fitted_trainer_is_not_cut_when_memory_runs_out(tmp_path: Path) -> Non
 def test_train_compares_the_whole_and_the_cut_loss_of_a_head(
     sums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head of transformers whose loss sums over the samples, as CTC's does by its config's reduction."""
+    """A head of transformers sums its loss over the samples, as CTC does with the config's reduction."""
     kind = transformers.BertForSequenceClassification
     forward = kind.forward
 
@@ -249,7 +249,7 @@ def test_train_compares_the_whole_and_the_cut_loss_of_a_head(
 
 @pytest.mark.whole
 def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And finding out moves no number of the run."""
+    """The comparison changes no number of the run."""
 
     class Summed(torch.nn.Module):
         def __init__(self) -> None:

@@ -140,7 +140,7 @@ def test_a_gathered_gradient_is_written_in_place(autocast: bool) -> None:
 
 @pytest.mark.parametrize(("columns", "padded"), [(216, 0), (214, 216)])
 def test_rows_of_a_mask_are_stored_in_eights(columns: int, padded: int) -> None:
-    """The recorded T5 took a mask of 216 columns as it was."""
+    """The recorded T5 used a mask of 216 columns unchanged."""
     query, key = meta(2, 10, 64, 64), meta(2, 10, columns, 64)
     mask = meta(2, 1, 64, columns)
 
@@ -152,7 +152,7 @@ def test_rows_of_a_mask_are_stored_in_eights(columns: int, padded: int) -> None:
 
 
 def test_the_triangle_of_causal_attention_dies_when_it_is_a_mask() -> None:
-    """Recorded: 3,437,316 bytes of truths were gone before the scores came."""
+    """Recorded: 3,437,316 bytes of booleans were freed before the scores were allocated."""
     query, key = meta(1, 5, TOKENS, 128), meta(1, 1, TOKENS, 128)
 
     def run(recorder: Recorder) -> None:
@@ -183,7 +183,7 @@ def efficient_backward(dtype: torch.dtype, width: int, capability: tuple[int, in
 
 
 PRODUCT, ROW, WIDE = 5_203_968, 40_656, 5_769_984
-"""Bytes in a layer of the recorded Mistral: of a query in fp32, of a number a row, of the workspace."""
+"""Bytes in a layer of the recorded Mistral: a query in fp32, one number per row, the workspace."""
 
 
 def test_efficient_attention_works_in_larger_tiles_where_heads_are_wide() -> None:

@@ -35,7 +35,7 @@ def space() -> Space:
 
 
 def seconds_of(setup: Setup) -> float:
-    """Seconds by which every candidate here is bounded, and which it takes."""
+    """Return the seconds of a candidate, which also serve as its bound."""
     number = next(n for n, one in enumerate(space().candidates) if one.setup is setup)
     return 1.0 + number
 

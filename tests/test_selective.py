@@ -103,7 +103,7 @@ def test_a_users_own_layers_keep_their_products() -> None:
     ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    """A mask is added to attention's scores out of place, as torch does under the layers' dispatch mode."""
+    """Under the layers' dispatch mode, torch adds a mask to attention's scores out of place."""
     hold_to_reports(job(family), Recipe.parse(recipe))
 
 
@@ -144,7 +144,7 @@ def test_attention_and_products_are_not_computed_again() -> None:
 
 
 def test_attention_with_dropout_is_computed_again() -> None:
-    """It draws random numbers: handed out instead, it would shift those of every dropout after it."""
+    """Dropout draws random numbers. A stored output would shift the numbers of every later dropout."""
     assert recomputed(on_a_gpu(job("bert"), "bf16 + selective(products)"), "attention") == 2
 
 

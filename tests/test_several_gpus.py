@@ -108,8 +108,8 @@ def test_autocast_becomes_the_dtype_of_gathered_weights_and_stays_where_weights_
 def test_ranks_of_a_mesh_know_their_part_of_the_batch() -> None:
     """Ranks of one part are neighbours along the axes beside the data axis.
 
-    Ranks of the last stage report the loss: one rank of each tensor group, and all ranks of a sequence,
-    with a part each.
+    Ranks of the last stage report the loss. One rank of each tensor group reports it, and each rank of a
+    sequence reports a part.
     """
     mesh = ParallelWish(weights="sharded", ranks=16, tensor=2, context=2, stages=2)
     assert mesh.data_ranks == 2
@@ -167,7 +167,7 @@ def test_gradients_of_the_last_micro_batch_alone_are_exchanged() -> None:
 
 
 def test_an_exchange_waits_for_what_it_carries_and_is_waited_for() -> None:
-    """A layer's weights are copied together, gathered in another stream, and used after that."""
+    """A layer's weights are copied together, gathered in another stream, and then used."""
     trace = trace_of("fsdp", 2)
     first = next(n for n, kernel in enumerate(trace.kernels) if kernel.operator == ALL_GATHER)
     gathered = trace.kernels[first]
@@ -248,7 +248,7 @@ def test_a_layer_is_exchanged_as_its_plan_says() -> None:
 
 
 def test_groups_of_a_mesh_are_those_of_the_rank() -> None:
-    """In any order of rehearsals: torch remembers a mesh, and the next one is equal to it."""
+    """The order of rehearsals does not matter, although torch caches a mesh and the next one equals it."""
     for rank in (3, 0):
         trace = trace_of("fsdp + tensor(2)", 4, rank)
         assert {kernel.peers for kernel in exchanges(trace, REDUCE_SCATTER)} == {(2, 2)}
@@ -263,7 +263,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
 
 
 def test_experts_are_spread_whole_over_ranks_that_share_layers() -> None:
-    """Each has an n-th of them, and computes products of an n-th of the tokens."""
+    """Each rank holds an n-th of the experts, and computes the products of an n-th of the tokens."""
     job = replace(small_job("mixtral", 2), batch_size=8)
     with pytest.raises(RecipeError, match=r"moe_tp_experts, packed_colwise, .* Add expert\(2\)"):
         Recipe.parse("tensor(2)").check(job, installed=False)

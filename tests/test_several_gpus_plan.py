@@ -42,7 +42,7 @@ SHALLOW = replace(small_job("llama", 2), batch_size=8)
 """A job for tests that need no estimate of many layers from few."""
 H200 = find_gpu("h200")
 OTHERS = f"sdpa + default + inline + {REST}"
-"""Not searched where a test is about several GPUs."""
+"""Slots that tests of several GPUs do not search."""
 H200_POLICY = policy_for(H200, Software())
 
 
@@ -271,7 +271,7 @@ def test_the_fastest_on_each_number_is_that_of_every_recipe(
 
 @pytest.fixture
 def of_large_samples(by_formulas: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
-    """One sample is too much for a GPU that recomputes nothing, and little for one that recomputes all."""
+    """Make one sample too large for a GPU without recomputing, and small with full recomputing."""
     for name, value in {"states": 8 * GIB, "sample": 150 * GIB, "exchange": 1e-4}.items():
         monkeypatch.setattr(by_formulas, name, value)
     for name in ("tensor", "context", "stage"):
@@ -353,7 +353,7 @@ def test_layers_are_recomputed_as_they_are_kept_and_in_stages(
 
 
 def made_up() -> SeveralGpusPlan:
-    """One GPU, and two that are a little faster."""
+    """Return made-up plans for one GPU, and for two that are a little faster."""
     one = OnGpus(gpus=1, recipe="plain", needed_bytes=1, step_seconds=10.0, samples_per_second=1.0)
     two = replace(one, gpus=2, step_seconds=6.0)
     return SeveralGpusPlan(

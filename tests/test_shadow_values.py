@@ -43,7 +43,7 @@ STATES = torch.randn(4, 64, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Decides(nn.Module):
-    """Runs one of the functions below on its layers."""
+    """A model that runs one of the functions below on its layers."""
 
     def __init__(self, decides: Callable[..., Tensor], experts: int = 0) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ def job_of(decides: Callable[..., Tensor], experts: int = 0) -> Job:
 
 
 def assumptions(trace: Trace) -> list[str]:
-    """Doubts but for those about parameters that a module here does not use."""
+    """Return the doubts, except those about parameters that a module does not use."""
     return [doubt for doubt in trace.doubts if "no gradient" not in doubt]
 
 
 def test_torch_is_as_it_was_when_a_rehearsal_is_over() -> None:
-    """A method that is replaced can leave its traces in a class of C."""
+    """A replaced method can leave traces in a C class."""
     rehearse(job_of(compares_a_number), Recipe().setup(), CpuPolicy())
     assert torch.tensor([torch.tensor(1), 2]).tolist() == [1, 2]
     assert not {"item", "tolist", "numpy", "__getitem__"} & vars(torch.Tensor).keys()
@@ -198,7 +198,7 @@ def test_the_routing_is_balanced_or_worst() -> None:
 
 
 def embed_once(self: Any, input_ids: Tensor, **_: Any) -> Tensor:
-    """As BERT embeds, each token once: how many there are differs from batch to batch."""
+    """Embed each token once, like BERT. The number of distinct tokens differs from batch to batch."""
     tokens, places = torch.unique(input_ids, return_inverse=True)
     return self.LayerNorm(self.word_embeddings(tokens))[places]
 
@@ -240,7 +240,7 @@ def test_a_new_storage_at_an_old_address_has_no_shadow(monkeypatch: pytest.Monke
 
 
 def test_what_the_cpu_refuses_is_not_followed_where_a_chain_is_long() -> None:
-    """A Mixtral counts tokens by an operator that takes no integers on a CPU."""
+    """A Mixtral counts tokens with an operator that takes no integers on a CPU."""
 
     def counted() -> torch.UntypedStorage:
         return torch.histc(torch.ones(4, dtype=torch.int32), 4).untyped_storage()

@@ -123,7 +123,7 @@ def test_where_nothing_fits_a_plan_gives_the_order_in_which_to_try() -> None:
 
 
 def test_gpus_are_named_to_deepspeed_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement shows its process one GPU by its UUID, which DeepSpeed would read as a number."""
+    """A measurement exposes one GPU to its process by UUID, which DeepSpeed would parse as a number."""
     import pynvml
 
     def numbered(handle: str) -> int:
@@ -165,7 +165,7 @@ def test_buckets_are_those_of_auto() -> None:
 
 def test_memory_of_the_host_is_counted_and_not_taken() -> None:
     host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
-    size = 64 * GIB  # of bytes; no machine that runs this has as many
+    size = 64 * GIB  # bytes, more than any test machine has
     with host:
         tensor = torch.zeros(size // 4, device="cpu")
         assert host.nbytes == size
@@ -259,14 +259,14 @@ def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more
 def test_so_does_one_of_accelerate_and_of_the_trainer(
     recipe: str, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Trainer's AdamW goes over many parameters at once on a GPU; so it does here."""
+    """The Trainer's AdamW uses foreach on a GPU, and so does this test."""
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
     hold(recipe, "bert", loop)
 
 
 def hold(recipe: str, family: str, loop: str) -> None:
-    """Law 1 for a step of the engine by this loop."""
+    """Check law 1 for a step of the engine in this loop."""
     from test_law_rehearsed_equals_real import job
 
     this = replace(job(family), clip=1.0)
@@ -382,7 +382,7 @@ def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
 def test_deepspeed_writes_to_stderr_while_it_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An answer is alone on stdout."""
+    """Only the answer is on stdout."""
     real = builtins.__import__
 
     def write(name: str, *given: Any) -> Any:
@@ -400,7 +400,7 @@ def test_deepspeed_writes_to_stderr_while_it_is_imported(
 @with_deepspeed
 @pytest.mark.slow
 def test_an_answer_in_json_is_alone_on_stdout(tmp_path: Path) -> None:
-    """DeepSpeed writes there while it is imported."""
+    """DeepSpeed writes to stdout at import."""
     asked = ["predict", "bert-base-uncased", "--task", "sequence-classification"]
     told = command(*asked, "--recipe", "zero2", "--json", stdout=tmp_path / "stdout")
     assert json.loads(told)["recipe"] == "zero2"
@@ -445,7 +445,7 @@ def test_a_disk_takes_from_the_host_and_takes_seconds() -> None:
     assert disk.peak().nbytes == pytest.approx(host.peak().nbytes, rel=0.01)
     weights = copied(host, UPDATE_ON_HOST)
     assert not copied(host, SWAPPED)
-    assert copied(disk, SWAPPED) >= 6 * weights  # weights and both moments, there and back
+    assert copied(disk, SWAPPED) >= 6 * weights  # weights and both moments, in both directions
     assert copied(disk, UPDATE_ON_HOST) == weights
     seconds = [step_seconds(one, find_gpu("h200"), batch_size=2).step_seconds for one in (host, disk)]
     assert seconds[1] > seconds[0] + 6 * weights / DISK_BANDWIDTH
@@ -482,7 +482,7 @@ def test_a_rehearsal_leaves_no_group_and_deepspeed_s_own_accelerator() -> None:
 
 
 def test_a_failure_of_deepspeed_while_a_model_is_built_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed 0.19.8 reads `9.0a` of TORCH_CUDA_ARCH_LIST as a number when it compiles an operator."""
+    """DeepSpeed 0.19.8 parses `9.0a` in TORCH_CUDA_ARCH_LIST as a number when it compiles an operator."""
     room: dict[str, Any] = {"__name__": "deepspeed.ops.op_builder.builder"}
     exec(compile("def load(*given, **named):\n    int('0a')", "builder.py", "exec"), room)
     monkeypatch.setattr("snugfit.job.build._from_facts", room["load"])

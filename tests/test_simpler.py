@@ -18,7 +18,7 @@ H200 = find_gpu("h200")
 
 
 def level(trace: object) -> float:
-    """On a device where every step takes as long, but for a millionth with each kernel."""
+    """Return the same seconds for every step, plus a millionth per kernel."""
     return 1 + 1e-6 * len(trace.kernels)  # type: ignore[attr-defined]
 
 

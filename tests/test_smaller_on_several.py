@@ -38,7 +38,7 @@ JOB = small_job("llama", 12, {"num_attention_heads": 8, "num_key_value_heads": 8
 SEARCHED = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
 
 FEW = 10
-"""Recipes that are simulated on few layers at most; of the worlds below each has over 30."""
+"""Maximum number of recipes simulated on few layers. Each test's clusters have over 30 recipes."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def in_this_process(make: Callable[[], Any], **given: Any) -> Iterator[WorkerPoo
 
 @pytest.fixture
 def in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Questions are answered here, by formulas; which recipes were simulated in full."""
+    """Answer by formulas in this process, and collect the recipes that were simulated in full."""
     asked: list[str] = []
 
     class Counting(MadeUpJudge):
@@ -72,7 +72,7 @@ def following(recipe: str, gpus: int, job: Job = JOB, searched: frozenset[Slot] 
 
 
 def every_one(recipe: Recipe, gpus: int) -> list[Recipe]:
-    """Every recipe that shares the work alike."""
+    """Return every recipe that shares the work alike."""
     fixed = Kept(slots={slot: (recipe[slot],) for slot in Slot if slot not in SEARCHED}, several_gpus=True)
     uncut = recipe.with_(roster.plain(Slot.BATCHING))
     techniques = dict.fromkeys([recipe[Slot.CHECKPOINTING], *recomputings(JOB, fixed)])
@@ -95,8 +95,8 @@ def test_it_is_nearly_the_fastest_that_needs_less_and_soon_found(
     in_full: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The recipe is as fast as all fitting ones that share the work alike, or at most a tenth slower than
-    the failed one.
+    """The recipe is the fastest fitting one with the same sharing, or at most a tenth slower than the
+    failed one.
 
     The result also holds if the whole model takes more than few layers predict.
     """
@@ -164,7 +164,7 @@ def test_deepspeed_and_one_gpu_are_left_to_others(in_full: list[str]) -> None:
 def test_two_gpus_go_on_with_what_is_predicted_to_need_less(
     processes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rehearsed, by other processes as in a run or in this one."""
+    """Other processes do the rehearsals as in a real run, or this process does."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     if not processes:
         monkeypatch.setattr(smaller, "worker_pool", in_this_process)

@@ -95,7 +95,8 @@ def test_of_all_states_a_process_keeps_its_own(rank: int) -> None:
 
 
 def test_copies_have_room_for_what_a_process_writes() -> None:
-    """The weights that it updates, with two moments each; together all, once."""
+    """A process saves its updated weights with two moments each. All processes together save each weight
+    once."""
     rooms = []
     for rank in range(2):
         with of_rank(rank) as state:
@@ -107,6 +108,6 @@ def test_copies_have_room_for_what_a_process_writes() -> None:
 
 
 def test_a_loop_that_keeps_one_process_s_states_refuses_it() -> None:
-    """fit and accelerate, whose checkpoints the first process writes alone."""
+    """fit and accelerate refuse it, since only their first process writes checkpoints."""
     with of_rank(0) as state, pytest.raises(UsageError, match="ZeroRedundancyOptimizer"):
         refuse_optimizer(state.optimizer, keeps=True)

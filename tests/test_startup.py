@@ -122,7 +122,7 @@ def name_of(run: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("run", RECORDED, ids=name_of)
 def test_what_was_paid_once_on_an_h200(run: dict[str, Any]) -> None:
-    """All but a few of them under SNUGFIT_ALL_TRUTH=1: each is a rehearsal."""
+    """Most cases run only with SNUGFIT_ALL_TRUTH=1, since each is a rehearsal."""
     if os.environ.get("SNUGFIT_ALL_TRUTH") != "1" and name_of(run).split()[0] not in SHOWN:
         pytest.skip("SNUGFIT_ALL_TRUTH=1 checks all")
     fields = {name: run[name] for name in ("task", "batch_size", "sequence_length", "build_on")}
@@ -139,7 +139,7 @@ def test_what_was_paid_once_on_an_h200(run: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class SlowLoading:
-    """An invented device that waits for batches, but for those that other processes made."""
+    """An invented device that waits for batches, except for those from loader processes."""
 
     batch: float = 1.0
 
@@ -168,7 +168,7 @@ def job() -> Job:
 
 @cache
 def searched(job: Job, steps: int | None) -> Any:
-    """The plan of a run of so many steps, made once."""
+    """Return the plan of a run of this many steps, and cache it."""
     told: list[str] = []
     found = plan(
         job, gpu=H200, fidelity="same", clock=SlowLoading(), steps=steps, once=DEAR, workers=1,
@@ -231,7 +231,7 @@ def test_many_gpus_look_at_the_run_too(job: Job) -> None:
 
 @pytest.mark.parametrize("family", slow_but(["gpt2", "gemma2"], 1))
 def test_few_layers_tell_what_many_pay_once(family: str) -> None:
-    """The least share is never more than the share; here it is the same."""
+    """The lower bound of the share never exceeds the share. In this test both are equal."""
     deep = small_job(family, 6, batch_size=2)
     parts = Parts(deep, [H200], SingleGpuTimer(lambda trace: 0.0), run=PlannedRun(steps=1))
     setup = setup_of("bf16 + every_layer + micro_batches(2)")

@@ -39,8 +39,10 @@ def hangup_ends_a_process() -> Iterator[None]:
 
 
 def evaluating_run(folder: Path, *, stop_in: int | None = None, **options: Any) -> Run:
-    """A run of six steps that is evaluated after every second, in batches of two. SIGTERM comes while the
-    evaluation's batch `stop_in`, counted over all evaluations, is made."""
+    """Return a run of six steps with an evaluation after every second step, in batches of two.
+
+    SIGTERM arrives during the evaluation batch `stop_in`, counted over all evaluations.
+    """
     wanted: dict[str, Any] = {
         "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2,
         "save_steps": 100, "load_best_model_at_end": True, **options,
@@ -65,7 +67,7 @@ def evaluations(folder: Path) -> dict[int, tuple[float, float]]:
 
 @pytest.mark.parametrize("batch", slow_but([1, 30, 50], lambda batch: batch == 50))
 def test_our_own_loop_evaluates_that_step_again(batch: int, tmp_path: Path) -> None:
-    """In the first evaluation of 21 batches, in the second, and after the last step."""
+    """The signal arrives in the first evaluation of 21 batches, in the second, or after the last step."""
     whole = train(evaluating_run(tmp_path / "whole"))
     cut = train(evaluating_run(tmp_path / "cut", stop_in=batch))
     step = 2 * (1 + batch // 21)
@@ -100,7 +102,7 @@ def test_a_run_that_is_finished_gives_its_result_again(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_kept_where_one_batch_took_all_the_time(tmp_path: Path) -> None:
-    """The time to keep a checkpoint was over before it could be begun: there is as much again."""
+    """The time for a checkpoint had run out before the save began, so the save gets the same time again."""
     run = evaluating_run(tmp_path, stop_in=1, stop_seconds=30)
     real = run.evaluation.collate  # type: ignore[union-attr]
     clock = [0.0]

@@ -30,7 +30,7 @@ MODEL = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of steps 10 and 20, to be copied."""
+    """Return a store of steps 10 and 20, as a template for copies."""
     return stored(tmp_path_factory.mktemp("two") / "out", 10, 20).root
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_manifest(out: Path, damage: str) -> None:
 
 
 def resealed(out: Path, **changes: object) -> None:
-    """Changes the newest manifest as its own writer would have."""
+    """Change the newest manifest as its own writer would."""
     path = out / "checkpoint-20" / MANIFEST
     document = json.loads(path.read_text()) | changes
     del document["sha256"]
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_program_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_bits_that_flip(two_steps: Path, tmp_path: Path) -> None:
-    """One bit at a time, anywhere in weights, state or manifest."""
+    """The test flips one bit at a time, anywhere in weights, state or manifest."""
     draw = random.Random(20261122)
     for turn in range(50):
         out = Path(shutil.copytree(two_steps, tmp_path / str(turn)))
@@ -229,7 +229,7 @@ def test_bits_that_flip(two_steps: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_snugfit_is_not_broken(out: Path) -> None:
-    """It is refused by its version, and nothing of it is renamed or removed."""
+    """Its version is refused, and nothing of it is renamed or removed."""
     resealed(out, schema=2, snugfit="9.1.0", files="whatever it may mean then")
     store = Store(out)
     with pytest.raises(NewerCheckpoint, match=r"snugfit 9\.1\.0 \(schema 2\).*Upgrade"):
@@ -279,7 +279,7 @@ def test_broken_ones_are_kept_aside_under_names_of_their_own(out: Path) -> None:
 
 
 def test_names_that_are_no_checkpoint_are_left_alone(out: Path) -> None:
-    """Folders that are named almost like checkpoints are none."""
+    """Folders with names similar to a checkpoint's are ignored."""
     names = ["checkpoint-٣٠", "checkpoint-007", "checkpoint-5.bak", "checkpoint--1", "checkpoint-1e3"]
     names += [
         "Checkpoint-99",
@@ -399,7 +399,7 @@ def test_a_place_that_takes_no_folder_from_anyone() -> None:
 
 @pytest.fixture
 def foreign() -> Iterator[Path]:
-    """A folder that everybody may read and only its owner write."""
+    """Return a folder that every user may read and only its owner may write."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o555)
     yield folder
@@ -485,7 +485,7 @@ def test_a_fault_of_the_writer_is_its_own(out: Path) -> None:
 
 
 def test_no_room_for_a_name_is_not_told_in_bytes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rename needs an entry of a folder, a quota of files or an inode: free bytes explain nothing."""
+    """A rename needs a directory entry, a file quota or an inode, so the message omits free bytes."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -36,7 +36,8 @@ def replaced(root: Path) -> None:
 
 
 def opened(root: Path) -> None:
-    """After three deaths: a draft, a half removal, a replacement that was not finished; and a damaged one."""
+    """Open a store after three deaths: a draft, a half removal, an unfinished replacement, and a damaged
+    checkpoint."""
     store = Store(root)
     store.prepare()
     store.sweep()
@@ -112,7 +113,7 @@ def goes_on(root: Path) -> None:
 
 @pytest.mark.whole
 def test_kill_9_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    """Death as it comes in earnest: the real signal, in the middle of a file."""
+    """The test sends the real signal in the middle of a file."""
     store = stored(tmp_path, 10)
     ready, tell = os.pipe()
 
@@ -229,7 +230,7 @@ def test_a_refusal_of_any_call(tmp_path: Path, number: int, lasting: bool, run: 
 
 
 def test_a_failing_fsync_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file's own, the manifest's, the folders'."""
+    """It covers the fsync of each file, of the manifest, and of the folders."""
     store = stored(tmp_path, 10)
     named = []
     for at in range(1, 8):
@@ -262,7 +263,8 @@ def test_a_failing_fsync_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 def test_other_refusals_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
-    """A rename among them: one to another file system cannot happen to siblings, but to overlays it does."""
+    """One refused call is a rename to another file system. It cannot happen to siblings, but it does on
+    overlays."""
     store = stored(tmp_path, 10)
 
     def refuse(*_: object) -> None:
@@ -277,8 +279,8 @@ def test_other_refusals_are_told(
     goes_on(tmp_path)
 
 
-# A disk that is full, for real: a small one of our own where the kernel grants it, else files that may
-# not grow. Either way the refusal is the kernel's, in the middle of a file.
+# Tests of a full disk. It is a small mounted one if the kernel permits it, else files that may
+# not grow. Either way the kernel refuses a write in the middle of a file.
 
 LARGE = 3 << 20
 
@@ -289,7 +291,7 @@ def large(folder: Path) -> None:
 
 
 def a_small_disk(at: Path) -> bool:
-    """Mounts 2 MiB of memory at `at`, in a namespace of this process alone."""
+    """Mount 2 MiB of memory at `at`, in a namespace of this process alone."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_user, private = 0x00020000, 0x10000000, 0x44000
     if libc.unshare(new_mounts | (0 if os.geteuid() == 0 else new_user)):

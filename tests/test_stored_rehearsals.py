@@ -1,4 +1,4 @@
-"""Rehearsals on disk: one from disk gives the same prediction, and its key holds all that it depends on."""
+"""Rehearsals on disk: a stored one gives the same prediction, and its key contains all of its inputs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_pipe_has_the_columns_that_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As git does it, on both streams; where no number is given, 120."""
+    """COLUMNS applies as in git, on both streams. Without it the width is 120."""
     monkeypatch.setenv("COLUMNS", columns)
     show(Text("word " * 60), stderr=stderr)
     lines = capsys.readouterr()[stderr].splitlines()
@@ -123,7 +123,7 @@ def test_every_row_keeps_its_name_and_every_figure_is_whole(
 def hold_rows_and_figures(
     render: Callable[[], RenderableType], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Assert that a report in so many columns breaks neither the name of a row nor a figure."""
+    """Assert that a report of this width breaks neither the name of a row nor a figure."""
     tables: list[PlainTable] = []
     monkeypatch.setattr(PlainTable, "__init__", _noting(PlainTable.__init__, tables))
     lines = as_text(render(), width=width).splitlines()

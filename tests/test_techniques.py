@@ -32,7 +32,7 @@ def callables(setup: Setup) -> list[Call]:
 
 
 def optimizers() -> list[str]:
-    """Every optimizer of the roster, at each setting that a planner may try."""
+    """Return every optimizer of the roster, with each setting that a planner may try."""
     found = [technique for technique in roster.techniques() if technique.slot is Slot.OPTIMIZER]
     return [str(setting) for technique in found for setting in technique.settings(small_job("bert", 2))]
 
@@ -57,7 +57,7 @@ def any_setting(technique: type) -> Any:
 
 @pytest.mark.parametrize("name", optimizers())
 def test_the_hf_trainer_means_the_same_optimizer_by_its_name(name: str) -> None:
-    """A wish's `trainer_name` gives, in transformers, a class and arguments equal to the factory's."""
+    """transformers maps `trainer_name` to a class and arguments that equal the factory's."""
     from transformers import TrainingArguments
     from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 

@@ -23,7 +23,8 @@ from snugfit.training.run.trained import LastNotKept
 
 
 def short(monkeypatch: pytest.MonkeyPatch, retries: dict[int, int]) -> None:
-    """The allocator's count, as it is read after each step: so many more at these readings."""
+    """Fake the allocator's count of retries. It grows by these numbers at these readings, one after each
+    step."""
     state = {"read": -1, "count": 0}  # the first reading is before the first step
 
     def retries_of(device: torch.device) -> int:
@@ -68,7 +69,7 @@ def test_three_steps_in_a_row_lead_to_the_next_recipe(
 
 @pytest.mark.whole
 def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same recipe once more: bit for bit the run that never stopped."""
+    """The run restarts with the same recipe, and equals an uninterrupted run bit for bit."""
     train(small_run(tmp_path / "whole"))
     short(monkeypatch, {4: 1, 5: 1, 6: 1})
     train(small_run(tmp_path / "run"), replan=lambda job, recipe, cause: recipe)

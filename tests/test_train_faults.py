@@ -71,7 +71,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*words: str) -> int:
-    """The command itself."""
+    """Run the command."""
     sys.argv = ["snugfit", *words]
     the_command()
     raise AssertionError("main does not come back")
@@ -124,7 +124,7 @@ def test_what_was_asked_for_and_cannot_be_written_is_told(forks: Forks) -> None:
 
 
 def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
-    """Also to none at all."""
+    """One of the sizes is zero."""
     ours, theirs = pty.openpty()
     words = ("train", "job.yaml", "--max-steps", "40")
     child = forks.start(command, *words, streams={STDOUT: theirs, STDERR: theirs})
@@ -143,7 +143,7 @@ def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
 
 
 def nowhere() -> dict[str, str]:
-    """An environment with a home where nothing can be written."""
+    """Return an environment whose home is not writable."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HOME", "XDG", "HF_"))}
     return {**kept, "HOME": "/proc/none"}
 
@@ -160,7 +160,7 @@ def test_without_a_home(at_home: Path, forks: Forks) -> None:
 
 @pytest.mark.slow
 def test_without_a_home_in_a_fresh_process(at_home: Path) -> None:
-    """Modules read it when they are imported."""
+    """Modules read the home at import."""
     words = [sys.executable, "-m", "snugfit", "train", "job.yaml"]
     done = subprocess.run(words, env=nowhere(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"finished after step 12: {at_home / 'out'}\n"), done.stderr
@@ -234,7 +234,7 @@ def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: Path) -> None:
-    """Started again, those that are done take no step, the broken one the rest of its steps."""
+    """After a restart, finished runs take no step, and the broken run takes its remaining steps."""
     recipes = ("plain", "micro_batches(2)", "sgd")
 
     def all_of_them(breaks_at: int) -> None:
@@ -276,7 +276,7 @@ def test_memory_of_the_host_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_without_another_thread_a_checkpoint_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under a limit on memory or processes."""
+    """Limits on memory or processes can prevent a thread."""
 
     def refuse(self: object) -> None:
         raise RuntimeError("can't start new thread")

@@ -1,6 +1,8 @@
-"""`snugfit train` in several processes: the mathematics of one, one voice, nothing lost. On the CPU, by gloo.
+"""`snugfit train` in several processes.
 
-Processes are forked from one that has imported all (`clean_forks.py`), with the variables that torchrun sets.
+It has the mathematics of one process, prints once, and loses nothing. The runs use the CPU and gloo.
+Processes are forked from one with all imports (`clean_forks.py`), and get the variables that torchrun
+sets.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of one process, by its model."""
+    """Return the run of one process, by its model."""
     root = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -124,7 +126,7 @@ def test_as_one_process(
 
 
 def test_the_model_of_loaded_by_transformers(half_of: Callable[[str], Path]) -> None:
-    """At a run's end the checkpoint holds the whole model, though no process does."""
+    """The last checkpoint holds the whole model, although no process does."""
     from transformers import AutoModelForSequenceClassification
 
     folder = half_of("fsdp") / "checkpoint-3"
@@ -146,7 +148,7 @@ AGAIN = [
 def test_resumed_on_as_many_it_is_the_same_run(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
-    """Bit for bit, with dropout that each part of the batch draws from a stream of its own."""
+    """The runs are equal bit for bit. Each part of the batch draws its dropout from a stream of its own."""
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
     how["job"] = job
     assert trained(forks, tmp_path / "whole", size, **how) == [0] * size
@@ -158,7 +160,7 @@ def test_resumed_on_as_many_it_is_the_same_run(
 
 
 def test_each_process_writes_the_states_that_it_has(tmp_path: Path, forks: Forks) -> None:
-    """Under zero1 each weight and its moments are in one process's file, and nowhere else."""
+    """Under zero1, each weight and its moments are in the file of exactly one process."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -233,8 +235,10 @@ def steps_told(folder: Path) -> int:
 
 
 def is_one_of_two_killed(forks: Forks, folder: Path, how: dict[str, Any], draw: random.Random) -> bool:
-    """Starts a run of two processes and kills one at a drawn moment; False where the run had ended before.
-    The other ends by itself, silently."""
+    """Start a run of two processes and kill one at a random moment.
+
+    Return False if the run had ended before. Check that the other process ends silently by itself.
+    """
     done = steps_told(folder)
     children = start(forks, folder, 2, how)
     until(lambda: steps_told(folder) > done)
@@ -350,7 +354,7 @@ def test_a_part_that_the_system_refuses_ends_in_one_line(
     said = fault_told(tmp_path / "run", 0)
     assert re.search(rf"^LastNotKept: The last checkpoint was not saved: \S*{refused}\. [^\n]*$", said)
     assert all(fault_told(tmp_path / "run", rank).startswith("ToldElsewhere") for rank in range(1, size))
-    if writer:  # the first process has no room for a line of the journal either
+    if writer:  # the first process cannot write to the journal either
         warned = [event["text"] for event in events(tmp_path / "run", "warning")]
         assert any(re.search(refused, text) for text in warned)
     assert_goes_on_from_three(tmp_path / "run", forks, size, how)
@@ -412,7 +416,7 @@ except launch.RankFailed as ended:
 
 
 def test_torchs_launcher_logs_nothing_beside_our_line() -> None:
-    """Its loggers are made as it is imported, so this takes a process that has not imported it."""
+    """Its loggers are created at import, so the test uses a process without that import."""
     command = [sys.executable, "-c", ENDS_WITHOUT_A_WORD]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""
@@ -436,7 +440,8 @@ def test_what_cannot_be_is_told_by_the_first_alone(
 
 @pytest.mark.parametrize("cut", [1, 2])
 def test_shares_make_the_batch_of_one(cut: int) -> None:
-    """In its order; all processes have as many micro-batches, and each has something to compute."""
+    """The shares keep the batch's order. All processes have the same number of micro-batches, and none is
+    empty."""
     one = SampleOrder(41, 8, 1, seed=3)
     ranks = [SampleOrder(41, 8, cut, seed=3, rank=rank, ranks=4) for rank in range(4)]
     for step in range(2 * one.steps_per_epoch):
@@ -482,7 +487,7 @@ def test_processes_are_those_that_were_started(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_the_command_starts_processes(tmp_path: Path) -> None:
-    """`--gpus 2` trains as one process does; a killed one is named, and none is left."""
+    """`--gpus 2` trains like one process. The error names a killed process, and none remains."""
     job = "\n".join(f"{key}: {value}" for key, value in command(tmp_path).items())
     (tmp_path / "job.yaml").write_text(job)
     words = [sys.executable, "-m", "snugfit", "train", str(tmp_path / "job.yaml"), "--offline", "--gpus", "2"]
@@ -505,7 +510,7 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
 
 
 def command(folder: Path) -> dict[str, Any]:
-    """A job file's keys for a small run that does not end by itself soon."""
+    """Return a job file's keys for a small run with many steps."""
     job = small_job("bert", 1)
     (folder / "config.json").write_text(json.dumps(job.model.config))
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows(41))))

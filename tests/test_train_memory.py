@@ -48,7 +48,7 @@ from tolerance import same_losses, same_parameters
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 LAST = 6
-"""The step after which the small runs end."""
+"""The last step of the small runs."""
 
 HOW: dict[str, Any] = {"layers": 1, "lr_scheduler_type": "constant", "save_steps": 2}
 
@@ -136,7 +136,7 @@ def test_it_ends_when_nothing_smaller_is_left(
 @pytest.mark.slow
 @pytest.mark.whole
 def test_a_batch_whose_samples_look_at_each_other_is_not_cut(tmp_path: Path, forks: Forks) -> None:
-    """Nor in several processes, each of which compares."""
+    """Several processes do not cut it either, since each of them compares."""
     how = {**HOW, "recipe": "fsdp", "max_steps": 4, "fault": {"0": "mixing", "1": "mixing short"}}
     assert trained(forks, tmp_path / "run", 2, **how) == [1, 4]
     assert trained(forks, tmp_path / "run", 2, **how) == [4, 4]
@@ -203,7 +203,7 @@ def test_it_counts_for_the_same_run_until_there_is_a_checkpoint_of_what_followed
     first = record_of(run, None)
     assert first is not None
     assert (first.recipe, first.step, first.rank, first.exhausted) == (run.recipe, 3, 1, SHORT)
-    end_of_several(run, SHORT, finer, 3, first)  # which has no checkpoint yet
+    end_of_several(run, SHORT, finer, 3, first)  # without a checkpoint
     second = record_of(run, checkpoint_under("ddp"))
     assert second is not None
     assert (second.recipe, second.recipes) == (finer, ("ddp", "micro_batches(2) + ddp"))
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_where_it_cannot_be_written_nobody_starts_again(tmp_path: Path) -> None:
-    """Else the same recipe would run out of memory for ever."""
+    """A restart with the same recipe would run out of memory forever."""
     run = one_of_two(tmp_path)
     (tmp_path / RECORD).mkdir()
     error = end_of_several(run, SHORT, run.recipe, 2, None)
@@ -401,7 +401,7 @@ def test_a_recipe_for_as_many_gpus_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_process_that_trains_with_others_is_predicted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its default process group is a real one, which no rehearsal may take for its own."""
+    """Its default process group is a real one, which a rehearsal must not use."""
     import torch.distributed as dist
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -422,7 +422,7 @@ def test_a_process_that_trains_with_others_is_predicted_too(
 def test_what_simulates_is_imported_while_data_is_read(
     device: str, gpus: int, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In another process, and the model's own code too."""
+    """Another process imports it, with the model's own code."""
     begun: list[str] = []
     monkeypatch.setattr(
         "snugfit.prediction.worker_pool.start_fork_server", lambda modules, **_: begun.extend(modules)

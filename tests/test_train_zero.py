@@ -1,5 +1,7 @@
-"""`snugfit train` with DeepSpeed's engine: the mathematics of one process without it, checkpoints by each
-weight's name, and nothing lost. On the CPU, by gloo, as `test_train_many.py`.
+"""`snugfit train` with DeepSpeed's engine.
+
+It has the mathematics of one process without it, writes checkpoints by each weight's name, and loses
+nothing. The runs use the CPU and gloo, as in `test_train_many.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of one process without an engine, by its model."""
+    """Return the run of one process without an engine, by its model."""
     root = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -58,7 +60,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """The run of a recipe that has ended after step 3, without dropout, of so many processes."""
+    """Return a function that gives the folder of a recipe's run in this many processes.
+
+    The run has no dropout and stopped after step 3.
+    """
     root = tmp_path_factory.mktemp("halves")
 
     @functools.cache
@@ -72,7 +77,7 @@ def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def ran(forks: Forks, folder: Path, size: int, **how: Any) -> None:
-    """Trains to the end, in so many processes."""
+    """Train to the end in this many processes."""
     assert trained(forks, folder, size, **how) == [0] * size
 
 
@@ -128,8 +133,8 @@ def test_in_bf16_it_begins_with_the_weights_in_fp32(
 
 @pytest.fixture(scope="module")
 def cpu_adam() -> None:
-    """DeepSpeed's Adam for the host, compiled by this process: two that wait for each other's compiler would
-    take longer than one may."""
+    """Compile DeepSpeed's Adam for the host in this process. Two processes that compile at once would wait
+    for each other and exceed the time limit."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     CPUAdamBuilder().load()
@@ -142,7 +147,7 @@ def cpu_adam() -> None:
 def test_with_states_on_the_host(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str
 ) -> None:
-    """The losses and weights of one process, and resumed bit for bit."""
+    """Losses and weights equal those of one process, and a resumed run is equal bit for bit."""
     ran(forks, tmp_path / "run", 2, recipe=recipe)
     both = (tmp_path / "run", alone("bert"))
     same_losses(
@@ -185,8 +190,10 @@ AGAIN = [
 def test_resumed_on_as_many_it_is_the_same_run(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
-    """Bit for bit, with dropout that each part of the batch draws from a stream of its own. Each time a run
-    is resumed so below, whose process died."""
+    """The runs are equal bit for bit. Each part of the batch draws its dropout from a stream of its own.
+
+    Tests below also resume runs whose process died.
+    """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
     how["job"] = job
     ran(forks, tmp_path / "whole", size, **how)
@@ -332,7 +339,7 @@ def test_a_signal_to_one_stops_all_at_one_boundary(tmp_path: Path, forks: Forks)
 
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 1))
 def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """It is none in one process, and so none of all. The step that may be skipped leaves no gradient."""
+    """The loss of one process is NaN, so the loss of all is. The skipped step leaves no gradient."""
     how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "run", 2, fault={"1": "no_number"}, **how) == [1, 1]
     assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The loss is nan")
@@ -381,7 +388,7 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
 
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3], 0))
 def test_gradients_of_a_step_that_is_left_out_are_dropped(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """Those of a loss that jumps, which are numbers: the steps after it are those of a run without an
+    """A jump of the loss gives finite gradients. The steps after it equal those of a run without an
     engine."""
     how: dict[str, Any] = {
         "layers": 1, "on_loss_spike": "skip", "loss_spike_rtol": 1.0, "max_steps": 14,

@@ -45,7 +45,7 @@ def trainer_of(folder: Path, samples: int = 8, **arguments: Any) -> Trainer:
 
 
 def rates(scheduler: Any, steps: int) -> list[float]:
-    """The learning rate of each step, and of two that follow the end."""
+    """Return the learning rate of each step, and of two steps after the end."""
     found = []
     for _ in range(steps + 2):
         found.append(scheduler.get_last_lr()[0])
@@ -124,7 +124,7 @@ def test_the_same_steps_are_evaluated_and_saved(tmp_path: Path, strategy: str) -
 
 @pytest.mark.parametrize("name", ["save_steps", "eval_steps", "logging_steps"])
 def test_a_share_of_the_steps_is_refused_by_name(name: str) -> None:
-    """The Trainer takes the share of all steps, rounded up; here steps are counted."""
+    """The Trainer takes this share of all steps, rounded up. snugfit accepts only a number of steps."""
     state = TrainerState()
     state.compute_steps(TrainingArguments("unused", use_cpu=True, **{name: 0.3}), STEPS)
     assert getattr(state, name) == math.ceil(0.3 * STEPS)
@@ -143,14 +143,14 @@ def test_evaluations_without_a_number_follow_the_lines(tmp_path: Path) -> None:
 
 
 def test_smoothed_labels_are_refused_by_name() -> None:
-    """Our loop takes the model's own loss."""
+    """Our loop uses the model's own loss."""
     assert TrainingArguments("unused", use_cpu=True, label_smoothing_factor=0.1).label_smoothing_factor
     with pytest.raises(SnugfitError, match="label_smoothing_factor"):
         options_of({"label_smoothing_factor": 0.1})
 
 
 class Norms(torch.nn.Module):
-    """Names that hold `norm` within a word, at its end and alone."""
+    """A model with `norm` in its names: within a word, at its end, and alone."""
 
     def __init__(self) -> None:
         super().__init__()

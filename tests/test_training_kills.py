@@ -31,22 +31,22 @@ from tiers import slow_but
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 KILLS = 50
-"""SIGKILLs of each storm; there are four."""
+"""SIGKILLs in each of the four storms."""
 
 LONGEST = 0.25
-"""Seconds that a process may live: most runs are killed several times, and some get to their end."""
+"""Maximum lifetime of a process in seconds. Most runs are killed several times, and some reach their end."""
 
 
 SHALLOW = replace(bert_job(clip=1.0), model=small_job("bert", 1).model)
 
 
 def weathers(folder: str) -> int:
-    """Trains one layer, and keeps every step."""
+    """Train one layer, and save every step."""
     return train(small_run(Path(folder), job=SHALLOW, save_steps=1)).exit_code
 
 
 def trains(folder: str, options: dict[str, Any]) -> int:
-    """Trains to the end, with the exit code of the run."""
+    """Train to the end, and return the exit code of the run."""
     return train(small_run(Path(folder), **options)).exit_code
 
 
@@ -59,7 +59,7 @@ def trains_with_watchful_workers(folder: str, options: dict[str, Any]) -> int:
 
 
 def saves_slowly(folder: str) -> int:
-    """The checkpoints after the first take longer than anybody waits."""
+    """Make the checkpoints after the first take longer than any timeout."""
     plain = Store.save
 
     def save(self: Store, step: int, *given: object, **more: object) -> object:
@@ -72,7 +72,7 @@ def saves_slowly(folder: str) -> int:
 
 
 def reads_slowly(folder: str) -> int:
-    """Each file of a checkpoint takes longer than the run may."""
+    """Make the read of each checkpoint file take longer than the run may."""
     plain = manifest._contents
 
     def contents(*given: object, **more: object) -> object:
@@ -111,7 +111,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int
         os.kill(child, signal.SIGKILL)
         code = forks.ended(child)
         kills += 1
-        if code == 0:  # it was done before
+        if code == 0:  # it had ended before
             finished += 1
             assert losses(folder) == losses(tmp_path / "whole")
     folder = tmp_path / f"run-{finished}"
@@ -122,11 +122,11 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int
 
 
 POINTS = 8
-"""Calls to the file system at which a run dies; spread evenly over all of its calls."""
+"""Calls to the file system at which a run dies, spread evenly over all of its calls."""
 
 
 def test_a_run_that_dies_at_any_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each checkpoint is written by the training thread, so that a number names the same call each time."""
+    """The training thread writes each checkpoint, so that a number names the same call each time."""
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
@@ -178,7 +178,7 @@ def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
-    """Also while a checkpoint is being written; the one before stays whole."""
+    """The second signal also ends a save, and the earlier checkpoint stays whole."""
     child = forks.start(saves_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 3)
     os.kill(child, getattr(signal, name))
@@ -191,7 +191,7 @@ def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: 
 
 
 def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
-    """A save that would take longer than the scheduler gives is given up, and leaves nothing behind."""
+    """A save that would exceed the scheduler's limit is abandoned, and leaves nothing behind."""
     child = forks.start(reads_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 2)
     os.kill(child, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The order of samples, how they become batches, and the loader that brings them."""
+"""The order of samples, their batches, and the data loader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from snugfit.training.run.order import SampleOrder
 
 
 def drawn(count: int = 40) -> list[dict[str, Any]]:
-    """Orders of many sizes, some with lengths."""
+    """Return orders of many sizes, some with lengths."""
     draw = random.Random(7)
     found = []
     for number in range(count):
@@ -138,7 +138,7 @@ def test_buckets_pad_little_and_stay_random() -> None:
 
 
 def test_the_last_small_batch_is_random_too() -> None:
-    """Set apart before sorting: else it would always be the shortest samples, or the longest."""
+    """It is set apart before sorting. Otherwise it would always hold the shortest or the longest samples."""
     lengths = [*range(1, 102)]
     last = [
         lengths[index]
@@ -228,7 +228,7 @@ def test_labels_of_each_task() -> None:
 def test_a_batch_is_what_transformers_collators_make(
     task: Task, manner: str, collator: str, multiple: int | None
 ) -> None:
-    """Beside an attention mask where nothing is padded, which ours leaves out."""
+    """Our collator omits the attention mask if nothing is padded."""
     import transformers
 
     words, samples = tokenizer(manner), samples_for(task)
@@ -331,7 +331,7 @@ def test_workers_change_nothing_and_are_started_once(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.whole
 def test_a_loader_draws_no_random_number_of_others() -> None:
-    """torch's own DataLoader takes one from the global generator each time it is started."""
+    """torch's own DataLoader draws a number from the global generator at each start."""
     samples = samples_for(Task.MASKED_LM)
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
@@ -357,7 +357,7 @@ def workers_of_this_process() -> list[psutil.Process]:
 
 @pytest.mark.whole
 def test_workers_hear_nobody_but_their_parent() -> None:
-    """A signal to the whole group must not take the batches from a loop that is finishing its step."""
+    """A signal to the whole process group must not end the workers of a loop that finishes its step."""
     samples = samples_for(Task.SEQUENCE_CLASSIFICATION)
     order = SampleOrder(len(samples), 4, 2, seed=1)
     before = workers_of_this_process()
@@ -393,13 +393,13 @@ def test_workers_end_when_their_parent_has_had_enough() -> None:
     last = feed(samples, order, collate, start_step=0, stop_step=10_000, workers=1)
     next(last)
     (worker,) = (each for each in workers_of_this_process() if each not in before)
-    os.kill(worker.pid, signal.SIGTERM)  # as multiprocessing ends its daemons when Python exits
+    os.kill(worker.pid, signal.SIGTERM)  # as multiprocessing ends its daemons at Python's exit
     assert gone(worker)
     last.close()
 
 
 def someone_else(pid: int, number: int) -> None:
-    """Sends a signal from a process that is not the parent."""
+    """Send a signal from a process that is not the parent."""
     import subprocess
     import sys
 

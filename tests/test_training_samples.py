@@ -140,7 +140,7 @@ def test_what_was_cut_is_counted() -> None:
 
 
 def test_one_sample_far_longer_than_the_rest() -> None:
-    """It is cut like any other, and counted."""
+    """It is truncated like any other, and counted."""
     samples = made(CLASSES, [*LABELLED, {"text": "one " * 5000, "label": 0}])
     assert samples.lengths.max() == 6
     assert samples.cut_tokens == 2 + 5000 - 4
@@ -203,7 +203,8 @@ def test_a_mask_is_a_function_of_seed_epoch_and_index() -> None:
 
 
 def test_masks_are_berts() -> None:
-    """15 % of a sequence's words, of these 80 % hidden, 10 % another, 10 % as they were; never none."""
+    """The masks cover 15 % of a sequence's words, and at least one. They hide 80 % of these, replace 10 %,
+    and keep 10 %."""
     samples = made(
         MASKED, [{"text": "one two three four five six seven eight nine ten " * 2}] * 300, length=22
     )
@@ -397,7 +398,7 @@ def test_text_needs_a_tokenizer() -> None:
 
 
 def test_tensors_are_numbers_too() -> None:
-    """A map-style dataset of torch's, tokenised by its user."""
+    """The dataset is a map-style one of torch, tokenized by its user."""
 
     class Tokenised(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:

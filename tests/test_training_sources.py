@@ -46,7 +46,7 @@ def write(file: Path, texts: tuple[str, ...]) -> None:
 
 
 def shards(folder: Path, form: str) -> Path:
-    """The texts in three files, written in another order than that of their names; one is empty."""
+    """Write the texts to three files, in another order than that of their names. One file is empty."""
     folder.mkdir()
     write(folder / f"part-2{form}", TEXTS[3:])
     write(folder / f"part-0{form}", TEXTS[:3])
@@ -163,7 +163,7 @@ COLUMNS: list[tuple[Task, str, str]] = [
 
 
 def test_a_task_without_a_reader_is_named(tmp_path: Path) -> None:
-    """Without the feature that reads its rows, or for a module from Python."""
+    """The reader's feature is missing, or the model is a module from Python."""
     job = replace(small_job("vit"), task=Task.IMAGE_CLASSIFICATION)
     with pytest.raises(UsageError, match="the task image-classification cannot be trained from rows"):
         columns_of(read_rows([{"image": "1.png", "label": 1}]), job)

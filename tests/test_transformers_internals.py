@@ -72,10 +72,10 @@ FIELDS = {
     "_train_batch_size": "__init__",
     "_loss_shifts_labels": "__init__",
 }
-"""Fields of a trainer that are read or set, and the method that makes each."""
+"""Fields of a trainer that are read or set, and the method that creates each."""
 
 SINCE = {"_initial_global_step": "5.19"}
-"""Fields that older versions of transformers have not, and do without, with the first that has each."""
+"""Optional fields that older versions of transformers lack, with the first version that has each."""
 
 
 @cache
@@ -127,7 +127,7 @@ def test_every_override_and_every_private_field_stands_in_these_tables() -> None
 
 
 def test_an_epoch_skips_batches_by_a_function_of_its_module() -> None:
-    """That function is replaced while a fitted trainer's epoch runs."""
+    """A fitted trainer replaces that function during its epoch."""
     made = [call for call in calls("_run_epoch") if ast.unparse(call.func) == "skip_first_batches"]
     assert [ast.unparse(call.args[0]) for call in made] == ["train_dataloader"]
     assert callable(transformers.trainer.skip_first_batches)

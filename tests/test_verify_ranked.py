@@ -68,7 +68,7 @@ def test_the_best_are_those_of_brute_force(
 def hold_to_brute_force(
     parts: Parts, found: SearchState, everything: list[tuple[float, int]], objective: str, count: int
 ) -> None:
-    """The `count` best by this objective, within three quarters of the sizes that there are."""
+    """Compare the `count` best by this objective with brute force, within three quarters of the sizes."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
     asked = replace(found, judged=dict(found.judged), memory_bytes=memory)
     numbers = rank_best(asked, count, WorkerPool([parts]), objective)

@@ -1,5 +1,4 @@
-"""Many processes answer as one does: in order, with the errors of snugfit as they are and bugs with their
-traceback."""
+"""Many processes answer like one: in order, with snugfit's errors unchanged and bugs with their traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 by DeepSpeed: weights that wait elsewhere as they are built, and hooks that the host pays for."""
+"""ZeRO-3 by DeepSpeed: partitioned weights during construction, and the host's cost of hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiers import slow_but
 
 
 def most_while_built(trace: Trace) -> int:
-    """Bytes that live on the GPU at the most before the first step."""
+    """Return the maximum of live bytes on the GPU before the first step."""
     live = most = 0
     for event in trace.events:
         block = trace.blocks[abs(event) - 1]
@@ -61,7 +61,7 @@ def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_
 @with_deepspeed
 @pytest.mark.whole
 def test_no_second_copy_of_the_weights_is_on_the_host() -> None:
-    """The Trainer's model is built there otherwise."""
+    """The Trainer would otherwise build its model there."""
     this = job_with_large_layers()
     accelerate, trainer = (
         predict(this, "zero3 + bf16", gpu="h200", loop=loop).footprint.host_bytes
