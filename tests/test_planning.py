@@ -106,8 +106,8 @@ def test_a_new_wish_is_part_of_the_key_until_it_is_told_what_it_touches() -> Non
     assert step_key(plain).passes != step_key(offloaded).passes
     assert passes_key(plain) != passes_key(offloaded)
     assert update_key(plain) != update_key(offloaded)
-    assert as_rehearsed(offloaded) == offloaded, "it is rehearsed, not put onto a trace"
-    assert TOUCHES.keys() <= {each.name for each in fields(Setup)}, "a row for a field that is gone"
+    assert as_rehearsed(offloaded) == offloaded, "it is rehearsed, not applied to a trace"
+    assert TOUCHES.keys() <= {each.name for each in fields(Setup)}, "a row for a removed field"
 
 
 def test_each_wish_of_a_setup_is_part_of_the_key() -> None:

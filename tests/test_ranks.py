@@ -355,7 +355,7 @@ def test_micro_batches_that_repeat_are_written_again(
 
     monkeypatch.setattr(rehearsing, "record_step", recorded)
     again = rehearse(job_of_rank(job, setup), setup, policy)
-    assert asked == [4], "the others are written"
+    assert asked == [4], "the remaining micro-batches are copied"
     monkeypatch.setattr(rehearsing, "short_run", lambda *given, **more: None)
     whole = rehearse(job_of_rank(job, setup), setup, policy)
     for field in fields(Trace):

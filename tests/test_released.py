@@ -91,9 +91,7 @@ def test_passes_that_are_played_are_those_that_are_written(recipe: str, clip: fl
         played, ours = run(f"{recipe} + released + captured", job)
     assert ours == expected
     assert_same_weights(played.model, written.model)
-    assert all(state["step"] == 3 for state in played.optimizer.state.values()), (
-        "a step that is played counts"
-    )
+    assert all(state["step"] == 3 for state in played.optimizer.state.values()), "a replayed step counts"
     assert graphs[0].played == 2 * 2 * (1 if clip is None else 2)
 
 

@@ -141,8 +141,7 @@ def test_a_product_without_elements_takes_a_kernel_s_start() -> None:
 
 
 def test_attention_of_a_gpu_that_was_never_measured() -> None:
-    """FlashAttention-2 reaches a far larger share of an A100's peak than of the Hopper's that rates come
-    from.
+    """FlashAttention-2 reaches a far larger share of an A100's peak than of a Hopper's.
 
     Attention in fp32 scales with the fp32 peak, with and without dropout.
     """

@@ -83,8 +83,8 @@ def test_matrices_are_cut_where_that_is_kept() -> None:
     fixed = replace(kept_of(JOB, "tensor(2)"), several_gpus=True)
     every = [{str(one.recipe) for one in ways(JOB, Recipe(), gpus, fixed)} for gpus in (2, 4)]
     assert "tensor(2)" in every[0]
-    assert "fsdp + tensor(2)" not in every[0], "nothing is left to share the batch among"
-    assert {"fsdp + tensor(2)", "ddp + tensor(2)"} <= every[1], "ddp without the views that it refuses"
+    assert "fsdp + tensor(2)" not in every[0], "no ranks remain to split the batch"
+    assert {"fsdp + tensor(2)", "ddp + tensor(2)"} <= every[1], "ddp without its refused views"
     assert not any("tensor" in str(one.recipe) for one in ways(JOB, Recipe(), 4, Kept()))
 
 
@@ -122,7 +122,7 @@ def test_few_micro_batches_tell_what_many_take(recipe: str) -> None:
     assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.005)
     exposed = whole.timing.exposed_communication_seconds
     assert judged.exposed_seconds == pytest.approx(exposed, rel=0.05, abs=5e-5)
-    assert full.timing is None, "it is of fewer micro-batches"
+    assert full.timing is None, "it has fewer micro-batches"
 
 
 @pytest.mark.parametrize(

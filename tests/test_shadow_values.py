@@ -1,5 +1,4 @@
-"""A rehearsal computes decisions that depend on the batch. It assumes those that depend on weights, and
-reports the assumption.
+"""Rehearsals compute decisions by the batch, and report assumptions about decisions by weights.
 
 Law 7 compares modules that decide by their batch with a real run on the CPU (`awkward_shapes.py`). This
 file tests messages about decisions by weights, the destinations of routed tokens, and steps that differ.

@@ -95,10 +95,10 @@ def test_it_is_nearly_the_fastest_that_needs_less_and_soon_found(
     in_full: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The recipe is the fastest fitting one with the same sharing, or at most a tenth slower than the
-    failed one.
+    """The recipe is the fastest one that fits, or at most a tenth slower than the failed one.
 
-    The result also holds if the whole model takes more than few layers predict.
+    All compared recipes share the work alike. The result also holds if the whole model takes more than few
+    layers predict.
     """
     monkeypatch.setattr(MadeUpJudge, "states", states * GIB)
     monkeypatch.setattr(MadeUpJudge, "sample", sample * GIB)

@@ -88,7 +88,7 @@ def test_patience_is_counted_once_where_an_evaluation_was_abandoned(tmp_path: Pa
     resumed = train(evaluating_run(tmp_path, **more))
     assert (resumed.outcome, resumed.step) == ("stopped early", 4)
     again = train(evaluating_run(tmp_path, **more))
-    assert (again.outcome, again.step) == ("stopped early", 4), "a run that has ended takes no more steps"
+    assert (again.outcome, again.step) == ("stopped early", 4), "an ended run takes no more steps"
 
 
 def test_a_run_that_is_finished_gives_its_result_again(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_finished_run_is_found_finished(tmp_path: Path) -> None:
     first = train(small_run(tmp_path))
     again = train(small_run(tmp_path))
     assert (again.outcome, again.step) == ("finished", 12)
-    assert again.loss == first.loss, "of the last step that was kept"
+    assert again.loss == first.loss, "of the last saved step"
     assert_same_weights(first.model, again.model)
 
 
@@ -452,7 +452,7 @@ def test_memory_runs_out_and_the_step_is_taken_again(
     assert done.step == 12
     taken = [event["step"] for event in events(tmp_path / "run", "step")]
     again = range(1, 13) if phase == "forward" or step == 1 else [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert taken == list(again), "an update that broke is taken again from the checkpoint before it"
+    assert taken == list(again), "a broken update is repeated from the previous checkpoint"
     for name, value in done.model.state_dict().items():
         torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=1e-4, atol=1e-6)
     monkeypatch.undo()
@@ -513,7 +513,7 @@ def test_evaluating_changes_no_number(tmp_path: Path) -> None:
     plain = train(small_run(tmp_path / "plain"))
     judged = train(small_run(tmp_path / "judged", eval_strategy="steps", eval_steps=5))
     evaluated = [event["step"] for event in events(tmp_path / "judged", "evaluated")]
-    assert evaluated == [5, 10, 12], "the run's end is evaluated too, as the Trainer has it"
+    assert evaluated == [5, 10, 12], "the run's end is evaluated, as in the Trainer"
     assert losses(tmp_path / "judged") == losses(tmp_path / "plain")
     assert_same_weights(judged.model, plain.model)
     assert judged.evaluated

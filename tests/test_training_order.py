@@ -132,9 +132,9 @@ def test_buckets_pad_little_and_stay_random() -> None:
     assert padding(plain) > 0.3
     assert padding(bucket) < 0.02
     means = [lengths[flat(bucket, range(step, step + 1))].mean() for step in range(250)]
-    assert np.corrcoef(means[:-1], means[1:])[0, 1] < 0.3, "batches of like length do not follow one another"
+    assert np.corrcoef(means[:-1], means[1:])[0, 1] < 0.3, "batches of similar length are not adjacent"
     one, two = ({frozenset(flat(bucket, range(k, k + 1))) for k in range(e, e + 250)} for e in (0, 250))
-    assert not one & two, "each epoch's batches are others"
+    assert not one & two, "the batches of the epochs differ"
 
 
 def test_the_last_small_batch_is_random_too() -> None:

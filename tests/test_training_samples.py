@@ -504,7 +504,7 @@ def test_a_tokenizer_that_is_not_there(
 
 def test_the_padding_token_is_the_one_that_the_model_looks_for() -> None:
     assert padding_token(job_of(CLASSES), tokenizer("bert")) == 0
-    assert padding_token(job_of(CAUSAL), tokenizer("gpt2")) == 6, "the end token, where nothing else pads"
+    assert padding_token(job_of(CAUSAL), tokenizer("gpt2")) == 6, "the end token, without a padding token"
     assert padding_token(job_of(CAUSAL), tokenizer("gpt2", pad_token="<s>")) == 5
     as_classifier = replace(job_of(CAUSAL), task=CLASSES)
     assert padding_token(as_classifier, tokenizer("gpt2", pad_token="<s>")) == 0, "the config's end token"

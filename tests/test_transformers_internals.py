@@ -90,7 +90,7 @@ def test_a_method_takes_what_we_pass_and_is_called_where_we_rely_on_it(name: str
     taken = list(inspect.signature(getattr(Trainer, name)).parameters)[1:]
     assert tuple(taken[: len(parameters)]) == parameters
     made = [call for call in calls(caller) if ast.unparse(call.func) == f"self.{name}"]
-    assert made, f"{caller} calls it no more"
+    assert made, f"{caller} no longer calls it"
     keywords = PASSED_BY_NAME.get(name, set())
     assert all(keywords <= {given.arg for given in call.keywords} for call in made)
 

@@ -66,7 +66,7 @@ def test_the_end_lays_both_side_by_side() -> None:
     assert "a step: 100.0 ms predicted, 110.0 ms measured" in near
     assert "differ by more than a fifth" not in near
     assert "differ by more than a fifth" in far
-    assert compare_with_prediction({}, ended) == [], "nothing was foreseen"
+    assert compare_with_prediction({}, ended) == [], "nothing was predicted"
 
 
 def test_short_memory_is_told_as_what_it_is() -> None:
