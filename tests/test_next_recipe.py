@@ -1,4 +1,4 @@
-"""Recipes after a memory error on a GPU with known rates: planned, within the limits of a running
+"""Recipes after a memory error on a GPU of the catalog: planned, within the limits of a running
 training."""
 
 from __future__ import annotations

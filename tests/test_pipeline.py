@@ -321,7 +321,7 @@ def orders(ranks: int, micro_batches: int, schedule: str, chunks: int = 1) -> Se
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_the_bubble_of_even_stages_is_the_known_one(schedule: str) -> None:
-    """The idle share of a step is (n - 1) / (m + n - 1) (Narayanan et al., arXiv 2104.04473, section
+    """The idle share is (n - 1) / (m + n - 1) (Narayanan et al., arXiv 2104.04473, section
     2.2.1)."""
     step = simulate_stages([EVEN] * 4, orders(4, 8, schedule), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(3.0 * (8 + 3))
