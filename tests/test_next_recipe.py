@@ -1,4 +1,5 @@
-"""What follows a recipe that ran out of memory on a known GPU: planned, as far as a run can follow."""
+"""Recipes after a memory error on a GPU of the catalog: planned, within the limits of a running
+training."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ BEFORE = Recipe.parse("bf16 + micro_batches(2)")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """An H200 whose plan ranks these, and what it was asked."""
+    """Fake an H200 whose plan ranks three recipes, and return the arguments of the call to `plan`."""
     ranked = ("bf16 + every_layer", "bf16 + tf32 + micro_batches(4)", "bf16 + every_layer + micro_batches(4)")
     found: dict[str, Any] = {}
 
@@ -39,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_live_model_gets_the_fastest_that_it_can_go_on_under(asked: dict[str, Any]) -> None:
-    """Its micro-batches are not joined, and nothing but layers and micro-batches is searched."""
+    """Its micro-batches are not joined, and the search varies only layers and micro-batches."""
     changing = {Slot.CHECKPOINTING, Slot.BATCHING}
     found = next_recipe(CUDA, live=True, changing=changing)(small_job("bert"), BEFORE, "oom:torch")
     assert str(found) == "bf16 + every_layer + micro_batches(4)"

@@ -52,7 +52,8 @@ def test_old_driver_falls_back_to_version_one_and_says_so() -> None:
 
 
 def test_a_version_that_answered_once_is_kept() -> None:
-    """The two versions count differently: mixed, one hiccup would look like 615 MiB of somebody else's."""
+    """The two versions count differently. Mixing them would attribute 615 MiB to another process after one
+    hiccup."""
     library = FakeNvml(FakeGpu())
     card = card_of(library)
     card.memory()
@@ -175,7 +176,7 @@ def test_hiding_on_purpose() -> None:
 
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the installed torch were built with CUDA."""
+    """Make the installed torch report a CUDA build."""
     monkeypatch.setattr("snugfit.measurement.target.torch_cuda", lambda: "13.0")
 
 
@@ -278,7 +279,7 @@ def test_clean_before_is_waited_for() -> None:
 
 
 def test_version_one_cannot_tell_idle_from_reserve() -> None:
-    """Under version 1 an idle H200 shows 618 MiB; that is no stranger."""
+    """Under version 1 an idle H200 shows 618 MiB, which must not count as another process."""
     assert contamination.before(card_of(FakeNvml(FakeGpu(), version_two=False)), patience=0).reason is None
 
 
@@ -314,7 +315,7 @@ def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]
         ([census(8003, {}, {4242: None})], None),  # ours, by the host's number
         ([census(8003, {7: None}, {}), census(9000, {7: None}, {8: 900 * MIB})], "process 8"),
         ([census(8003, {}, {4242: None, 4243: None})], "2 processes"),
-        ([census(10003, {7: 8000 * MIB}, {})], "2,000 MiB"),  # somebody whom NVML does not list
+        ([census(10003, {7: 8000 * MIB}, {})], "2,000 MiB"),  # a process that NVML does not list
     ],
 )
 def test_strangers_during_the_run(censuses: list[Census], words: str | None) -> None:
@@ -328,7 +329,7 @@ def test_those_who_were_there_before_are_told_once() -> None:
 
 
 def test_unexplained_growth() -> None:
-    """On an H200: context at first 621 MiB, 751 to 767 MiB at the end."""
+    """Measured on an H200: a context of 621 MiB at first, and 751 to 767 MiB at the end."""
     reserved = 6894 * MIB
     usual = contamination.unexplained_growth(
         reserved + 767 * MIB, reserved_bytes=reserved, context_bytes=621 * MIB
@@ -376,7 +377,7 @@ def test_the_sampler_survives_a_lost_gpu() -> None:
 
 
 def test_managed_memory_of_a_run_is_its_own_and_no_context() -> None:
-    """A run on an H100 with 1,428 MiB of paged states: NVML counted twelve steps of 128 MiB."""
+    """For a run with 1,428 MiB of paged states on an H100, NVML counted twelve steps of 128 MiB."""
     result = ChildResult(
         outcome="ok",
         host_bytes=1 << 30,

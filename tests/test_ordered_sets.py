@@ -1,4 +1,4 @@
-"""A rehearsal is the same in every process, whatever its hash seed."""
+"""A rehearsal is the same in every process, under every hash seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snugfit.rehearsal.rehearse import SortedSet, rehearse, sets_in_order
 from snugfit.techniques.recipe import Recipe
 
 KINDS = {"full_attention", "sliding_attention"}
-"""Of ModernBERT's layers. Hash seed 0 walks them in this order, 1 in the other."""
+"""Attention kinds of ModernBERT's layers. Hash seed 0 iterates them in this order, seed 1 in the other."""
 
 
 def account() -> str:
@@ -27,14 +27,14 @@ def account() -> str:
 
 
 class BackwardsSet(SortedSet):
-    """A set that is walked from its last item to its first."""
+    """A set that iterates from its last item to its first."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__(), reverse=True))
 
 
 def test_a_trace_follows_the_order_of_its_own_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it follows no order that a hash seed gives."""
+    """The trace therefore does not depend on the order of a hash seed."""
     in_order = account()
     monkeypatch.setattr(rehearsing, "SortedSet", BackwardsSet)
     assert account() != in_order
@@ -42,7 +42,7 @@ def test_a_trace_follows_the_order_of_its_own_sets(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_traces_do_not_depend_on_the_hash_seed() -> None:
-    """Here, and in a process that walks the kinds in the other order."""
+    """Compare this process with one that iterates the kinds in the other order."""
     first, *_ = KINDS
     other = "1" if first == "full_attention" else "0"
     folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])

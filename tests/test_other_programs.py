@@ -1,4 +1,4 @@
-"""Where another program may run than the rehearsed one, that is a doubt: compilers, kernels, LayerDrop."""
+"""Doubts about programs that may differ from the rehearsed one: compilers, kernels, LayerDrop."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def test_what_compiles_itself_is_rehearsed_uncompiled(
 
 
 def test_a_library_that_compiles_functions_when_it_is_imported_is_no_doubt() -> None:
-    """bitsandbytes does; whether it is imported within the rehearsal or before must not matter."""
+    """bitsandbytes compiles functions at import. The result must not depend on the time of the import."""
 
     class Imports(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch.compile(lambda x: x * 2)  # and nobody calls it
+            torch.compile(lambda x: x * 2)  # never called
             return super().forward(x)
 
     assert trace_of(Imports()).doubts == ()
@@ -150,7 +150,7 @@ def test_a_model_with_kernels_elsewhere_says_so(
 
 @pytest.fixture
 def scans() -> Iterator[types.ModuleType]:
-    """An installed package whose kernels take no tensors on `meta`."""
+    """Fake an installed package whose kernels take no tensors on `meta`."""
 
     def scan(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("Triton needs a GPU")
@@ -297,20 +297,21 @@ def test_flex_attention_saves_what_flash_attention_saves(masked: bool) -> None:
 def test_an_optimizers_library_that_compiles_itself_is_no_doubt_about_the_model(
     tmp_path: Path,
 ) -> None:
-    """bitsandbytes compiles functions while it is imported, which a prediction may be the first to do. Each
-    time a module does that above, and `test_quantized.py` imports bitsandbytes within a rehearsal."""
+    """bitsandbytes compiles functions at import, and a prediction may be the first to import it.
+    `test_quantized.py` imports it within a rehearsal."""
     asked = ["predict", "bert-base-uncased", "--task", "sequence-classification", "--gpu", "h200"]
     told = command(*asked, "--recipe", "adamw_8bit", stdout=tmp_path / "stdout")
     assert "adamw_8bit" in told
     assert "Uncertain" not in told
 
 
-# ---- models that ask whether they are on meta ----------------------------------------------------------
+# ---- models that check for the meta device -------------------------------------------------------------
 
 
 @pytest.mark.whole
 def test_longt5_s_buckets_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes `device=None`, the host, where its weights are on `meta`; the buckets live until backward."""
+    """LongT5 passes `device=None`, the host, if its weights are on `meta`. The buckets live until
+    backward."""
     facts = {
         "model_type": "longt5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2,
         "vocab_size": 96, "decoder_start_token_id": 0, "local_radius": 48,
@@ -328,6 +329,6 @@ def test_longt5_s_buckets_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_buffers_that_a_model_makes_on_the_host_are_a_doubt() -> None:
-    """LeViT's are `torch.LongTensor`s, which no ambient device moves."""
+    """LeViT builds `torch.LongTensor`s, which no ambient device moves."""
     trace = trace_of_config("levit", Task.IMAGE_CLASSIFICATION, image_size=224, depths=[1, 1, 1])
     assert "made on the host" in " ".join(trace.doubts)

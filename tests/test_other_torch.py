@@ -1,7 +1,7 @@
-"""What supported versions of torch do otherwise than the one that tests run with, 2.13.
+"""Supported versions of torch that behave differently from 2.13, the version under test.
 
-Each test makes today's torch do as another one does at one point. With 2.11 three predictions failed or went
-wrong there, and with 2.14 all of them.
+Each test changes the installed torch at one point to the behaviour of another version. With 2.11 three
+predictions failed or were wrong there. With 2.14 all of them were.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from snugfit.techniques.recipe import Recipe
 
 
 def test_shapes_that_dtensor_asks_for_on_the_host_are_no_tensors_there() -> None:
-    """It names no device for them (`_rebuild_tensor_from_dtensor_meta`)."""
+    """DTensor names no device for them (`_rebuild_tensor_from_dtensor_meta`)."""
     host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
     with host:
         with FakeTensorMode():
@@ -41,14 +41,14 @@ def test_shapes_that_dtensor_asks_for_on_the_host_are_no_tensors_there() -> None
 
 @pytest.fixture
 def compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo's number of one function, whatever is compiled."""
+    """Give every compilation the same function number in Dynamo."""
     monkeypatch.setattr(CompileContext, "current_compile_id", lambda: SimpleNamespace(frame_id=7))
 
 
 @pytest.mark.parametrize("as_outputs", [True, False])
 def test_gradients_lie_as_torch_asks_for_them(as_outputs: bool, compiled_twice: None) -> None:
-    """By default 2.11 asks them to be contiguous, and 2.13 to lie as outputs do, but of a function for any
-    sizes."""
+    """torch 2.11 requires contiguous gradients by default. torch 2.13 requires the strides of the outputs,
+    except in a function with dynamic shapes."""
     weight = torch.ones(2, 3, requires_grad=True)
     short, long = weight[:, :2] * 1, weight * 1
     sizes = FirstSizes()
@@ -64,13 +64,13 @@ def test_gradients_lie_as_torch_asks_for_them(as_outputs: bool, compiled_twice: 
     ("says", "is_drawn_on"), [("meta", "cpu"), (None, "cpu"), ("cuda", "cpu"), ("xpu", "xpu")]
 )
 def test_tensors_without_data_draw_on_the_host(says: str | None, is_drawn_on: str) -> None:
-    """2.11 says nothing of where they are."""
+    """torch 2.11 does not report the device of such tensors."""
     assert _where_numbers_are_drawn(lambda args, kwargs: says)((), {}) == is_drawn_on
     assert _where_numbers_are_drawn(rng_prims.get_device)((torch.ones(2, device="meta"),), {}) == "cpu"
 
 
 class WrittenInC:
-    """A method of a class that has no function of Python."""
+    """A method of a class without a Python function."""
 
     def __init__(self, method: Any) -> None:
         self.method = method
@@ -80,7 +80,8 @@ class WrittenInC:
 
 
 def test_functions_that_autograd_applies_in_c_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in 2.14: `Function.apply` is one, and what a library applies takes the host some time."""
+    """`Function.apply` is written in C in torch 2.14. Functions that a library applies still cost host
+    time."""
     job, setup = small_job("llama", 2), Recipe.parse("bf16_master + adamw_fused + fused").setup()
     expected = rehearse(job, setup, CudaPolicy())
     monkeypatch.setattr(Function, "apply", WrittenInC(vars(Function)["apply"]))

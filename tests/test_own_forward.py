@@ -1,4 +1,4 @@
-"""Forward passes that a module holds itself: gone with it, and a copy's own."""
+"""Forward passes stored on a module: freed with it, and separate for a copy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_a_copy_of_a_model_computes_with_its_own_weights(way: str) -> None:
 
 
 def hold_copy(model: Any, way: str) -> None:
-    """A copy without weights gives nothing, in training and in evaluation, and the model what it gave."""
+    """Assert that a copy with zeroed weights returns zeros, in training and in evaluation mode. The
+    original model must return its former outputs."""
     if way == "deepcopy":
         other = copy.deepcopy(model)
     else:

@@ -1,4 +1,4 @@
-"""What a user's data keeps of its own: kept, put back, and taken away where it was not there."""
+"""State of a user's dataset: saved, restored, and removed where it did not exist before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Frozen:
 
 
 class Lazy:
-    """A dataset that makes its generator with its first sample, and counts them."""
+    """A dataset that creates its generator with its first sample, and counts its draws."""
 
     def __init__(self) -> None:
         self.rng: random.Random | None = None

@@ -1,4 +1,4 @@
-"""Seconds are told with their spread, beside samples and tokens a second and MFU."""
+"""Reports show seconds with their spread, beside samples and tokens per second and MFU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TIMING = StepSeconds(
     ],
 )
 def test_the_spread_is_that_of_the_errors(bound: str, measured: bool, error: float) -> None:
-    """A step at either end would have been predicted with exactly that error."""
+    """A step at either end of the spread has exactly that prediction error."""
     speed = speed_of(1.0, job(), bound=bound, measured_rates=measured)
     assert speed.low_seconds
     assert speed.high_seconds

@@ -1,5 +1,8 @@
-"""Batches without their padding: the sums of the padded batch, fewer tokens in all that is computed,
-rehearsed as it runs, refused where a model or a job does not fit."""
+"""Batches without padding.
+
+The sums equal those of the padded batch, with fewer tokens computed. The rehearsal matches the real step.
+Unsuitable models and jobs are refused.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def a_job(family: str, **changes: Any) -> Job:
-    """Four sequences of 16 tokens, half of them padding, without dropout."""
+    """Return a job with four sequences of 16 tokens, half of them padding, without dropout."""
     facts, task = {
         "bert": (NO_DROPOUT, Task.MASKED_LM),
         "llama": ({}, Task.CAUSAL_LM),
@@ -69,7 +72,7 @@ LENGTHS = (16, 3, 1, 9)
 
 
 def uneven(*, left: bool = False, labels: str = "labels") -> dict[str, torch.Tensor]:
-    """Four sequences of these lengths, padded to 16; labels everywhere but in the padding."""
+    """Return four sequences of these lengths, padded to 16, with labels on all real tokens."""
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(1, 96, (4, 16), generator=draw)
     kept = torch.arange(16) < torch.tensor(LENGTHS)[:, None]
@@ -126,7 +129,7 @@ def encoder_job(family: str, task: Task, **changes: Any) -> Job:
 
 
 def encoder_batch(job: Job) -> dict[str, torch.Tensor]:
-    """Padded with the token that the model takes for padding, which is nowhere else."""
+    """Return a batch with the model's padding token, which occurs nowhere else."""
     batch, padding = uneven(), job.model.config["pad_token_id"]
     counted = batch["attention_mask"].bool()
     batch["input_ids"] = torch.where(counted, batch["input_ids"].clamp(min=5), padding)
@@ -139,7 +142,7 @@ def encoder_batch(job: Job) -> dict[str, torch.Tensor]:
     ("task", "family"), crossed([Task.SEQUENCE_CLASSIFICATION, Task.MASKED_LM], ENCODERS)
 )
 def test_encoders_give_the_same_losses_and_gradients(family: str, task: Task) -> None:
-    """In 64 bits: what a loop gives the model, rows that are filled up, and padding."""
+    """Compare three inputs in 64 bits: a loop's batch, rows filled up to a length, and a padded batch."""
     job = encoder_job(family, task)
     batch = encoder_batch(job)
     loss, padded = grads_of(job, "sdpa", batch)
@@ -251,11 +254,11 @@ def test_a_batch_becomes_one_row_with_the_positions_that_its_tokens_had(left: bo
     assert (packed["max_length_q"], packed["use_cache"]) == (16, False)
     assert "attention_mask" not in packed
     unlabelled = (packed["labels"][0] == -100).nonzero().flatten().tolist()
-    assert unlabelled == [0, 16, 19, 20], "what would be predicted from another sequence"
+    assert unlabelled == [0, 16, 19, 20], "labels whose inputs belong to another sequence"
 
 
 def test_rows_that_are_recorded_have_few_lengths() -> None:
-    """Sequences of which nothing counts fill them up, and all that is no tensor is the same for all."""
+    """Sequences without labels fill the rows up. Values other than tensors are the same in all rows."""
     filling = Filling(8, 16)
     (row,) = as_rows([uneven()], RowRules(shifts=True), filling)
     assert row["input_ids"].shape == row["position_ids"].shape == (1, 32), "29 tokens, by 8"
@@ -274,7 +277,7 @@ def test_micro_batches_of_as_many_samples_are_as_long_as_each_other() -> None:
     pieces = [{name: value[rows] for name, value in uneven().items()} for rows in ([0], [1], [2, 3])]
     rows = as_rows(pieces, RowRules(shifts=True), Filling(4, 16))
     assert [row["input_ids"].shape[1] for row in rows] == [16, 16, 12]
-    assert rows[1]["cu_seq_lens_q"].tolist() == [0, 3, 16], "room for what the longest has more"
+    assert rows[1]["cu_seq_lens_q"].tolist() == [0, 3, 16], "extra room for the longest sequence"
     assert rows[2]["cu_seq_lens_q"].tolist() == [0, 1, 10, 12]
     plain = as_rows(pieces, RowRules(shifts=True))
     assert [row["input_ids"].shape[1] for row in plain] == [16, 3, 10], "nothing is recorded"
@@ -350,7 +353,7 @@ def test_what_the_kernel_lacks_is_refused(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_cpu_computes_each_sequence_by_itself(causal: bool, window: int | None) -> None:
-    """Against scores written out, of two heads over one."""
+    """The reference computes scores explicitly, with two query heads for one key head."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 8, dtype=torch.float64) for heads in (2, 1, 1))
     out = _one_by_one(query, key, value, torch.tensor([0, 5, 9]), 0.0, None, causal, window)
@@ -379,7 +382,8 @@ def test_a_live_model_drops_its_padding_and_keeps_it_again() -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_model_from_python_is_predicted_without_padding(live: bool) -> None:
-    """One that trains so already, whose copy has its hooks, and one that is only asked about."""
+    """Test a model that already trains this way, so that its copy has its hooks, and one that is only
+    predicted."""
     model: Any = build_model(a_job("llama"), wide("sdpa"), CPU).float()
     if live:
         change = LiveTraining(front_end="fit", recipe=Recipe.parse(RECIPE), model=model, device=CPU)
@@ -417,7 +421,7 @@ def test_a_gpu_is_asked_for_tokens_that_count(padding: float, tokens: int) -> No
     dtypes = {kernel.dtype for kernel in trace.kernels if "_flash" in kernel.operator}
     assert dtypes == {"torch.bfloat16"}, "keys and values come back from transformers' cache in 32 bits"
     assert shapes(trace, "silu") == {((1, tokens, 112),)}
-    assert not trace.waits, "the host knows its batch"
+    assert not trace.waits, "the host has the batch"
 
 
 def test_memory_follows_the_tokens() -> None:
@@ -431,7 +435,8 @@ def test_memory_follows_the_tokens() -> None:
 
 
 def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None:
-    """128 rows between two sequences, heads rounded up to 32 numbers, keys' gradients for each head."""
+    """The buffers have 128 rows between two sequences, heads rounded up to 32 numbers, and keys' gradients
+    per head."""
     query, key = (
         torch.empty(100, 8, 40, device="meta", dtype=torch.bfloat16),
         torch.empty(100, 2, 40, device="meta", dtype=torch.bfloat16),
@@ -451,7 +456,7 @@ def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None
 # ---- refused, planned --------------------------------------------------------------------------------------
 
 CLASSIFIED = replace(small_job("modernbert", 2), task=Task.SEQUENCE_CLASSIFICATION)
-"""Whose head may read the mean of all tokens."""
+"""A job whose classification head may read the mean of all tokens."""
 
 
 @pytest.mark.parametrize(
@@ -473,7 +478,7 @@ def test_what_does_not_fit_is_refused(job: Job, recipe: str, says: str) -> None:
 
 @pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder", "PrefixTuning"])
 def test_a_prompt_before_each_sequence_is_refused(kind: str) -> None:
-    """peft would put one prompt before the row of all sequences."""
+    """peft would put one prompt in front of the row of all sequences."""
     config: Any = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model: Any = peft.get_peft_model(build_model(a_job("llama"), wide("sdpa"), CPU).float(), config)
     job = Job(model=Model.from_module(model, uneven()), task=Task.CUSTOM, batch_size=4)
@@ -495,7 +500,7 @@ def test_gpus_before_ampere_are_refused() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("micro_batches", slow_but([2, 1], 1))
 def test_a_plan_offers_it_where_there_is_padding(micro_batches: int) -> None:
-    """And rehearses it in parts as it is rehearsed in full, recorded."""
+    """For a captured step, the plan's rehearsal in parts equals a full one."""
     job, gpu = a_job("llama"), find_gpu("h200")
     for padding in (0.0, 0.5):
         space = space_of(replace(job, padding=padding), fixed=kept_of(job, kept(but="attention")))

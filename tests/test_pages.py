@@ -1,4 +1,4 @@
-"""Pages of pictures: parsed, and in a real Chromium where there is one."""
+"""Pages of pictures: parsed, and laid out by a real Chromium if it is installed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALONE = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Balanced(HTMLParser):
-    """Every element that is opened is closed, and nothing is fetched."""
+    """A parser that checks that every open element is closed, and that the page fetches nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
 
 
 def everything() -> dict[str, object]:
-    """One result of each kind that a page shows."""
+    """Return one result of each kind that a page shows."""
     front = [
         replace(
             choice(f"bf16 + micro_batches({2**n})", 0.05 * 1.2**n),
@@ -136,7 +136,7 @@ def everything() -> dict[str, object]:
 
 
 def cut(batches: int) -> Prediction:
-    """A prediction with a step of so many micro-batches, each with five points of its curve."""
+    """Return a prediction with this number of micro-batches, each with five points of its curve."""
     one = prediction(recipe=Recipe.parse(f"micro_batches({batches})"))
     phases = [*["forward", "forward", "backward", "backward", "backward"] * batches, "update"]
     curve = tuple(
@@ -147,8 +147,11 @@ def cut(batches: int) -> Prediction:
 
 
 def crowded() -> list[object]:
-    """Results that have little room for words: many micro-batches, made up and rehearsed; a front of 40
-    recipes with long names, whose figures lie close; names that no line holds."""
+    """Return results with little room for labels.
+
+    They are many micro-batches, made up and rehearsed. A front of 40 recipes has long names and close
+    figures, and some names exceed a line.
+    """
     from small_models import small_job
     from snugfit.prediction.predict import predict
 
@@ -279,8 +282,8 @@ def test_each_kind_of_bytes_has_a_layer_and_a_colour_of_its_own(kind: Kind) -> N
 
 
 def test_a_picture_of_a_step_is_no_larger_than_what_it_shows() -> None:
-    """Level lines are two points, kinds too thin to be seen are no shape, and moments too close to be pointed
-    at are told together, with the highest."""
+    """Level lines have two points, and kinds too thin to be visible have no shape. Moments too close for
+    the mouse share one label, which shows the highest."""
     one = prediction().anatomy.curve[0]
     kinds = {"weights": 900 * MIB, "activations": 0, "inputs": 1}
     curve = [
@@ -302,7 +305,7 @@ def test_a_picture_of_a_step_is_no_larger_than_what_it_shows() -> None:
     (64, ["64 micro-batches", "update"]),
 ])  # fmt: skip
 def test_micro_batches_have_a_level_of_their_own(batches: int, words: list[str]) -> None:
-    """Where there is no room for the names of passes, brackets say which micro-batch they are of."""
+    """Brackets number the micro-batches if the names of passes do not fit."""
     (svg,) = drawings(draw_prediction(cut(batches))[0].svg)
     shown = [text.text for text in svg.iter(f"{SVG}text")]
     assert set(words) <= set(shown)
@@ -338,7 +341,8 @@ def test_ticks_are_round_and_never_above_the_top() -> None:
 
 
 def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(tmp_path: Path) -> None:
-    """Other endings, and folders that cannot be made; a missing folder is made when the file is written."""
+    """Other suffixes, and folders that cannot be created, are refused. A missing folder is created at the
+    write."""
     with pytest.raises(UsageError, match=r"a page is a \.html file"):
         check_pictures(tmp_path / "page.pdf", None)
     with pytest.raises(UsageError, match=r"a plot is a \.png or a \.svg file"):
@@ -434,7 +438,7 @@ addEventListener("load", () => {
 
 
 def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> list[str]:
-    """The page's colour, and what is wrong with it, as Chromium lays it out."""
+    """Return the page's colour and its layout faults in Chromium."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("Requires: [chromium]")
@@ -456,7 +460,7 @@ def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> lis
 @pytest.mark.whole
 @pytest.mark.parametrize(("width", "dark"), [(500, True), (1100, False)])
 def test_no_labels_meet_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
-    """And the keyboard reaches every picture, in light and in dark."""
+    """The keyboard also reaches every picture, in light and dark mode."""
     shown = [*everything().values(), *crowded()]
     pictures = [picture for result in shown for picture in parts_of(result).pictures]
     (tmp_path / "page.html").write_text(document("All pictures", ["A line."], pictures, report="text"))

@@ -1,4 +1,4 @@
-"""The peers of a verified plan: which recipes of the plain Trainer are tried, and what is said of them."""
+"""The peers of a verified plan: the choice of recipes of the plain Trainer, and the report about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ H200, V100 = find_gpu("h200"), find_gpu("v100-16gb")
 
 
 def predicted_sizes(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> list[str]:
-    """Predictions of these sizes, by recipe; any other takes 1 GiB. The list collects what was asked."""
+    """Fake predictions of these sizes by recipe, with 1 GiB for all other recipes. The returned list
+    collects the predicted recipes."""
     asked: list[str] = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:
@@ -44,7 +45,7 @@ def predicted_sizes(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> l
 
 
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Measurements are made up; the list collects jobs, recipes and the Trainer's arguments."""
+    """Fake measurements. The returned list collects jobs, recipes and the Trainer's arguments."""
     asked: list[Any] = []
 
     def measure(job: Any, recipe: Any, **how: Any) -> Any:
@@ -71,7 +72,7 @@ def test_the_first_recipe_that_fits_is_measured_as_it_is_and_compiled(
 
 
 def test_where_nothing_fits_the_smallest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may fit nevertheless, and that it does not is worth knowing."""
+    """The smallest recipe may fit nevertheless, and a measured failure is useful, too."""
     measured(monkeypatch)
     asked = predicted_sizes(monkeypatch, {})
     measure_peers(job(), H200, Recipe(), memory_bytes=1)
@@ -87,11 +88,11 @@ def test_a_peer_has_the_precision_of_the_gpu_and_what_the_plan_kept(
     chosen = Recipe.parse("lora(r=4) + bf16_pure + every_layer + lion")
     measure_peers(job(), gpu, chosen, kept_slots={Slot.OPTIMIZER})
     (_, recipe, _), _ = runs
-    assert recipe == f"lora(r=4) + {precision} + lion", "adapters and what is kept, but not the rest"
+    assert recipe == f"lora(r=4) + {precision} + lion", "adapters and kept slots, but not the rest"
 
 
 def test_a_peer_clips_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer's own habit is to clip at 1.0, which would cost the peer time that the plan's runs save."""
+    """The Trainer clips at 1.0 by default, which would cost the peer time that the plan's runs save."""
     predicted_sizes(monkeypatch, {})
     runs = measured(monkeypatch)
     measure_peers(job(), H200, Recipe())
@@ -142,7 +143,7 @@ def test_what_is_said_of_the_best_peer(found: Verification, said: str) -> None:
 
 
 def test_arguments_reach_the_trainer(tmp_path: Path) -> None:
-    """A backend that there is not ends the run by its name."""
+    """An unknown backend ends the run with an error that names it."""
     request = MeasurementRequest(
         job=small_job("gpt2", 2, batch_size=2), recipe=Recipe.parse("sgd"), loop="trainer",
         warmup=1, steps=1, deadline_seconds=60.0, history=None, trainer_arguments=compiled_by("made_up"),
@@ -155,7 +156,7 @@ def test_arguments_reach_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_trainer_trains_with_such_arguments() -> None:
-    """With a backend that compiles nothing."""
+    """The backend compiles nothing."""
     right = measure(
         small_job("gpt2", 2, batch_size=2, sequence_length=16),
         "sgd",
@@ -170,7 +171,7 @@ def test_the_trainer_trains_with_such_arguments() -> None:
 
 
 def compiled_by(backend: str) -> dict[str, Any]:
-    """The Trainer's arguments to compile by this backend."""
+    """Return the Trainer's arguments to compile with this backend."""
     return {"torch_compile": True, "torch_compile_backend": backend}
 
 

@@ -1,4 +1,4 @@
-"""Layers in stages: laws 1 and 3 against real gloo processes, what is refused, and what a step takes."""
+"""Layers in stages: laws 1 and 3 against real gloo processes, refusals, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
-"""Four layers, so that four stages have one each."""
+"""Four layers, one for each of four stages."""
 
 TIED = small_job("llama", 4, {"tie_word_embeddings": True}, batch_size=16, clip=1.0)
-"""The same, whose head is the embedding."""
+"""The same model with its embedding as its head."""
 
 DEEP = replace(JOB, model=small_job("llama", 8).model)
 DEEP_TIED = replace(TIED, model=small_job("llama", 8, {"tie_word_embeddings": True}).model)
-"""Eight, so that four ranks have two stages each."""
+"""Eight layers, two stages for each of four ranks."""
 
 TWO = (
     "pipeline(2) + micro_batches(4)",
@@ -102,7 +102,7 @@ EVERY: staged.Cases = (
     *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR)),
     *few_of(INTERLEAVED, [INTERLEAVED[0], *INTERLEAVED[3:7], *INTERLEAVED[8:]]),
 )  # fmt: skip
-"""In `make test` each schedule is shown with one job, and FSDP with one schedule."""
+"""`make test` runs each schedule with one job, and FSDP with one schedule."""
 NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
 
@@ -124,7 +124,7 @@ def test_each_real_stage_allocates_what_its_trace_says(ranks: int, job: Job, rec
 @pytest.mark.whole
 @pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
 def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> None:
-    """Law 3: losses of three steps, and each stage's weights after them."""
+    """Law 3: compare the losses of three steps, and each stage's weights after them."""
     staged.hold_training(EVERY, ranks, job, recipe)
 
 
@@ -139,7 +139,7 @@ def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch before 2.13 begins a stage's exchanges together, and NCCL's handle for them has nothing."""
+    """Before 2.13, torch starts a stage's exchanges together, and NCCL's handle for them holds no tensors."""
     if Version(torch.__version__) < Version("2.13"):
         pytest.skip(f"torch {torch.__version__} begins a stage's exchanges together by itself")
     setup = on_gpus(Recipe.parse("pipeline(2, schedule=interleaved) + micro_batches(4)").setup(), 2)
@@ -156,8 +156,8 @@ def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pyte
 
 
 def test_gradients_of_weights_apart_take_the_host_time() -> None:
-    """Each chunk of each micro-batch, of the last stage with its norm and head; the first stage, which has no
-    gradient of an input, computes all of them at once."""
+    """The host time counts each chunk of each micro-batch. The last stage adds its norm and head. The
+    first stage needs no gradient of its input, so it computes all gradients at once."""
 
     def counted(schedule: str, rank: int) -> list[int]:
         trace = rehearsed(2, f"pipeline(2, schedule={schedule}) + micro_batches(4)", rank)
@@ -187,7 +187,7 @@ def sent(trace: Trace) -> dict[tuple[str, int], int]:
     return counts
 
 
-# ---- what is refused -------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_word_of_other_libraries_is_understood() -> None:
     assert Recipe.parse("pp(4)") == Recipe.parse("pipeline(4)")
 
 
-# ---- what a step takes -----------------------------------------------------------------------------------
+# ---- the cost of a step ----------------------------------------------------------------------------------
 
 
 def test_ranks_differ_and_the_one_that_needs_the_most_is_shown() -> None:
@@ -302,7 +302,7 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_there_are_stages() ->
 def test_layers_are_cut_as_evenly_as_may_be() -> None:
     assert [[*layers_of(stage, 3, 8)] for stage in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     wish = ParallelWish(weights="alone", stages=5, ranks=5, schedule="1F1B")
-    assert stages_to_rehearse(wish, 12) == (0, 1, 2, 4)  # the second is a long one, the third a short one
+    assert stages_to_rehearse(wish, 12) == (0, 1, 2, 4)  # the second is long, the third short
     assert [stand_in(stage, wish, 12) for stage in range(5)] == [0, 1, 2, 2, 4]
     assert rank_of(3, replace(wish, ranks=20)) == 12
 
@@ -321,7 +321,8 @@ def orders(ranks: int, micro_batches: int, schedule: str, chunks: int = 1) -> Se
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_the_bubble_of_even_stages_is_the_known_one(schedule: str) -> None:
-    """(n - 1) / (m + n - 1) of the step (Narayanan et al., arXiv 2104.04473, section 2.2.1)."""
+    """The idle share is (n - 1) / (m + n - 1) (Narayanan et al., arXiv 2104.04473, section
+    2.2.1)."""
     step = simulate_stages([EVEN] * 4, orders(4, 8, schedule), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(3.0 * (8 + 3))
     assert step.bubble == pytest.approx(3 / 11)
@@ -337,7 +338,7 @@ def test_stages_wait_for_the_slowest_and_for_what_is_sent() -> None:
 
 
 def test_the_bubble_of_interleaved_stages_is_as_much_smaller_as_they_are_more() -> None:
-    """1 / chunks of what it is otherwise, beside the same work (Narayanan et al., section 2.2.2)."""
+    """The idle time is 1 / chunks of the usual one, for the same work (Narayanan et al., section 2.2.2)."""
     work = passes(*((kind, number, s / 2) for kind, s in ((FORWARD, 1), (BACKWARD, 2)) for number in (0, 1)))
     step = simulate_stages([work] * 4, orders(4, 8, "Interleaved1F1B", 2), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(3.0 * (8 + 3 / 2))
@@ -379,7 +380,7 @@ def test_torch_runs_the_passes_in_the_order_that_is_simulated(
         trace = rehearse(DEEP, setup, CpuPolicy(), steps=steps, rank=rank)
         order = orders_of(setup.parallel, 8)[rank]
         assert ran == steps * list(order), rank
-        assert len(trace.passes) == 1 + len(order), "the loop says that it begins"
+        assert len(trace.passes) == 1 + len(order), "the loop marks its beginning"
 
 
 def test_a_step_is_as_long_as_its_stages_take() -> None:
@@ -394,8 +395,8 @@ def test_a_step_is_as_long_as_its_stages_take() -> None:
 def test_all_seconds_are_those_of_the_calibration_of_so_many_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step is shorter than what a GPU's own host takes for it: here one that launches slowly while two
-    GPUs work."""
+    """Each step lasts at least as long as its GPU's own host needs. In this test that host launches slowly
+    while two GPUs work."""
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path))
     gpu = find_gpu("h200")
     slow = replace(rates_for(gpu), host=rates_for(gpu).host.slower(20.0))

@@ -1,5 +1,8 @@
-"""Plans and steps that are recorded as CUDA graphs: put together from passes as they are written, with the
-figures of simulating them in full, to the byte."""
+"""Plans and steps with CUDA graphs.
+
+A captured step is composed from recorded passes. Its figures equal those of a full simulation, to the
+byte.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def test_so_it_is_of_other_models(family: str, recipe: str) -> None:
 
 
 def test_its_bounds_are_not_those_of_the_host() -> None:
-    """From few layers: the seconds are those of the device, far below what launching takes."""
+    """A bound from few layers has the seconds of the device, far below the time of launches."""
     job = job_of("bert", layers=12)
     parts = Parts(job, [H200], GpuTimers([H200]))
     setups = [Recipe.parse(f"bf16 + adamw_fused{more}").setup() for more in ("", " + captured")]
@@ -163,8 +166,8 @@ def test_a_plan_leaves_it_out_where_it_cannot_be_recorded() -> None:
     ],
 )
 def test_so_it_is_of_padded_batches_which_are_filled_up(family: str, length: int, recipe: str) -> None:
-    """Of lengths that are filled up (48 to 64), of those that a model's positions bound (24 to 32), and of
-    one that stays."""
+    """Test filled-up lengths (48 to 64), lengths limited by the model's positions (24 to 32), and a
+    constant length."""
     assert_as_predicted(replace(job_of(family), padding=0.25, sequence_length=length), recipe)
 
 

@@ -1,4 +1,4 @@
-"""`snugfit plan`: one clear error, the documented exit code, and answers remembered with care."""
+"""`snugfit plan`: one clear error, the documented exit code, and a safe cache of answers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def made_up(*, memory: int = 40 * GIB, name: str = "bert-large-uncased") -> Plan
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """Searches are made up, written down, and remembered in a folder of the test's own."""
+    """Fake and record the searches, with a cache in the test's own folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     questions: list[dict[str, Any]] = []
@@ -238,7 +238,7 @@ def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
     assert asked[-2]["tell"] != heard.append
     snugfit.plan(job, **how, clock=len)
     snugfit.plan(job, **how, clock=len)
-    assert len(asked) == 5, "seconds of one's own are nobody else's"
+    assert len(asked) == 5, "seconds of the user's own function are not shared"
 
 
 SHOWN: tuple[tuple[Callable[[], Storable], list[str], str], ...] = (
@@ -246,12 +246,14 @@ SHOWN: tuple[tuple[Callable[[], Storable], list[str], str], ...] = (
     (of_lengths, ["lengths", *ASK[1:], "--lengths", "lengths.json"], "set()"),
     (plans_for_gpus, ["gpus", "--for", *ASK[1:4]], "{'numpy'}"),
 )
-"""A stored answer, the command that shows it, and what that loads; the one that loads most is the last."""
+"""A stored answer, the command that shows it, and the packages it imports. The command with the most
+imports comes last."""
 
 
 @pytest.mark.whole
 def test_a_remembered_answer_is_shown_without_torch_or_transformers(tmp_path: Path) -> None:
-    """With all its last lines: importing either takes longer than all else that the command does."""
+    """The output has all of its last lines. Importing either package takes longer than the rest of the
+    command."""
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     lines = ["import json, sys", "from snugfit.cli import plan_cache", "from snugfit.cli.main import run"]
     for number, (answer, words, _) in enumerate(SHOWN):

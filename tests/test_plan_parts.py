@@ -1,5 +1,8 @@
-"""Parts of a plan: what is remembered serves every recipe, pieces of a step are timed as the step is, and few
-layers and few micro-batches tell no more than the truth about many."""
+"""Parts of a plan.
+
+Cached parts serve every recipe, and pieces of a step are timed like the whole step. Bounds from few layers
+and few micro-batches never exceed the exact figures.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from tiers import slow_but
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
 
 
-@pytest.mark.parametrize("recipe", ["as_loaded", "fp16 + every_layer"])  # a scaler asks: the host waits
+@pytest.mark.parametrize("recipe", ["as_loaded", "fp16 + every_layer"])  # the scaler makes the host wait
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_pieces_of_a_step_take_as_long_as_the_step(recipe: str, pieces: int) -> None:
     job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(recipe).setup()
@@ -82,7 +85,7 @@ def test_a_clock_that_does_not_join_is_given_a_trace() -> None:
 
 
 def answers(pool: WorkerPool, questions: list[Question]) -> dict[int, object]:
-    """What a pool answers to these questions."""
+    """Return the pool's answers, by the number of the question."""
     return dict(pool.answers_to(questions))
 
 
@@ -109,7 +112,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     assert [process.is_alive() for process in processes] == [False, False]
 
 
-# ---- few tell of many ------------------------------------------------------------------------------------
+# ---- bounds from few layers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     [
         pytest.param("as_loaded", marks=pytest.mark.slow),
         pytest.param(
-            "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler asks: the host waits
+            "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler's check makes the host wait
             marks=pytest.mark.slow,
         ),
         "bf16 + tf32 + segments + adamw_8bit + workers",  # waits for each parameter
@@ -135,7 +138,7 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
 
 @pytest.mark.parametrize(("n", "layers"), slow_but([(2, 12), (3, 20)], 1))
 def test_what_only_a_second_recomputed_layer_keeps_is_not_taken_for_growth(n: int, layers: int) -> None:
-    """T5's first layers make the biases of attention, which the checkpoints of later ones keep."""
+    """T5's first layers create the attention biases, which the checkpoints of later layers keep."""
     job, setup = small_job("t5", layers, batch_size=2), Recipe.parse(f"lora + every_nth_layer({n})").setup()
     parts = Parts(job, GPUS[:1], GpuTimers(GPUS[:1]))
     assert len(parts.shallow_jobs.of(setup)) == 2
@@ -194,7 +197,7 @@ def test_whole_periods_of_micro_batches_are_left_out(pieces: int, monkeypatch: p
 
 
 def test_runs_by_chance_take_what_they_take_in_full() -> None:
-    """Also where micro-batches leave something behind, so that none begins as another did."""
+    """The result also holds if micro-batches leave blocks behind, so that each starts from another state."""
     rng = random.Random(0)
     for _ in range(200):
         run = run_by_chance(rng)
@@ -205,7 +208,8 @@ def test_runs_by_chance_take_what_they_take_in_full() -> None:
 
 
 def run_by_chance(rng: random.Random) -> PeriodicRun:
-    """Each piece allocates some blocks and frees as many, of the same sizes; a micro-batch may keep one."""
+    """Return a random run. Each piece frees as many blocks as it allocates, of the same sizes. A
+    micro-batch may keep one."""
     sizes = (700, 600_000, 3 << 20, 12 << 20, 30 << 20)
     stacks = [Alloc(size, "", "", rng.choice(("forward", "backward")), "") for size in sizes]
     build = rng.choices(stacks, k=3)
@@ -238,14 +242,14 @@ def peaks(after: Replay) -> AllocatorPeaks:
 
 
 def whole_trace(parts: Parts, setup: Setup) -> Trace:
-    """The spliced step, written out."""
+    """Return the spliced step in full."""
     run = parts.run(setup)
     assert run is not None
     return run.relative().trace()
 
 
 def test_millions_of_samples_are_not_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of a million has 49 divisors, whose micro-batches hold two and a half million samples."""
+    """A batch of a million has 49 divisors, and their micro-batches hold two and a half million samples."""
     made: list[int] = []
     for kind in (batches._OneSample, SyntheticDataset):
         plain = kind.__getitem__
@@ -267,8 +271,8 @@ def test_millions_of_samples_are_not_made_one_by_one(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("recipe", slow_but(["bf16_pure", "bf16 + micro_batches(2)", "eager"], 2))
 @pytest.mark.parametrize("architecture", slow_but(["t5", "gpt2"], 1))
 def test_recomputing_takes_no_less_than_what_is_said_of_it_beforehand(architecture: str, recipe: str) -> None:
-    """Also where it chooses another attention: T5's bias is contiguous when it is recomputed, and
-    cuDNN's libraries are not loaded, or are."""
+    """Recomputation may choose another attention kernel. T5's bias is then contiguous, and cuDNN's
+    libraries may be loaded or not."""
     parts = Parts(small_job(architecture, 2, batch_size=2), GPUS[:1], GpuTimers(GPUS[:1]))
     without, recomputed = (
         parts.screen([Recipe.parse(f"{recipe} + {technique}").setup()])[0][0]
@@ -280,7 +284,7 @@ def test_recomputing_takes_no_less_than_what_is_said_of_it_beforehand(architectu
 
 @pytest.mark.whole  # Inductor lowers the layers
 def test_recomputed_compiled_layers_take_no_less_than_uncompiled_ones_say() -> None:
-    """Autocast keeps copies of weights until an uncompiled forward pass ends: compiled layers keep none."""
+    """Autocast keeps weight copies until an uncompiled forward pass ends, but none for compiled layers."""
     job = small_job("bert", 4, {"hidden_size": 512, "intermediate_size": 2048}, batch_size=2)
     parts = Parts(job, GPUS[:1], GpuTimers(GPUS[:1]))
     uncompiled, compiled = (

@@ -1,4 +1,4 @@
-"""What a plan shows: a few rows that differ, what to do with the answer, and cards as people rent them."""
+"""The report of a plan: a few different rows, the next steps for the user, and cards in rental sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from test_plan_command import choice, made_up
 
 
 def long_plan() -> Plan:
-    """Forty rows of the front, near each other at first, the last ones many times slower."""
+    """Return forty rows of the front, with close figures first and much slower rows last."""
     whole = made_up()
     rows = [
         choice(f"bf16 + micro_batches({number})", int((30 - number / 2) * GIB), 0.05 * 1.1 ** (number - 1))
@@ -51,7 +51,7 @@ def test_the_front_shows_few_rows_that_differ() -> None:
 
 
 def test_what_fits_stands_first_and_few_near_misses_below() -> None:
-    """Of many rows that are faster and do not fit, the two that miss by the least."""
+    """The report shows two of the many faster rows that do not fit: those that miss by the least."""
     whole = long_plan()
     limit = whole.front[12].needed_bytes
     plan = replace(whole, best=whole.front[12], memory_bytes=limit)
@@ -71,7 +71,7 @@ def test_what_fits_stands_first_and_few_near_misses_below() -> None:
 
 
 def test_an_answer_that_is_not_on_the_front_is_shown() -> None:
-    """The simplest of those as fast stands where the fastest would."""
+    """The simplest of equally fast recipes takes the place of the fastest."""
     plan = made_up()
     simple = replace(plan.front[0], recipe="plain", step_seconds=plan.front[0].step_seconds * 1.004)
     rows = shown_front(replace(plan, best=simple))

@@ -1,5 +1,4 @@
-"""Plans that look further where what they searched does not fit: for updates within the backward pass
-(`released`)."""
+"""Plans that extend their search if nothing fits: to updates within the backward pass (`released`)."""
 
 from __future__ import annotations
 

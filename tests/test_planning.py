@@ -1,4 +1,5 @@
-"""The plan: its space is lawful, its answer is that of brute force, and its front too, up to a grain."""
+"""The plan: its space follows the rules, and its answer and its front equal brute force, up to a
+tolerance."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ from snugfit.techniques.technique import Fidelity, Slot
 from tiers import slow_but
 
 FEW = f"{REST} + keep_all + sdpa + default + inline"
-"""Slots that a question about others is asked without, where the space would have tens of thousands."""
+"""Slots that tests of other slots fix, since the space would have tens of thousands of recipes."""
 
 H200 = find_gpu("h200")
 CUDA = CudaPolicy()
@@ -54,7 +55,8 @@ SEED = 20_261_120
 
 @dataclass(frozen=True)
 class Invented:
-    """A device that nobody made: the larger of arithmetic and traffic, and a launch."""
+    """An invented device. A kernel takes the larger of its arithmetic and its memory traffic, plus a
+    launch."""
 
     bandwidth: float = 1e9
     flops: float = 1e11
@@ -93,7 +95,7 @@ def test_every_recipe_is_lawful_and_keeps_the_batch() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NewSetup(Setup):
-    """A Setup with a wish that nobody has told the search about."""
+    """A Setup with a field that the search does not support."""
 
     offload: str | None = None
 
@@ -104,12 +106,12 @@ def test_a_new_wish_is_part_of_the_key_until_it_is_told_what_it_touches() -> Non
     assert step_key(plain).passes != step_key(offloaded).passes
     assert passes_key(plain) != passes_key(offloaded)
     assert update_key(plain) != update_key(offloaded)
-    assert as_rehearsed(offloaded) == offloaded, "it is rehearsed, not put onto a trace"
-    assert TOUCHES.keys() <= {each.name for each in fields(Setup)}, "a row for a field that is gone"
+    assert as_rehearsed(offloaded) == offloaded, "it is rehearsed, not applied to a trace"
+    assert TOUCHES.keys() <= {each.name for each in fields(Setup)}, "a row for a removed field"
 
 
 def test_each_wish_of_a_setup_is_part_of_the_key() -> None:
-    """Whatever a technique of the roster changes in the plain Setup, its key shows."""
+    """The key contains every change that a technique of the roster makes to the plain Setup."""
     job, plain = small_job("bert", 2, batch_size=4), Setup()
     for technique in roster.techniques():
         for setting in technique.settings(job):
@@ -178,7 +180,7 @@ def test_nothing_less_exact_than_allowed(fidelity: Fidelity) -> None:
 
 
 def test_a_recipe_is_found_by_what_stands_in_its_slots() -> None:
-    job = small_job("t5", 2, batch_size=2)  # some of its recipes are unlawful
+    job = small_job("t5", 2, batch_size=2)  # some of its recipes are invalid
     space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
     for number in random.Random(SEED).sample(range(len(space.candidates)), 50):
         assert space.number(space.candidates[number].recipe) == number
@@ -190,7 +192,7 @@ def test_a_recipe_is_found_by_what_stands_in_its_slots() -> None:
 
 @dataclass
 class Told:
-    """A place of a bench where everything is known beforehand, and some recipes cannot be judged."""
+    """A worker with prepared bounds and figures, in which some recipes fail."""
 
     numbers: dict[int, int]
     bounds: list[Bound]
@@ -218,7 +220,8 @@ class Told:
 
 
 def told_of(space: Space, rng: random.Random) -> Told:
-    """Sizes and seconds by chance, a trace's together; the allocator loses up to a tenth."""
+    """Return random sizes and seconds, the same for recipes with the same trace. The allocator loses up to
+    a tenth."""
     traces: dict[int, tuple[Bound, Figures | None]] = {}
     for each in space.candidates:
         least = Bound(rng.randrange(1000, 9000), rng.randrange(1, 500))
@@ -235,7 +238,7 @@ def told_of(space: Space, rng: random.Random) -> Told:
 
 @cache
 def exact_space() -> Space:
-    """What changes no number."""
+    """Return the space of recipes that change no number."""
     return space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.SAME)
 
 
@@ -274,20 +277,23 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
 
 @cache
 def space_of_rounds(fixed: str = "") -> Space:
-    """What rounds, with budgets of compiled layers, but for the slots of `fixed`."""
+    """Return the space of recipes that round, with budgets of compiled layers, without the slots of
+    `fixed`."""
     job = small_job("bert", 2, batch_size=2)
     few = f"torch_kernels + whole_logits + ieee + on_device + all_gradients + inline + default{fixed}"
     return space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, few))
 
 
 def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
-    """The same, but what recomputes takes longer than without, and no less than its update; each n-th layer
-    and a budget lie between none and all, and spans take as long as all. More pieces with compiled layers
-    take no less time. The device is never idle."""
+    """Make recomputing slower than keeping all, and no smaller than its update.
+
+    Each n-th layer and a budget lie between none and all. Spans take as long as all. More pieces with
+    compiled layers take no less time. The device is never idle.
+    """
     plain = roster.plain(Slot.CHECKPOINTING)
     traces: dict[int, tuple[Bound, Figures | None]] = {}
     in_order = sorted(enumerate(space.candidates), key=lambda one: one[1].setup.has_budget)
-    for number, candidate in in_order:  # none and all come first
+    for number, candidate in in_order:  # those without recomputing or with all of it come first
         without, wish = space.number(candidate.recipe.with_(plain)), candidate.setup.checkpoint
         assert without is not None
         needed, seconds = told.bounds[without][:2]
@@ -389,7 +395,7 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
 
 
 def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known() -> None:
-    """And the answers of many GPUs are the same."""
+    """The answers for many GPUs are the same."""
     job = small_job("bert", 2, batch_size=2)
     fixed = kept_of(job, "uncompiled + torch_kernels + inline + ieee")
     space = space_of(job, fidelity=Fidelity.ROUNDS, many_gpus=True, fixed=fixed)
@@ -399,7 +405,8 @@ def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known() -
 
 
 def kinds_with_and_without(space: Space, rng: random.Random) -> list[int]:
-    """The passes that a search looks at with and without these; its answers are equal."""
+    """Count the passes that a search examines with and without these bounds, and check that its answers
+    are equal."""
     told = recomputed(told_of(space, rng), space, rng)
     untold = replace(told, bounds=[Bound(*least[:3]) for least in told.bounds])
     sizes = sorted(figures.needed_bytes for figures in told.figures if figures)
@@ -423,8 +430,11 @@ def kinds_with_and_without(space: Space, rng: random.Random) -> list[int]:
 
 
 def with_small_updates(space: Space) -> Told:
-    """Passes that lose a tenth between blocks, and updates that differ by one byte and one part in a million:
-    the first is the fastest, and the last the smallest."""
+    """Return passes that lose a tenth between blocks.
+
+    Their updates differ by one byte and one part in a million. The first update is the fastest, and the
+    last the smallest.
+    """
     updates = {
         update: index for index, update in enumerate(dict.fromkeys(c.update for c in space.candidates))
     }
@@ -463,7 +473,8 @@ def test_one_of_many_optimizers_is_judged_where_they_are_a_small_share_but_what_
 @pytest.mark.parametrize("misleads", [False, True])
 @pytest.mark.parametrize("seed", slow_but([0, 2], 1))
 def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed: int, misleads: bool) -> None:
-    """Eager attention is larger and slower here; where it misleads, smaller once layers are recomputed."""
+    """Eager attention is larger and slower in this test. In the misleading case it is smaller with
+    recomputing."""
     rng = random.Random(seed)
     space = space_of_rounds(" + bf16 + whole_batch")
     told = recomputed(told_of(space, rng), space, rng)
@@ -497,8 +508,8 @@ def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed:
 
 @pytest.mark.parametrize("misleads", [False, True])
 def test_each_nth_layer_is_looked_at_where_it_may_lie_by_none_and_each(misleads: bool) -> None:
-    """Recomputing each layer takes a tenth of the bytes here and twice the seconds; where it misleads, one of
-    the others takes hardly more bytes than that."""
+    """Recomputing each layer takes a tenth of the bytes in this test, and twice the seconds. In the
+    misleading case one of the intermediate recipes needs hardly more bytes."""
     space = space_of(small_job("bert", 4, batch_size=2), fidelity=Fidelity.SAME)
     wishes = [candidate.setup.checkpoint for candidate in space.candidates]
     bounds = []
@@ -515,7 +526,7 @@ def test_each_nth_layer_is_looked_at_where_it_may_lie_by_none_and_each(misleads:
     looked_at.add_others()
 
     def looked(most_bytes: int, most_seconds: float) -> dict[int, bool]:
-        """By which layers are recomputed, whether such kinds are known, when what may be so good is asked."""
+        """Return the screened kinds by the layers they recompute, for a query with these limits."""
 
         def is_needed(number: int, least: Sequence[Bound]) -> bool:
             return least[0].needed_bytes <= most_bytes and least[0].seconds <= most_seconds
@@ -584,7 +595,8 @@ def test_what_cannot_be_is_refused_before_any_work(
 
 @pytest.mark.whole
 def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix tuning under one version of transformers: bounds could be told, and no recipe be rehearsed."""
+    """Prefix tuning under one version of transformers has bounds, but none of its recipes can be
+    rehearsed."""
     monkeypatch.setattr(BestFirst, "run", lambda *arguments: None)
     with pytest.raises(SnugfitError, match="No recipe could be simulated"):
         plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1, keep=f"adamw + {FEW}")
@@ -607,8 +619,11 @@ def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: py
 def test_recomputing_takes_no_less_than_is_said_by_none_and_each(
     family: str, layers: int, recipe: str
 ) -> None:
-    """What each n-th layer and what spans take, where not the update but a layer takes the most. Of 11 layers
-    each fourth is more than a fourth; of 12 the last one keeps all where each second is recomputed."""
+    """Check the bounds of each n-th layer and of spans if a layer, not the update, sets the peak.
+
+    With 11 layers, each fourth layer is more than a fourth of the layers. With 12 layers and each second
+    recomputed, the last layer keeps all.
+    """
     job = small_job(family, layers, batch_size=64, sequence_length=256)
     parts = Parts(job, [H200], GpuTimers([H200]))
     none, each = (screened(parts, f"{recipe} + {one}") for one in ("keep_all", "every_layer"))
@@ -625,14 +640,14 @@ def test_recomputing_takes_no_less_than_is_said_by_none_and_each(
 
 
 def screened(parts: Parts, recipe: str) -> Bound:
-    """The lower bound of a recipe on the first GPU."""
+    """Return the lower bound of a recipe on the first GPU."""
     return parts.screen([Recipe.parse(recipe).setup()])[0][0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_what_recomputes_some_layers_is_no_smaller_than_with_each(family: str) -> None:
-    """By which kinds are left out that are not simulated."""
+    """The search excludes kinds by this inequality without simulating them."""
     parts = Parts(small_job(family, 12, sequence_length=64), [H200], SingleGpuTimer(lambda trace: 0.0))
 
     def needed(recipe: str) -> int:

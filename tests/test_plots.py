@@ -1,4 +1,4 @@
-"""Plots: the pages' pictures as files, in which no words meet and none leave the figure."""
+"""Plots: the pages' pictures as files, without overlapping words or words outside the figure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.stored_rehearsals
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are drawn during the test."""
+    """Collect the figures drawn during the test."""
     noted: list[Figure] = []
     init = Drawing.__init__
 
@@ -36,7 +36,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def words_that_meet(figure: Figure) -> list[str]:
-    """Pairs of texts whose boxes overlap by more than a pixel, and texts that leave the figure."""
+    """Return pairs of texts whose boxes overlap by more than a pixel, and texts that leave the figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -92,7 +92,7 @@ def test_words_that_meet_are_found(figures: list[Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["png", "svg"])
 def test_a_plot_is_drawn_the_same_twice_and_reads_any_name(form: str, tmp_path: Path) -> None:
-    """Deterministic, and without a warning: a control character has no glyph."""
+    """The file is deterministic. A control character in the name, which has no glyph, raises no warning."""
     paths = [tmp_path / f"{name}.{form}" for name in "ab"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

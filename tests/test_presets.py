@@ -1,4 +1,4 @@
-"""Bundled presets: each builds the model of its checkpoint, and names that people bring lead to one."""
+"""Bundled presets: each builds the model of its checkpoint, and common names resolve to one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiers import slow_but
 
 PARAMETERS = {
     # As the hub counts the checkpoint's tensors, or keras-hub's backbones and a head on top; tied weights
-    # count once. Of the class that the config names, or the model without a head where it names none that is
+    # count once. The config names the class. The model has no head if that class is not
     # trained here (ELECTRA's is of its pretraining).
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-1.7B": 1_720_574_976,
@@ -226,7 +226,7 @@ def file_of(name: str) -> dict[str, Any]:
 
 
 def first_of_each_architecture() -> set[str]:
-    """The preset of each architecture that stands first above."""
+    """Return the first preset of each architecture in `PARAMETERS`."""
     first = {file_of(name)["model_type"]: name for name in reversed(PARAMETERS)}
     return set(first.values())
 
@@ -356,7 +356,8 @@ def test_a_command_says_the_task_and_the_sizes_that_it_took(capsys: pytest.Captu
 def test_a_head_that_the_config_says_is_untied_is_so_with_and_without_weights(
     tmp_path: Path,
 ) -> None:
-    """FLAN-T5's and mT5's: transformers ties it in what it builds, and not in what it loads."""
+    """Test the head of FLAN-T5 and mT5. transformers ties it in a model that it builds, but not in one
+    that it loads."""
     sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 100}
     facts = {"model_type": "t5", **sizes, "tie_word_embeddings": False, "is_encoder_decoder": True}
     job = Job(model=Model.from_config(facts, name="tiny"), task=Task.SEQ2SEQ_LM, sequence_length=8)

@@ -1,4 +1,4 @@
-"""What is told while a plan is searched: one line that is rewritten, and a time left that does not jump."""
+"""Progress of a search: one line that is rewritten, with a remaining time that does not jump."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from snugfit.units import GIB
 
 
 class Terminal(io.StringIO):
-    """A stderr that says it is a terminal."""
+    """A stderr that passes for a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -55,8 +55,8 @@ def test_in_a_pipe_an_hour_is_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_the_best_so_far_is_said_while_a_plan_is_searched() -> None:
-    """First without any, then the ones that are judged, each no slower than the one before; the last is as
-    fast as the answer."""
+    """The line first has no best recipe, and each later one is at least as fast. The last is as fast as
+    the answer."""
     told: list[str] = []
     keep = {slot: roster.plain(slot) for slot in Slot if slot not in (Slot.PRECISION, Slot.BATCHING)}
     job = small_job("gpt2", 2, batch_size=4, sequence_length=32)
@@ -72,7 +72,8 @@ def test_the_best_so_far_is_said_while_a_plan_is_searched() -> None:
 
 
 def test_the_time_left_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part in ten takes ten times as long; the sum is known to a fifth from the tenth part on."""
+    """One part in ten takes ten times as long. From the tenth part on, the estimated sum is right to a
+    fifth."""
     clock = 0.0
     monkeypatch.setattr(searching.time, "monotonic", lambda: clock)
     lines: list[str] = []
@@ -90,7 +91,7 @@ def test_the_time_left_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_will_be_skipped_is_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thousand nine in ten are skipped in no time, most of them at the end."""
+    """The search skips nine in ten of a thousand parts in no time, most of them at the end."""
     clock = 0.0
     monkeypatch.setattr(searching.time, "monotonic", lambda: clock)
     lines: list[str] = []

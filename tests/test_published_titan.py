@@ -1,7 +1,7 @@
-"""What torchtitan published of the memory of FSDP2 on 8 and 128 H100s, beside a rehearsal of its own model.
+"""Published memory of torchtitan's FSDP2 on 8 and 128 H100s, beside a rehearsal of the same model.
 
-Model and loop are written anew in `titan_llama.py`; torch and its FSDP2 are those installed here.
-`data/published-titan.json` has what was published, where, and which rows are left out.
+`titan_llama.py` reimplements model and loop. torch and its FSDP2 are the installed versions.
+`data/published-titan.json` holds the published figures, their sources, and the excluded rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from titan_llama import PUBLISHED, rehearsed
 
 GIB = 1 << 30
 ACTIVE, RESERVED = 0.002, 0.02
-"""Shares of what was published by which it may be missed: what is handed out, and what is reserved, which
-depends on how torch's allocator of then and its driver laid out segments, too."""
+"""Relative tolerances of active and reserved bytes. Reserved bytes also depend on the segments of the
+published runs' allocator and driver."""
 
 RESULT = Path(__file__).parents[1] / "results" / "published-torchtitan-2026-11-26.json"
 
@@ -29,7 +29,7 @@ RESULT = Path(__file__).parents[1] / "results" / "published-torchtitan-2026-11-2
     "row", [pytest.param(row, id=f"{row['name']} on {row['gpus']}") for row in PUBLISHED["rows"]]
 )
 def test_the_published_memory_of_a_rank(row: dict[str, Any]) -> None:
-    """Each time `test_measured_ranks.py` holds FSDP2 to what was measured."""
+    """`test_measured_ranks.py` compares FSDP2 with measurements in each run of the tests."""
     found = replay(rehearsed(row))
     if "active_gib" in row:
         assert found.allocated_peak / GIB == pytest.approx(row["active_gib"], rel=ACTIVE)

@@ -1,7 +1,7 @@
-"""What was published of the memory of DeepSpeed's own example on one and four GPUs, beside a rehearsal of it.
+"""Published memory of DeepSpeed's own example on one and four GPUs, beside a rehearsal of it.
 
-The example's model and loop are written anew in `bf16_master_weight.py`; DeepSpeed, torch and their kernels
-are those installed here. `data/published-zero3.json` has what was printed, and where that was found.
+`bf16_master_weight.py` reimplements the example's model and loop. DeepSpeed, torch and their kernels are
+the installed versions. `data/published-zero3.json` holds the printed figures and their sources.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The threads that ask for kernels keep to quiet cores: tried on invented cores, whose pace the test sets."""
+"""Launching threads stay on quiet cores. The cores are invented, and the test sets their pace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snugfit.measurement.quiet_core import INTERVAL, INTERVAL_ALL_DISTURBED, Qui
 
 
 class Cores:
-    """Four cores and a clock; the thread is on one of them, and a loop takes as long as the core says."""
+    """Four cores and a clock. The thread runs on one core, whose pace sets the duration of a loop."""
 
     def __init__(self, *paces: float) -> None:
         self.paces = list(paces)
@@ -60,13 +60,11 @@ def test_a_disturbed_core_is_left_for_a_quiet_one(cores: Cores) -> None:
     cores.paces[1] = 1.6
     cores.now = INTERVAL / 2
     core.rebalance()
-    assert cores.held == {1}, "nobody looks so soon"
+    assert cores.held == {1}, "no check before the interval ends"
     cores.now = INTERVAL
     core.rebalance()
     assert cores.held == {3}
-    assert core.disturbed_share() == pytest.approx(
-        2 / 2
-    )  # it began on core 0, which was slow, and core 1 became so
+    assert core.disturbed_share() == pytest.approx(2 / 2)  # core 0 was slow first, then core 1
 
 
 def test_where_every_core_is_disturbed_it_stays_on_the_least_and_looks_less_often(cores: Cores) -> None:
@@ -113,7 +111,7 @@ def test_one_core_is_no_choice(cores: Cores) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system holds no thread to a core")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is no choice")
 def test_forked_processes_and_new_threads_have_all_cores() -> None:
-    """Loader workers are forked from the held thread, and must not share its core."""
+    """Loader workers are forked from the pinned thread, and must not share its core."""
     before = os.sched_getaffinity(0)
     core = QuietCore()
     try:

@@ -1,14 +1,14 @@
 """One rank of several: law 1 against real gloo processes on the CPU.
 
-Of two and four ranks that train a small model for real, the first one's and the last one's allocator reports
-(`gloo_ranks.py`) every allocation and free from the first weight to the last step, and the rehearsal of that
-rank names the same, in order. (A classifier of two classes is spread over four ranks unevenly.) What stays
-different, and nothing else may:
+Two and four ranks train a small model for real. The first and the last rank report their allocations and
+frees (`gloo_ranks.py`) from the first weight to the last step. The rehearsal of the rank lists the same
+events in order. (A classifier of two classes is spread over four ranks unevenly.) Only these differences
+are allowed:
 
 - gloo's buffers, and those of the CPU's kernels (`OWN`, and `cpu_scratch.py`);
 - blocks below `LEAST` bytes: DDP's lists of sizes and indices, which a GPU's process has on the host too;
-- frees that the profiler does not hear of, since gloo's thread was the last to let go: only of tensors that
-  were exchanged, and only where it hears of none at all (`unheard`).
+- frees that the profiler misses because gloo's thread dropped the last reference. They concern only
+  exchanged tensors, and only tensors without a recorded free (`unheard`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OWN: dict[str, Callable[[Event], bool]] = {
     ),
     "the CPU chunks by way of copies and zeros": lambda event: "aten::_chunk_cat" in event.operators,
 }
-"""What only the CPU's ranks allocate, by the reason."""
+"""Allocations that only the CPU's ranks make, by the reason."""
 
 SEVERAL = ("ddp", "zero1", "fsdp", "hsdp", "tensor", "context", "expert")
 
@@ -65,7 +65,7 @@ EXCHANGED = (
     "FSDP::all_gather", "FSDP::post_backward_reduce", "DistributedDataParallel.forward", "aten::cat",
     "_c10d_functional::",
 )  # fmt: skip
-"""Operators in which tensors are made that gloo holds."""
+"""Operators that create tensors which gloo holds."""
 
 TWO = [
     (family, recipe)
@@ -91,8 +91,8 @@ COVERING = [
     ("mixtral", "bf16 + micro_batches(2) + tensor(2) + expert(2)"),
     ("bert", "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)"),
 ]  # fmt: skip
-"""Each technique of several GPUs in one or two jobs. FSDP and micro-batches together are met in
-`test_ranks_elsewhere.py`."""
+"""Each technique of several GPUs in one or two jobs. `test_ranks_elsewhere.py` combines FSDP with
+micro-batches."""
 TWO = few_of(TWO, [case for case in TWO if case not in COVERING])
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
@@ -122,7 +122,7 @@ def case(family: str, recipe: str) -> Case:
 
 @functools.cache
 def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
-    """What each of so many ranks did in every case; they are started once."""
+    """Start this number of ranks once, and return the results of each case and rank."""
     cases = TWO if ranks == 2 else FOUR
     ran = run_ranks(ranks, [case(*one) for one in cases])
     return {
@@ -144,8 +144,10 @@ def without_own(events: Sequence[Event]) -> list[Event]:
 
 
 def without_buffers(events: Sequence[Event]) -> list[Event]:
-    """Without what the CPU's attention makes for itself alone: born and freed with nothing between the two.
-    (`cpu_scratch.py` leaves it in where it is called for a wrapper around tensors, as ring attention is.)"""
+    """Drop the scratch of the CPU's attention: blocks freed directly after their allocation.
+
+    `cpu_scratch.py` keeps it for calls with a wrapper around tensors, as in ring attention.
+    """
     kept: list[Event] = []
     for event in events:
         if kept and kept[-1].block == event.block and event.nbytes < 0 and _in_attention(event):
@@ -168,15 +170,17 @@ def births(events: Sequence[Event]) -> list[Event]:
 
 
 def to_last_birth(events: Sequence[Event]) -> list[Event]:
-    """Without what the end of the run frees."""
+    """Drop the frees at the end of the run."""
     last = max(place for place, event in enumerate(events) if event.nbytes > 0)
     return [*events[: last + 1]]
 
 
 def unheard(account: Sequence[Event], trace: Sequence[Event], sizes: Collection[int] = ()) -> list[Event]:
-    """The account with those frees where the trace has them that nobody heard of, of tensors that were
-    exchanged: by torch's own classes, or of one of these sizes. It is left as it is where births are not
-    alike."""
+    """Add the missed frees of exchanged tensors to the account, at their places in the trace.
+
+    Exchanged tensors come from torch's own classes or have one of these sizes. The account stays unchanged
+    if its allocations differ from the trace's.
+    """
     if [birth.nbytes for birth in births(account)] != [birth.nbytes for birth in births(trace)]:
         return [*account]
     dead = {event.block for event in account if event.nbytes < 0}
@@ -185,7 +189,7 @@ def unheard(account: Sequence[Event], trace: Sequence[Event], sizes: Collection[
     born = 0
     for event in trace:
         born += event.nbytes > 0
-        one = partner.get(event.block)  # none is there for what was born before
+        one = partner.get(event.block)  # None for earlier allocations
         is_free = event.nbytes < 0 and one is not None and one.block not in dead
         if is_free and one is not None and (_is_exchanged(one) or one.nbytes in sizes):
             missing.setdefault(born, []).append(replace(one, nbytes=-one.nbytes))
@@ -203,7 +207,7 @@ def _is_exchanged(event: Event) -> bool:
 
 
 def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
-    """Law 1 for one of so many ranks."""
+    """Check law 1 for one of this number of ranks."""
     trace = without_own(rehearsed(ranks, family, recipe, rank))
     account = unheard(without_own(real(ranks)[family, recipe, rank].account), trace)
     comparison = compare(to_last_birth(account), to_last_birth(trace))
@@ -231,7 +235,7 @@ def test_so_does_one_of_four(family: str, recipe: str) -> None:
 def test_ranks_that_are_given_the_same_batch_train_as_one_does(
     ranks: int, cases: list[tuple[str, str]]
 ) -> None:
-    """Law 3: averaged over ranks, the gradients are those of each. The loss of a sequence that is cut is the
+    """Law 3: gradients averaged over ranks equal those of each rank. The loss of a split sequence is the
     mean of its pieces'."""
     for family, recipe in cases:
         job, _ = case(family, recipe)
@@ -239,7 +243,7 @@ def test_ranks_that_are_given_the_same_batch_train_as_one_does(
         wish = on_gpus(Recipe.parse(recipe).setup(), ranks).parallel
         assert wish is not None
         expected = losses_of(replace(job, batch_size=BATCH // wish.data_ranks), Recipe.parse(alone).setup())
-        exact = "bf16" not in recipe  # with shards bf16 is no autocast, and norms compute in it too
+        exact = "bf16" not in recipe  # sharded bf16 uses no autocast, so norms compute in bf16, too
         for part in range(wish.data_ranks):
             of_pieces = [
                 real(ranks)[family, recipe, rank].losses
@@ -299,13 +303,13 @@ def test_another_recipe_is_noticed(recipe: str, other: str) -> None:
 
 
 def test_the_order_of_streams_is_written_down() -> None:
-    """What a rank gathers waits for what it is copied from, and layers wait for what was gathered."""
+    """A gather waits for the copies of its inputs, and a layer waits for its gathered weights."""
     trace = trace_of("fsdp")
     gathers = [kernel for kernel in trace.kernels if kernel.operator == "nccl::all_gather"]
     assert len(gathers) == 5  # each layer twice, and the rest of the model
     assert all(kernel.after and kernel.peers == (2, 1) for kernel in gathers)
     assert {kernel.stream for kernel in gathers}.isdisjoint({0})
-    assert {*trace.streams.values()} == {1, 3}  # where copies for gathering are made, and where sums are
+    assert {*trace.streams.values()} == {1, 3}  # the streams of gather copies and of sums
 
 
 def trace_of(recipe: str) -> Trace:
@@ -339,7 +343,7 @@ WIDENED = few_of(
 def test_micro_batches_that_repeat_are_written_again(
     recipe: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law 5 for a rank, in every field: streams, what waits for which exchange, and frees that wait."""
+    """Law 5 for a rank, in every field: streams, waits for exchanges, and delayed frees."""
     job = small_job("llama", 2, batch_size=6 * ranks)
     setup = on_gpus(Recipe.parse(f"{recipe} + micro_batches(6)").setup(), ranks)
     policy = policy_for(find_gpu("h200"), Software())
@@ -351,7 +355,7 @@ def test_micro_batches_that_repeat_are_written_again(
 
     monkeypatch.setattr(rehearsing, "record_step", recorded)
     again = rehearse(job_of_rank(job, setup), setup, policy)
-    assert asked == [4], "the others are written"
+    assert asked == [4], "the remaining micro-batches are copied"
     monkeypatch.setattr(rehearsing, "short_run", lambda *given, **more: None)
     whole = rehearse(job_of_rank(job, setup), setup, policy)
     for field in fields(Trace):
@@ -365,7 +369,7 @@ def test_micro_batches_that_repeat_are_written_again(
 @pytest.mark.whole
 @pytest.mark.parametrize("recipe", slow_but(["hsdp(4) + bf16", "fsdp"], 1))
 def test_no_rank_has_all_of_a_model_that_is_built_on_the_host(recipe: str) -> None:
-    """It has its parts, and a layer at a time; what the steps take is the same."""
+    """A rank holds its parts and one whole layer at a time. The blocks of the steps stay the same."""
     job = small_job("llama", 6, batch_size=BATCH)
     on_device, on_host = (
         trace_of_rank(replace(job, build_on=where), recipe, 8, steps=1) for where in ("device", "host")
@@ -388,7 +392,7 @@ def test_what_whole_weights_lay_in_is_given_back_before_the_first_step() -> None
 
 
 def most_while_built(trace: Trace) -> int:
-    """Bytes that are requested at once before the first step, at most."""
+    """Return the maximum of requested bytes before the first step."""
     now = most = 0
     for event in trace.events:
         block = trace.blocks[abs(event) - 1]
@@ -404,10 +408,11 @@ def most_while_built(trace: Trace) -> int:
 
 @pytest.mark.whole
 def test_shards_and_states_are_the_host_s() -> None:
-    """The device holds what it gathers; the host page-locks shards and gradients, and has both moments."""
+    """The device holds the gathered weights. The host page-locks shards and gradients, and holds both
+    moments."""
     on_device, on_host = trace_of("fsdp + bf16"), trace_of("fsdp(offload=cpu) + bf16")
     weights = held(on_device, Kind.WEIGHTS)
-    assert held(on_host, Kind.WEIGHTS) < weights / 20  # buffers are left
+    assert held(on_host, Kind.WEIGHTS) < weights / 20  # buffers remain
     assert held(on_device, Kind.OPTIMIZER_STATES) >= 2 * weights * 0.95
     assert held(on_host, Kind.OPTIMIZER_STATES) == 0
     assert pinned_bytes(on_host.kernels) >= 2 * weights * 0.95
@@ -454,7 +459,7 @@ def test_what_does_not_go_together(recipe: str, why: str) -> None:
 
 @pytest.mark.parametrize("ranks", slow_but([2, 4], 1))
 def test_where_states_are_shared_out_the_rank_with_most_of_them_is_predicted(ranks: int) -> None:
-    """All but which weights it has is as in any other rank."""
+    """The ranks differ only in the choice of their weights."""
     setup = on_gpus(Recipe.parse("zero1").setup(), ranks)
     job = job_of_rank(small_job("llama", 3, batch_size=4), setup)
 

@@ -1,9 +1,11 @@
 """Law 1 for one rank of several whose processes are accelerate's or the Trainer's.
 
-As in `test_ranks.py`, against real gloo processes on the CPU: every allocation and free from the first step
-on, and the bytes that stand there when it begins. How a model is built is not compared: in a rehearsal it
-comes from the host group by group, and on the CPU it is there already. accelerate has no FSDP2 for the CPU,
-so the processes are told that theirs are GPUs (`placed_on`); what a rank does is all accelerate's own.
+As in `test_ranks.py`, the reference is real gloo processes on the CPU. The comparison covers each
+allocation and free from the first step on, and the bytes allocated before it.
+
+The construction of a model is not compared. A rehearsal moves it from the host group by group, and on the
+CPU it is already in place. accelerate has no FSDP2 for the CPU, so `placed_on` declares the devices as
+GPUs. The remaining work of a rank is accelerate's own code.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ TWO = {
     ),
 }
 LATER = {"accelerate": [0, 1, 2, 4], "trainer": [1]}
-"""Cases that `make test` leaves out: the Trainer shows DDP, which it leaves to accelerate."""
+"""Cases that `make test` omits. The Trainer covers DDP, since it delegates to accelerate."""
 TWO = {loop: tuple(few_of(cases, [cases[number] for number in LATER[loop]])) for loop, cases in TWO.items()}
 CASES = [(loop, *one) for loop, cases in TWO.items() for one in cases]
 FOUR = ("llama", "hsdp(2) + bf16")
@@ -55,20 +57,20 @@ FSDP = "fsdp + bf16_pure + every_layer"
 
 @pytest.fixture(autouse=True)
 def foreach_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `test_law_loops.py`: the Trainer leaves the choice to torch."""
+    """Choose foreach as on a GPU, as in `test_law_loops.py`, since the Trainer leaves the choice to torch."""
     module = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
 
 
 def clipped(family: str, recipe: str) -> Case:
-    """The Trainer clips by itself; so do all here."""
+    """Return the case with clipping, which the Trainer always applies."""
     job, text = case(family, recipe)
     return replace(job, clip=1.0), text
 
 
 @functools.cache
 def real(loop: str, ranks: int) -> dict[tuple[str, str, int], Ran]:
-    """What each of so many ranks did in every case of this loop."""
+    """Start this number of ranks once for a loop, and return the results of each case and rank."""
     cases = TWO[loop] if ranks == 2 else (FOUR,)
     ran = run_ranks(ranks, [clipped(*one) for one in cases], loop)
     return {
@@ -89,8 +91,10 @@ def in_steps(events: Sequence[Event]) -> list[Event]:
 
 
 def stands_before(events: Sequence[Event]) -> int:
-    """Bytes that the first step finds. What DDP has sent of the first rank's weights is gloo's to free, and
-    nobody hears of it."""
+    """Return the bytes allocated before the first step.
+
+    gloo frees the weights that DDP broadcasts from the first rank, and the profiler misses those frees.
+    """
     dead = {event.block for event in events if event.nbytes < 0}
     return sum(
         event.nbytes
@@ -129,8 +133,10 @@ def test_so_does_one_of_four_in_two_groups(loop: str) -> None:
     ("loop", "family", "recipe"), [one for one in CASES if one[:2] != ("trainer", "bert")]
 )
 def test_ranks_train_on_the_global_batch(loop: str, family: str, recipe: str) -> None:
-    """Law 3: each takes its part, so the mean of their losses is the one of a process that takes all. (The
-    Trainer multiplies a classifier's loss, which is a mean, by the number of processes.)"""
+    """Law 3: each rank takes its part, so the mean of their losses equals the loss of a single process.
+
+    The Trainer multiplies a classifier's loss, which is a mean, by the number of processes.
+    """
     job, _ = clipped(family, recipe)
     alone = " + ".join(part for part in recipe.split(" + ") if not part.startswith(("ddp", "fsdp")))
     expected = losses_of(job, Recipe.parse(alone or "plain").setup(), loop)
@@ -141,14 +147,14 @@ def test_ranks_train_on_the_global_batch(loop: str, family: str, recipe: str) ->
 
 @pytest.mark.whole
 def test_a_rank_of_the_plain_loop_is_not_accelerate_s() -> None:
-    """Its groups are others, and under bf16 it sums gradients in fp32."""
+    """The plain loop has other process groups, and sums gradients in fp32 under bf16."""
     account = in_steps(without_own(real("accelerate", 2)["llama", FSDP, 0].account))
     plain = in_steps(without_own(foreseen(trace_of("plain", 2, "llama", FSDP))))
     assert compare(account, plain).similarity < 1.0
 
 
 def test_a_spread_model_is_built_on_the_host() -> None:
-    """Never are all weights on the device, as they are where the plain loop has built them there."""
+    """The device never holds all weights, unlike in the plain loop, which builds them there."""
     building = {
         loop: max(level_while_building(trace_of(loop, 4, "llama", "fsdp")))
         for loop in ("plain", "accelerate")
@@ -169,7 +175,7 @@ def level_while_building(trace: Trace) -> list[int]:
 
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
 def test_a_prediction_is_of_the_loop_s_own_groups(loop: str) -> None:
-    """The optimizer has the shards, whichever weights accelerate gives it in their place."""
+    """The optimizer holds the shards, regardless of the weights that accelerate passes in their place."""
     job, _ = case("llama", "fsdp + bf16")
     one, two = (
         predict(job, "fsdp + bf16", gpu="h200", gpus=2, loop=each).footprint for each in ("plain", loop)

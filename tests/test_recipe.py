@@ -1,4 +1,4 @@
-"""Law 4: the recipe's notation round-trips, and what it refuses it refuses with the place and the cure."""
+"""Law 4: the recipe's notation round-trips, and each refusal names the place and the cure."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_technique_refuses_nonsense_at_birth() -> None:
     ],
 )
 def test_pieces_must_divide_the_batch(recipe: str, batch: int, tries: str) -> None:
-    """Three micro-batches of a batch of sixteen would not be equal."""
+    """A batch of sixteen cannot be split into three equal micro-batches."""
     with pytest.raises(RecipeError, match=tries):
         Recipe.parse(recipe).check(job(batch_size=batch))
 
@@ -176,7 +176,7 @@ def test_pieces_that_divide_the_batch_pass() -> None:
 
 
 def test_tf32_before_ampere_is_refused() -> None:
-    """tf32 before Ampere, which the HF Trainer refuses too."""
+    """The HF Trainer refuses tf32 before Ampere, too."""
     recipe = Recipe.parse("tf32")
     with pytest.raises(RecipeError, match=r"compute capability 8\.0.* 7\.0.*'ieee'"):
         recipe.check(job(), (7, 0))
@@ -186,7 +186,7 @@ def test_tf32_before_ampere_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_pure"])
 def test_bf16_before_ampere_is_warned_of(name: str) -> None:
-    """bf16 on a V100 or T4, which have none of their own."""
+    """V100 and T4 have no bf16 arithmetic of their own."""
     recipe = Recipe.parse(name)
     assert any("emulates" in warning for warning in recipe.check(job(), (7, 5)))
     assert not any("emulates" in warning for warning in recipe.check(job(), (8, 6)))
@@ -217,7 +217,7 @@ def test_evaluation_says_what_it_leaves_unused() -> None:
 
 
 BESIDE = {"adamw_stochastic": "bf16_pure", "budget": "compiled"}
-"""What some techniques need beside them: weights of bfloat16, which the job's are not, or a compiler."""
+"""Techniques that some others require: bfloat16 weights, which the job lacks, or a compiler."""
 
 
 @pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)
@@ -226,7 +226,7 @@ def test_what_a_planner_may_try_is_lawful(technique: type[Technique]) -> None:
     tried = list(technique.settings(this))
     assert tried or technique.planning_objection(this)
     if technique.planning_objection(this) or not technique.searched:
-        return  # no planner tries it by itself
+        return  # the planner never tries it alone
     for setting in tried:
         beside = [roster.find(BESIDE[setting.name])()] if setting.name in BESIDE else []
         recipe = Recipe((setting, *beside))

@@ -1,7 +1,8 @@
-"""Whole recorded runs, from the first weight on, and the same runs rehearsed: every birth and death in order.
+"""Whole recorded runs, from the first weight on, and the same runs rehearsed: every birth and death in
+order.
 
-`data/segments-h200` holds runs of `snugfit measure` on one NVIDIA H200. A model that is built on a device is
-initialised there, and what that allocates in passing stands in these histories too.
+`data/segments-h200` holds runs of `snugfit measure` on one NVIDIA H200. These histories include the
+temporary allocations of initialising a model on the device.
 """
 
 from __future__ import annotations

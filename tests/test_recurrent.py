@@ -1,4 +1,4 @@
-"""Recurrent layers are predicted from torch's composition, with a warning."""
+"""Recurrent layers are predicted from torch's composite implementation, with a warning."""
 
 from __future__ import annotations
 

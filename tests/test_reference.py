@@ -1,5 +1,8 @@
-"""Law 6: `docs/techniques.md` and `docs/json.md` are what the code says, answers have just the keys of the
-reference, and the answers shown in README and docs are the commands' own."""
+"""Law 6: `docs/techniques.md` and `docs/json.md` equal the generated text.
+
+The keys of each answer are exactly those of the reference. The answers in README and docs equal the
+commands' output.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +64,12 @@ def test_every_technique_of_the_roster_is_on_the_page(written: Any) -> None:
 
 
 SOMETIMES = {("Plan", "lengths"), ("Model", "dtype"), ("GpuPlans", "run"), ("Way", "fits")}
-"""Keys that not every such object has: those that go with an option, or with a model that says its dtype."""
+"""Keys that some objects lack: those of an option, or of a model with a declared dtype."""
 
 
 def walk(written: Any, kind: Any, value: Any) -> Iterator[tuple[str, str]]:
-    """(object, key) of every object within a value of this type; a key that the reference lacks fails."""
+    """Yield (object, key) of every object within a value of this type, and fail on a key that the
+    reference lacks."""
     inner, owner = written.parts(kind), written.described_class(kind)
     if value is None or owner is None:
         return
@@ -88,7 +92,8 @@ def walk(written: Any, kind: Any, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def answers() -> Iterator[tuple[str, Any]]:
-    """Answers about a tiny model; what takes a process or a minute is the same classes, made up."""
+    """Yield answers about a tiny model, with made-up objects in place of answers that take a process or a
+    minute."""
     job = small_job("gpt2", 2, facts={"dtype": "bfloat16"})
     predicted = snugfit.predict(job, "plain", gpu="h200")
     measured = measurement(timing=timing(), startup=predicted.startup, job=job, recipe=predicted.recipe)
@@ -127,7 +132,7 @@ def answers() -> Iterator[tuple[str, Any]]:
 
 
 def cards_with_everything(kept_slots: Any, refused: Any) -> dict[str, Any]:
-    """Plans by number of GPUs in which no list is empty."""
+    """Return plans by number of GPUs in which no list is empty."""
     plans = replace(cards(), kept_slots=kept_slots, refused=refused, steps=10)
     return plans.to_json() | {"run": document_of_cards(plans, Prices({"H200-SXM": 2.5}))}
 
@@ -144,7 +149,8 @@ def test_answers_have_the_keys_of_the_reference(
 def hold_to_reference(
     written: Any, documents: Mapping[str, type], printed: Iterable[tuple[str, Any]]
 ) -> None:
-    """Assert that what commands print has the keys of `docs/json.md`, and together each of them."""
+    """Assert that printed answers have only the keys of `docs/json.md`, and that together they have all of
+    them."""
     seen: set[tuple[str, str]] = set()
     for command, answer in printed:
         text = json.dumps(answer if isinstance(answer, dict) else answer.to_json(), allow_nan=False)
@@ -164,7 +170,8 @@ TESTED = dict(
 
 
 def refuse_other_versions() -> None:
-    """With other packages a figure may move: the pages show those of `constraints.txt`."""
+    """Skip the test under package versions other than those of `constraints.txt`, whose figures the pages
+    show."""
     if any(version.partition("+")[0] != TESTED[name] for name, version in INSTALLED.items()):
         pytest.skip(f"the answers in the documentation are those of other versions than {INSTALLED}")
 

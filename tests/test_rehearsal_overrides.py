@@ -1,6 +1,6 @@
-"""A rehearsal's overrides live for its time, harm nothing else in the process, and fail loudly.
+"""A rehearsal's overrides end with it, affect nothing else in the process, and fail loudly.
 
-Tried in the process that runs the tests, which imported torch and transformers long before any rehearsal.
+The tests run in a process that imported torch and transformers long before any rehearsal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REPLACED = (
     foreach._get_foreach_kernels_supported_devices,
     foreach._get_fused_kernels_supported_devices,
 )
-"""Functions that answer by a device's name, as they are outside a rehearsal."""
+"""Functions whose result depends on a device's name, as they are outside a rehearsal."""
 
 POLICIES = [CudaPolicy(), CpuPolicy()]
 
@@ -62,7 +62,7 @@ def rehearsed(recipe: str = "plain", loop: str = "plain", policy: Policy | None 
 
 
 def bound() -> dict[tuple[str, str], int]:
-    """Every binding, in every loaded module, of every function of torch and transformers, by identity."""
+    """Return every binding of a function of torch or transformers in every loaded module, by identity."""
     return {
         (module_name, name): id(value)
         for module_name, module in list(sys.modules.items())
@@ -77,7 +77,7 @@ def bound() -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("loop", slow_but(["trainer", "plain", "accelerate"], 1))
 def test_every_binding_is_what_it_was(loop: str) -> None:
-    rehearsed(loop=loop)  # whatever is imported late is imported now
+    rehearsed(loop=loop)  # imports the lazy modules
     before, autocast = bound(), torch.autocast.__init__
     rehearsed("bf16 + every_layer", loop=loop)
     after = bound()
@@ -86,7 +86,7 @@ def test_every_binding_is_what_it_was(loop: str) -> None:
 
 
 def test_a_name_that_held_something_else_for_a_while_is_replaced_afterwards() -> None:
-    """Whoever patches torch for a while must not spoil the rehearsals of the process from then on."""
+    """A temporary patch of torch must not break later rehearsals of the process."""
     early = types.ModuleType("patched_for_a_while")
     sys.modules[early.__name__] = early
     early.maybe_autocast = lambda *given: None  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_bindings_of_modules_imported_before_and_during_are_replaced_and_put_bac
 
 
 def test_who_asks_whether_autocast_is_on_is_answered_for_the_gpu() -> None:
-    """peft asks so whether it must cast its adapters' inputs itself."""
+    """peft decides by this call to cast its adapters' inputs itself."""
     own = torch.is_autocast_enabled
     with in_force(CudaPolicy()):
         assert not torch.is_autocast_enabled()
@@ -183,7 +183,7 @@ def test_rehearsals_do_not_nest() -> None:
 
 
 def on_the_cpu() -> list[torch.Tensor]:
-    """Real work that passes everything that a rehearsal overrides, with its gradients."""
+    """Run real work on the CPU, with gradients, through everything that a rehearsal overrides."""
     torch.manual_seed(3)
     x = torch.randn(2, 2, 8, 16, requires_grad=True)
     weight = torch.randn(16, 16, requires_grad=True)
@@ -239,7 +239,7 @@ def test_meta_tensors_behave_as_before_afterwards() -> None:
 
 
 def generators() -> Iterator[Any]:
-    """The states of every generator of random numbers a rehearsal could reach."""
+    """Return the states of every random generator that a rehearsal could reach."""
     yield torch.get_rng_state().tolist()
     yield random.getstate()
     name, keys, *rest = numpy.random.get_state()
@@ -257,7 +257,7 @@ def test_random_numbers_go_on_as_if_nothing_had_been(loop: str) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What a process has switched on and off."""
+    """Return the process-wide switches of torch."""
     return {
         "autocast": torch.is_autocast_enabled("cpu"),
         "autocast dtype": torch.get_autocast_dtype("cpu"),
@@ -369,7 +369,7 @@ def test_a_user_s_own_model_is_not_touched(recipe: str) -> None:
 
 
 def broken(breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a rehearsal says when torch is not as it was; everything is whole again afterwards."""
+    """Return the error of a rehearsal under a changed torch, and check that all bindings are restored."""
     before = bound()
     with monkeypatch.context() as patch:
         patch.setattr(overrides, "_PROBED", set())  # as in a new process
@@ -440,7 +440,7 @@ def test_an_assumption_that_breaks_is_told(
 
 
 def test_a_gradient_that_python_holds_is_not_written_to() -> None:
-    """A backward written in Python that adds out of place makes a new tensor, on the trace too."""
+    """A backward in Python that adds out of place creates a new tensor, also in the trace."""
 
     class Doubles(torch.autograd.Function):
         @staticmethod

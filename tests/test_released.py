@@ -1,6 +1,7 @@
-"""Updates within the backward pass: the same numbers, the same promises, fewer gradients, rehearsed as made.
+"""Updates within the backward pass: equal numbers, the same guarantees, fewer gradients, exact rehearsals.
 
-On a GPU `released_on_gpu.py` compares them."""
+`released_on_gpu.py` compares them on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ RECIPES = (
 
 
 class Quiet(Observer):
-    """Watches a step and says nothing."""
+    """An observer without effect."""
 
 
 def job_of(family: str, clip: float | None) -> Job:
@@ -60,7 +61,7 @@ def run(recipe: str, job: Job) -> Any:
 @pytest.mark.whole
 @pytest.mark.parametrize(("clip", "recipe", "family"), crossed([None, 0.05], RECIPES, ["bert", "llama"]))
 def test_weights_and_states_are_those_of_kept_gradients(family: str, recipe: str, clip: float | None) -> None:
-    """Bit for bit, with dropout (BERT) and with a tied head (Llama)."""
+    """Weights and states are equal bit for bit, with dropout (BERT) and with a tied head (Llama)."""
     job = job_of(family, clip)
     kept, expected = run(recipe, job)
     released, ours = run(f"{recipe} + released", job)
@@ -83,22 +84,20 @@ def test_weights_and_states_are_those_of_kept_gradients(family: str, recipe: str
     ("clip", "recipe"), crossed([None, 0.05], ["bf16_master", "bf16_master + adamw_compact"])
 )
 def test_passes_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
-    """With dropout, whose masks are the same in the second pass of a step and others in the next step."""
+    """Dropout masks repeat in the second pass of a step and change in the next step."""
     job = job_of("bert", clip)
     written, expected = run(f"{recipe} + released", job)
     with captured_on_cpu() as graphs:
         played, ours = run(f"{recipe} + released + captured", job)
     assert ours == expected
     assert_same_weights(played.model, written.model)
-    assert all(state["step"] == 3 for state in played.optimizer.state.values()), (
-        "a step that is played counts"
-    )
+    assert all(state["step"] == 3 for state in played.optimizer.state.values()), "a replayed step counts"
     assert graphs[0].played == 2 * 2 * (1 if clip is None else 2)
 
 
 @pytest.mark.whole
 def test_a_weight_s_first_gradient_is_not_recorded() -> None:
-    """Its states would be made anew in each step: that step runs as it is written."""
+    """A recording would create its states anew in each step, so that step runs without a recording."""
     job = job_of("llama", None)
     with captured_on_cpu() as graphs:
         step = open_step(job, Recipe.parse("bf16_master + released + captured").setup(), "plain", CPU)
@@ -141,7 +140,7 @@ def test_no_more_gradients_exist_than_that_of_one_weight(
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kernels_of_one_weight_do_what_those_of_all_do(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The test runs in Triton's interpreter and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     told = script_in_triton(Path(__file__).with_name("one_weight_in_triton.py"), device, tmp_path / "told")
@@ -154,7 +153,8 @@ def test_kernels_of_one_weight_do_what_those_of_all_do(device: str, tmp_path: Pa
 @pytest.mark.whole
 @pytest.mark.parametrize("clip", slow_but([None, 1.0], 1))
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip: float | None) -> None:
-    """With a schedule, dropout and batches of several lengths: losses, norms, rates and weights."""
+    """With a schedule, dropout and batches of several lengths, it compares losses, norms, rates and
+    weights."""
     job = bert_job(clip=clip)
     kept = train(small_run(tmp_path / "kept", "bf16_master", job=job))
     released = train(small_run(tmp_path / "released", "bf16_master + released", job=job))
@@ -171,7 +171,8 @@ def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip:
 def test_what_is_no_number_changes_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, clip: float | None
 ) -> None:
-    """Without clipping a gradient that is none is found at the end, and the run goes back to its step."""
+    """Without clipping, a NaN gradient is detected at the end of the step, and the run returns to its last
+    state."""
     plain = TrainingStep.take
 
     def take(self: TrainingStep, state: Any, *more: Any) -> Any:
@@ -250,7 +251,7 @@ def test_played_passes_allocate_nothing_and_update_within(clip: float | None) ->
 
 
 def updates_of_a_step(job: Job) -> int:
-    """How many weights a step updates."""
+    """Count the weights that a step updates."""
     setup = Recipe.parse("bf16_master + fused + released").setup()
     trace = rehearse(job, setup, CudaPolicy())
     return sum(kernel.operator == "triton::adamw_of_weight" for kernel in trace.kernels)

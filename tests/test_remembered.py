@@ -1,4 +1,4 @@
-"""What a process remembers from rehearsal to rehearsal changes nothing, and nothing is fetched meanwhile."""
+"""Caches between the rehearsals of a process change no result and fetch nothing."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def test_a_rehearsal_from_memory_is_the_first_one(recipe: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_nothing_can_be_fetched_while_a_step_is_rehearsed(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' file with Adafactor imports peft, that bitsandbytes, and that one would fetch kernels.
-    accelerate and the Trainer import peft too, so it is imported before them."""
+    """transformers' Adafactor module imports peft, which imports bitsandbytes, which would fetch kernels.
+
+    accelerate and the Trainer import peft, too, so the test imports it before them.
+    """
     seen, run, imported = [], LOOPS[loop].run, list[str]()
     monkeypatch.setattr(hub_kernels, "_import_without_hub", imported.append)
 
@@ -83,7 +85,7 @@ def test_a_package_is_imported_without_what_would_fetch(
 
 
 def test_a_foreach_operator_computes_each_kind_of_element_once() -> None:
-    """A deep model's update has thousands of equal elements; one that does not fit is still refused."""
+    """A deep model's update has thousands of equal elements. A mismatched element is still refused."""
     adds, cache = torch.ops.aten._foreach_addcdiv_.Scalar, ShapeCache()
     small, large = torch.empty(4, device="meta"), torch.empty(8, 4, device="meta")
     lists = ([small, large, small], [small, large, small], [small, large, small])

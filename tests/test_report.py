@@ -1,4 +1,4 @@
-"""Reports: what they must say, and that foreign words in them stay words."""
+"""Reports: their required statements, and foreign words as plain text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_without_memory_the_verdict_says_what_to_name() -> None:
 
 @pytest.mark.parametrize("render", [as_text, as_html])
 def test_foreign_words_stay_words(render: object) -> None:
-    """Markup, HTML and control characters in a model's name."""
+    """The model's name contains markup, HTML and control characters."""
     assert callable(render)
     shown = render(prediction_report.render(prediction(name=EVIL), operators=True))
     assert "[a/path]" in shown
@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 def test_a_measurement_from_before_models_had_a_dtype_is_compared() -> None:
-    """It is of weights in float32, and its document does not say what the checkpoint's are."""
+    """The measurement used float32 weights, and its document has no dtype of the checkpoint."""
     document = measurement(job=replace(job(), dtype="float32")).to_json()
     del document["job"]["dtype"]
     document["job"]["model"].pop("dtype", None)
@@ -157,7 +157,7 @@ def test_bars_are_as_high_as_they_should_be() -> None:
 
 
 def test_markdown_and_csv_make_foreign_words_inert() -> None:
-    """Pipes, links, HTML; and formulas, but not numbers."""
+    """Pipes, links, HTML and formulas are escaped, but numbers are not."""
     cell = grid.escape("[a](javascript:x)|<b>`c`")
     assert cell == r"\[a\](javascript:x)\|&lt;b&gt;\`c\`"
     assert grid.escape("a\r\nb\x1b[2J\x07 \u202ec") == "a b\ufffd\\[2J\ufffd \ufffdc"
@@ -187,7 +187,7 @@ def test_a_narrow_terminal_loses_no_name_and_breaks_no_number(width: int) -> Non
 
 
 def test_a_report_s_folder_is_made(tmp_path: Path) -> None:
-    """What took an hour is not lost because a plot was asked for in a folder that is not there."""
+    """An hour's result must survive a plot path in a missing folder."""
     assert files.write_atomically(tmp_path / "a" / "b" / "plot.svg", b"drawn").read_bytes() == b"drawn"
 
 
@@ -270,7 +270,7 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
 def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Notebooks set FORCE_COLOR, and rich shows what is printed to any file there."""
+    """Notebooks set FORCE_COLOR, and rich then also displays output that is printed to a file."""
     from snugfit.report import show
 
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -1,4 +1,5 @@
-"""`report_to` in the own loop: transformers' trackers hear a run, and TensorBoard's reader finds it whole."""
+"""`report_to` in the own loop: transformers' trackers receive a run's events, and TensorBoard reads all of
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ BOARD: dict[str, Any] = {"report_to": "tensorboard", "logging_steps": 3}
 
 
 def means(folder: Path, every: int) -> dict[int, float]:
-    """Of the journal's losses, every so many steps."""
+    """Return the means of the journal's losses over each `every` steps."""
     taken = [loss for _, (loss, *_) in sorted(losses(folder).items())]
     return {
         step: sum(taken[step - every : step]) / every
@@ -35,8 +36,8 @@ def means(folder: Path, every: int) -> dict[int, float]:
 @pytest.mark.whole
 @pytest.mark.parametrize("save_steps", slow_but([5, 500], 1), ids=["resumed", "begun again"])
 def test_a_killed_run_goes_on_in_the_same_log(tmp_path: Path, save_steps: int) -> None:
-    """Killed after step 8, taken up after step 5 or from the beginning: every line once, under the Trainer's
-    names."""
+    """The run is killed after step 8, and resumes after step 5 or from the beginning. The log has every
+    line once, under the Trainer's names."""
     more = {**BOARD, "save_steps": save_steps, "eval_strategy": "steps", "eval_steps": 4}
     killed_in(small_run(tmp_path, **more), 8)
     train(small_run(tmp_path, **more))
@@ -65,7 +66,8 @@ def test_a_run_that_begins_anew_has_a_log_of_its_own(tmp_path: Path) -> None:
 def test_steps_that_are_taken_again_in_one_process_stand_there_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out in the update of step 7: back to step 4, and on under another recipe."""
+    """Memory runs out in the update of step 7. The run returns to step 4 and continues with another
+    recipe."""
     import torch
 
     plain, count = TrainingStep.take, [0]
@@ -88,7 +90,7 @@ def test_steps_that_are_taken_again_in_one_process_stand_there_once(
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, *, breaks: bool = False) -> list[tuple[str, int, Any]]:
-    """A tracker of one's own among transformers'; gives what it hears."""
+    """Add a custom tracker to those of transformers, and return the list of its received events."""
     heard: list[tuple[str, int, Any]] = []
 
     class Tracker(transformers.TrainerCallback):
@@ -182,7 +184,7 @@ def test_a_missing_package_is_told_before_anything(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.whole
 def test_accelerates_state_is_a_users_own(tmp_path: Path) -> None:
-    """Trainer's arguments, made as usual, make it anew."""
+    """Trainer arguments that a user creates reset accelerate's state."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 

@@ -1,4 +1,4 @@
-"""Law 6, the techniques' part: each file in a slot's folder keeps the roster's rules; a broken one speaks."""
+"""Law 6 for techniques: each file in a slot's folder follows the roster's rules, and a broken file raises."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_unknown_word_is_answered_with_what_to_write(word: str, hint: str) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Sound(Technique):
-    """Does nothing, and says so."""
+    """A valid technique without effect."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "this file"
@@ -92,7 +92,7 @@ class Sound(Technique):
     name: ClassVar = "sound"
 
     k: int = between(1, 9, default=3)
-    """How often."""
+    """The number of repetitions."""
 
     def install(self, setup: Setup) -> Setup:
         return setup
@@ -104,7 +104,7 @@ def _broken(**changes: object) -> type[Technique]:
 
 @dataclass(frozen=True, kw_only=True)
 class Silent(Technique):
-    """Has a setting without a sentence."""
+    """A technique with an undocumented setting."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "this file"

@@ -1,4 +1,5 @@
-"""Losses that are no mean over samples: found by layers, operators or data; then nothing cuts the batch."""
+"""Losses that are no mean over samples are detected by layers, operators or data, and keep the batch
+uncut."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ from test_fit_memory import limited
 
 
 class Pairs(torch.nn.Module):
-    """Two towers; `kind` is its loss."""
+    """A model of two towers with a loss of this `kind`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.left, self.right = kind, torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
     def forward(self, x: Any, y: Any) -> dict[str, Any]:
-        """A loss over the samples x (B, 8) and y (B, 8)."""
+        """Return a loss over the samples x (B, 8) and y (B, 8)."""
         left, right = self.left(x), self.right(y)
         if self.kind == "in-batch negatives":
             loss = functional.cross_entropy(left @ right.T, torch.arange(len(x), device=x.device))
@@ -71,7 +72,7 @@ def resnet_job(**more: Any) -> Job:
 
 
 def clip() -> tuple[Any, dict[str, Any]]:
-    """A small CLIP, and a batch that asks for its loss."""
+    """Return a small CLIP, and a batch with `return_loss`."""
     tower = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
     }  # fmt: skip
@@ -113,7 +114,7 @@ def test_models_of_transformers() -> None:
 def test_what_cannot_be_run_without_data_is_a_doubt() -> None:
     class Reading(Pairs):
         def forward(self, x: Any, y: Any) -> dict[str, Any]:
-            """Reads a value."""
+            """Read a value of the batch."""
             return {"loss": self.left(x).mean() * float(x.numpy().mean())}
 
     job = Job(model=Model.from_module(Reading("plain"), BATCH), task=Task.CUSTOM, batch_size=8)
@@ -177,12 +178,12 @@ def test_a_hand_written_loop_is_given_no_cut_when_memory_runs_out() -> None:
 
 
 class Centred(transformers.Trainer):  # type: ignore[misc]
-    """A loss against the mean of the batch, which counts how often it was asked."""
+    """A Trainer whose loss compares with the mean of the batch. It counts its calls."""
 
     asked = 0
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        """No mean over samples."""
+        """Return a loss that is no mean over samples."""
         self.asked += 1
         out = model(**{name: value for name, value in inputs.items() if name != "labels"})
         loss = (out.logits - out.logits.mean()).square().mean()
@@ -226,7 +227,7 @@ def test_a_fitted_trainer_is_not_cut_when_memory_runs_out(tmp_path: Path) -> Non
 def test_train_compares_the_whole_and_the_cut_loss_of_a_head(
     sums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head of transformers whose loss sums over the samples, as CTC's does by its config's reduction."""
+    """A head of transformers sums its loss over the samples, as CTC does with the config's reduction."""
     kind = transformers.BertForSequenceClassification
     forward = kind.forward
 
@@ -248,7 +249,7 @@ def test_train_compares_the_whole_and_the_cut_loss_of_a_head(
 
 @pytest.mark.whole
 def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And finding out moves no number of the run."""
+    """The comparison changes no number of the run."""
 
     class Summed(torch.nn.Module):
         def __init__(self) -> None:
@@ -280,7 +281,7 @@ def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pyte
 def test_files_of_transformers_tell_of_most_models_without_being_imported(
     name: str, task: Task, plain: bool
 ) -> None:
-    """What they tell is what its classes say; of the rest they tell nothing."""
+    """The answer from the source agrees with the model's classes, and is missing for the remaining models."""
     model = Model.from_config({"model_type": name}, name=name)
     assert is_plain_by_source(model, task) is plain
     assert not plain or norm_layers_of_job(Job(model=model, task=task)) == ""

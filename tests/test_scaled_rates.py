@@ -1,4 +1,4 @@
-"""Rates of a GPU that nobody calibrated: each part of a kernel's time is scaled by what bounds it."""
+"""Rates of an uncalibrated GPU: each part of a kernel's time is scaled by its bottleneck."""
 
 from __future__ import annotations
 

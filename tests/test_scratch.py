@@ -1,7 +1,9 @@
-"""What kernels take for themselves, beside histories of an H200's allocator (torch 2.11): runs of a drawn
-mixture of experts and of torch's Adafactor, whose reserved bytes were wrong until these rules stood.
+"""Scratch memory of kernels, beside histories of an H200's allocator (torch 2.11).
 
-Deaths that follow one another are compared in their order, too: each is the death of a certain buffer.
+The runs are a random mixture of experts and torch's Adafactor. Without these rules their predicted
+reserved bytes were wrong.
+
+Consecutive frees are compared in order, too, since each frees a certain buffer.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def taken(func: Any, *arguments: Any, **more: Any) -> list[int]:
-    """Bytes that are born and that die beside the outputs, which stand as 0."""
+    """Return the allocated and freed bytes of a call in order, with 0 in place of the outputs."""
     out = func(*arguments, **more)
     scratch = CudaPolicy().scratch(func._schema.name, arguments, out)
     return [0 if (name, nbytes) == OUTPUTS else nbytes for name, nbytes in scratch]
 
 
 TOKENS, INDICES = 1854, 1854 * 8
-"""Of the recorded mixture, and the bytes of their indices."""
+"""Tokens of the recorded mixture of experts, and the bytes of their indices."""
 
 GATHERED = [
     *(0, INDICES, INDICES, -INDICES),  # the output; remainder, product
@@ -54,7 +56,7 @@ def test_indices_only_written_are_not_sorted() -> None:
 
 
 def test_a_scattered_row_is_expanded_and_several_indices_are_one() -> None:
-    """By the source: `linearIndex` of two dimensions, and the value where it stands for many."""
+    """The source has a `linearIndex` of two dimensions, and expands a value that fills many rows."""
     indices = [meta(5000, dtype=torch.long), meta(5000, dtype=torch.long)]
     found = taken(aten.index_put.default, meta(300, 200, 16), indices, meta(16), True)
     each, value = 5000 * 8, 5000 * 16 * 4
@@ -86,7 +88,7 @@ def test_a_scan_of_few_numbers_takes_its_state() -> None:
 @pytest.mark.parametrize(
     ("shape", "seen"),
     [
-        ((2048, 2176), [35_651_584]),  # a projection: what made the peak of the requested bytes
+        ((2048, 2176), [35_651_584]),  # a projection: the peak of the requested bytes
         ((256_000, 2176), [139_264_000, 139_264_000]),  # an embedding beyond 2 GiB, by halves
     ],
 )
@@ -96,12 +98,12 @@ def test_norms_of_columns_hold_partial_sums(shape: Sequence[int], seen: list[int
 
 
 def test_sums_in_half_precision_beyond_two_gigabytes_are_kept_in_fp32() -> None:
-    """By the source: `AccumulationBuffer`."""
+    """The source calls it `AccumulationBuffer`."""
     found = taken(aten.sum.dim_IntList, meta(600_000, 2176, dtype=torch.bfloat16), [0])
     assert (found[0], found[-1], sum(found)) == (2176 * 4, -2176 * 4, 0)
 
 
-# ---- as a rehearsal sees it ------------------------------------------------------------------------------
+# ---- in a rehearsal --------------------------------------------------------------------------------------
 
 
 def trace_of(run: Any) -> Trace:
@@ -117,8 +119,11 @@ def trace_of(run: Any) -> Trace:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_gathered_gradient_is_written_in_place(autocast: bool) -> None:
-    """Autocast has a kernel for `index_put` and `scatter_add` in its place, on and off: a tensor that only
-    this derivative holds is held on the way through it, too. Out of place it was a matrix too many."""
+    """Autocast wraps `index_put` and `scatter_add`, enabled or not.
+
+    A tensor with a single reference in the derivative keeps it on the way through the wrapper. An update
+    out of place took one matrix too many.
+    """
     rows = meta(TOKENS, 640).requires_grad_()
 
     def run(recorder: Recorder) -> None:
@@ -135,7 +140,7 @@ def test_a_gathered_gradient_is_written_in_place(autocast: bool) -> None:
 
 @pytest.mark.parametrize(("columns", "padded"), [(216, 0), (214, 216)])
 def test_rows_of_a_mask_are_stored_in_eights(columns: int, padded: int) -> None:
-    """The recorded T5 took a mask of 216 columns as it was."""
+    """The recorded T5 used a mask of 216 columns unchanged."""
     query, key = meta(2, 10, 64, 64), meta(2, 10, columns, 64)
     mask = meta(2, 1, 64, columns)
 
@@ -147,7 +152,7 @@ def test_rows_of_a_mask_are_stored_in_eights(columns: int, padded: int) -> None:
 
 
 def test_the_triangle_of_causal_attention_dies_when_it_is_a_mask() -> None:
-    """Recorded: 3,437,316 bytes of truths were gone before the scores came."""
+    """Recorded: 3,437,316 bytes of booleans were freed before the scores were allocated."""
     query, key = meta(1, 5, TOKENS, 128), meta(1, 1, TOKENS, 128)
 
     def run(recorder: Recorder) -> None:
@@ -164,7 +169,7 @@ def test_the_triangle_of_causal_attention_dies_when_it_is_a_mask() -> None:
 
 @pytest.mark.parametrize(("elements", "partials"), [(1_204_224, 294), (3_411_968, 834)])
 def test_the_largest_of_all_is_looked_for_in_numbers_of_its_own_size(elements: int, partials: int) -> None:
-    """As torchao looks for it in bfloat16, on an H100."""
+    """torchao searches the maximum in bfloat16 this way on an H100."""
     found = taken(aten.max.default, meta(elements, dtype=torch.bfloat16))
     assert found == [0, partials, 4, -4, -partials]
 
@@ -178,12 +183,12 @@ def efficient_backward(dtype: torch.dtype, width: int, capability: tuple[int, in
 
 
 PRODUCT, ROW, WIDE = 5_203_968, 40_656, 5_769_984
-"""Bytes in a layer of the recorded Mistral: of a query in fp32, of a number a row, of the workspace."""
+"""Bytes in a layer of the recorded Mistral: a query in fp32, one number per row, the workspace."""
 
 
 def test_efficient_attention_works_in_larger_tiles_where_heads_are_wide() -> None:
-    """As recorded on an H100: heads 128 wide. Where 128 rows do not fit into shared memory there are 64, and
-    heads 64 wide always have those."""
+    """Recorded on an H100 with heads 128 wide. Tiles have 64 rows if 128 do not fit into shared memory.
+    Heads 64 wide always have 64 rows."""
     deltas = [PRODUCT, ROW, ROW, -ROW, -PRODUCT]
     assert efficient_backward(torch.float32, 128) == [*deltas, WIDE, -ROW, -WIDE]
     small = 11 * 15 * 2 * (64 * 64 * 4 + 16)
@@ -192,6 +197,6 @@ def test_efficient_attention_works_in_larger_tiles_where_heads_are_wide() -> Non
 
 
 def test_in_16_bits_its_kernel_makes_what_others_make_in_32() -> None:
-    """By the source: nothing of a query's size is held beside the workspace."""
+    """The source allocates nothing of a query's size beside the workspace."""
     tiles = 11 * 8 * (128 * 128 * 4 + 16)
     assert efficient_backward(torch.bfloat16, 128) == [ROW, tiles, -ROW, -tiles]

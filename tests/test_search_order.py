@@ -1,4 +1,4 @@
-"""The order of a search: what is rehearsed and judged first, and by which worker."""
+"""The order of a search: the first rehearsed and evaluated recipes, and the choice of the worker."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def space() -> Space:
 
 
 def seconds_of(setup: Setup) -> float:
-    """Seconds by which every candidate here is bounded, and which it takes."""
+    """Return the seconds of a candidate, which also serve as its bound."""
     number = next(n for n, one in enumerate(space().candidates) if one.setup is setup)
     return 1.0 + number
 
 
 class Known:
-    """A worker that notes what it is asked."""
+    """A worker that records its calls."""
 
     def __init__(self) -> None:
         self.screened: list[Setup] = []
@@ -120,7 +120,7 @@ def test_compiled_layers_are_lowered_by_one_worker_each() -> None:
 
 
 def test_some_layers_are_bounded_by_a_bound_of_keeping_all() -> None:
-    """Where keeping all was not rehearsed, the least that is known of it serves."""
+    """Without a rehearsal of keeping all, its lower bound is used."""
     full, wish = Bound(1000, 2.0, layers_bytes=900, depth=4), CheckpointWish(every=2)
     assert least_of_some(Bound(3000, 1.0), full, wish).needed_bytes == int(2000 * 0.8)
 

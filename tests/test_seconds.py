@@ -1,4 +1,4 @@
-"""Seconds of a step: the queue, the tiles, the rates, and what was profiled on an H200."""
+"""Seconds of a step: the queue, the tiles, the rates, and profiles from an H200."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FREE = HostLaunchCosts(**dict.fromkeys((field.name for field in fields(HostLaunc
 
 
 def test_the_host_of_a_timeline_is_no_further_ahead_than_the_queue_is_deep() -> None:
-    """Of a step of 2,000 kernels, and of a short one; what the device does stays."""
+    """Test a step of 2,000 kernels and a short one. The device's times stay the same."""
     for count in (2000, 10):
         moments = queue_moments([1.0] * count, [0.001] * count, (), FREE)
         assert max(start - launch for launch, start in moments) <= QUEUE_DEPTH
@@ -57,12 +57,13 @@ def test_a_device_that_has_work_sets_the_pace() -> None:
 
 
 def test_a_host_that_asks_slowly_sets_the_pace() -> None:
-    """The last kernel of a step still runs while the next step's first is asked for."""
+    """The last kernel of a step still runs at the launch of the next step's first kernel."""
     assert simulate_queue([0.1, 3.0], [2.0, 2.0], (), FREE) == pytest.approx(4.0)
 
 
 def test_waiting_adds_what_would_have_run_side_by_side() -> None:
-    """Host and device 1 s a kernel: side by side 2 s; with a wait at the end, one after the other."""
+    """Host and device take 1 s per kernel: 2 s in parallel, and one after the other with a wait at the
+    end."""
     assert simulate_queue([1.0, 1.0], [1.0, 1.0], (), FREE) == pytest.approx(2.0)
     assert simulate_queue([1.0, 1.0], [1.0, 1.0], (2,), FREE) == pytest.approx(3.0)
     assert simulate_queue([1.0, 1.0], [1.0, 1.0], (1, 2), replace(FREE, wait=0.25)) == pytest.approx(4.5)
@@ -91,7 +92,7 @@ def product(rows: int, columns: int, inner: int, dtype: str = "torch.bfloat16", 
 
 
 def test_a_wave_that_is_not_full_takes_as_long_as_one_that_is() -> None:
-    """132 tiles of 256 x 128 are one wave of an H200; 133 are two."""
+    """An H200 runs 132 tiles of 256 x 128 in one wave, and 133 tiles in two."""
     rate = replace(H200.products["bf16"], efficiency=(0.1, 0.1, 0.1, 0.1))  # nothing but the largest tile
     one, two = (tile_seconds(rate, 132, 1e15, (1, 256 * tiles, 128, 4096)) for tiles in (132, 133))
     assert two == pytest.approx(2 * one)
@@ -111,7 +112,7 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_slower() -> None:
 
 
 def test_a_generated_kernel_named_after_attention_moves_bytes() -> None:
-    """A compiler names a kernel after all that it fused, and its shapes are of any kind."""
+    """A compiler names a kernel after all fused operators, and its shapes are arbitrary."""
     kernel = product(128, 128, 128)._replace(
         operator=f"{GENERATED}triton_poi_fused__scaled_dot_product_attention_backward_convolution_0",
         shapes=((32, 12),),
@@ -140,8 +141,10 @@ def test_a_product_without_elements_takes_a_kernel_s_start() -> None:
 
 
 def test_attention_of_a_gpu_that_was_never_measured() -> None:
-    """FlashAttention-2 reaches far more of an A100 than of the Hopper that rates are scaled from; attention
-    in fp32 goes by the fp32 peak, with dropout as without."""
+    """FlashAttention-2 reaches a far larger share of an A100's peak than of a Hopper's.
+
+    Attention in fp32 scales with the fp32 peak, with and without dropout.
+    """
     hopper, ampere = (
         packaged_rates(find_gpu("h200")).attention,
         packaged_rates(find_gpu("a100-40gb")).attention,
@@ -172,7 +175,7 @@ def test_volta_has_no_tf32_and_computes_bf16_slowly() -> None:
 
 
 def test_what_is_not_in_the_table_is_not_guessed() -> None:
-    """Bytes are predicted all the same; seconds stay away, with the reason."""
+    """Bytes are predicted anyway, and the answer names the reason for missing seconds."""
     unknown = replace(find_gpu("h200"), key="H999", bandwidth=None)
     with pytest.raises(GpuError, match="H999: its bandwidth"):
         rates_for(unknown)
@@ -225,7 +228,7 @@ class _Doubles(torch.autograd.Function):
 
 
 class _OfALibrary(torch.nn.Module):
-    """Calls a Function of its own twice."""
+    """A module that calls a Function of its own twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +240,7 @@ class _OfALibrary(torch.nn.Module):
 
 
 def test_pictures_of_16_bits_are_made_in_32() -> None:
-    """Half the bytes are copied, and as many drawn."""
+    """The step copies half the bytes, and draws as many numbers."""
     host = packaged_rates(find_gpu("h200")).host
     took = {}
     for recipe in ("plain", "bf16_pure"):
@@ -277,7 +280,7 @@ def test_more_layers_take_longer(layers: int, less: int) -> None:
 # ---- the truth -----------------------------------------------------------------------------------------
 
 DEVICE_MEDIAN, DEVICE_WORST = 0.10, 0.30
-"""Errors allowed of the device's seconds over the sample below, half of it and each."""
+"""Allowed errors of the device's seconds: over the sample below, over half of it, and of each run."""
 
 SAMPLE = (0, 42)
 """Profiled runs that are quick to rehearse."""

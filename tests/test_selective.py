@@ -1,5 +1,8 @@
-"""Selective checkpointing: the gradients of `keep_all` bit for bit, of a layer that computes less again, and
-what its dispatch mode changes on a device and costs on the host."""
+"""Selective checkpointing.
+
+Its gradients equal those of `keep_all` bit for bit, and a layer recomputes less. Other tests cover the
+effects of its dispatch mode on the device and its cost on the host.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
-    """Of a model with its dropout, from one seed, with padding."""
+    """Return the gradients of a model with dropout and padding, from one seed."""
     this = job(family)
     torch.manual_seed(0)
     model = build_model(this, Recipe.parse(recipe).setup(), CPU).train()
@@ -100,7 +103,7 @@ def test_a_users_own_layers_keep_their_products() -> None:
     ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    """A mask is added to attention's scores out of place, as torch does under the layers' dispatch mode."""
+    """Under the layers' dispatch mode, torch adds a mask to attention's scores out of place."""
     hold_to_reports(job(family), Recipe.parse(recipe))
 
 
@@ -112,7 +115,7 @@ def test_other_loops_keep_the_same(loop: str, monkeypatch: pytest.MonkeyPatch) -
     hold(job("bert"), "bf16 + selective(products)", loop)
 
 
-# ---- what is kept on a GPU -------------------------------------------------------------------------------
+# ---- tensors kept on a GPU -------------------------------------------------------------------------------
 
 
 def on_a_gpu(this: Job, recipe: str) -> Trace:
@@ -141,7 +144,7 @@ def test_attention_and_products_are_not_computed_again() -> None:
 
 
 def test_attention_with_dropout_is_computed_again() -> None:
-    """It draws random numbers: handed out instead, it would shift those of every dropout after it."""
+    """Dropout draws random numbers. A stored output would shift the numbers of every later dropout."""
     assert recomputed(on_a_gpu(job("bert"), "bf16 + selective(products)"), "attention") == 2
 
 
@@ -189,9 +192,11 @@ def test_a_layer_that_writes_into_what_is_kept_is_refused() -> None:
 
 
 def test_attention_that_cannot_be_kept_is_not_planned() -> None:
-    """Of GPT-2 it has dropout, which a recipe is warned of; of BERT it is kept all the same where a step is
-    recorded with kernels of ours, and planned with nothing else; eager attention is no operator of its own. A
-    short sequence is known without transformers, and is reason enough."""
+    """GPT-2's attention has dropout, which raises a warning about the recipe.
+
+    BERT's attention is planned only with `fused + captured`. Eager attention is no single operator. A
+    short sequence excludes the technique without an import of transformers.
+    """
     kind = roster.find("selective")
     long_gpt2, long_bert = (
         replace(job(family), sequence_length=job(family).transformers_config().hidden_size)

@@ -1,4 +1,4 @@
-"""Several GPUs that train together: what a recipe asks, what one rank takes, and how long exchanges take."""
+"""Joint training on several GPUs: options of a recipe, costs of one rank, and the duration of exchanges."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def exchanges(trace: Trace, operator: str) -> list[Kernel]:
     return [kernel for kernel in trace.kernels if kernel.operator == operator]
 
 
-# ---- what a recipe asks ------------------------------------------------------------------------------------
+# ---- options of a recipe -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,11 @@ def test_autocast_becomes_the_dtype_of_gathered_weights_and_stays_where_weights_
 
 
 def test_ranks_of_a_mesh_know_their_part_of_the_batch() -> None:
-    """Ranks of one part lie along the axes beside the data axis, and those of the last stage tell its loss:
-    of each tensor group one, of each sequence all, a part each."""
+    """Ranks of one part are neighbours along the axes beside the data axis.
+
+    Ranks of the last stage report the loss. One rank of each tensor group reports it, and each rank of a
+    sequence reports a part.
+    """
     mesh = ParallelWish(weights="sharded", ranks=16, tensor=2, context=2, stages=2)
     assert mesh.data_ranks == 2
     assert [mesh.data_rank(rank) for rank in range(16)] == 2 * [0, 0, 0, 0, 1, 1, 1, 1]
@@ -119,7 +122,7 @@ def test_ranks_of_a_mesh_know_their_part_of_the_batch() -> None:
     assert (ranks.rank, ranks.size, ranks.data_rank, ranks.data_ranks, ranks.counts) == (9, 16, 0, 2, 0.0)
 
 
-# ---- what one rank takes -----------------------------------------------------------------------------------
+# ---- costs of one rank -------------------------------------------------------------------------------------
 
 
 def test_each_rank_holds_its_part_of_weights_and_states() -> None:
@@ -130,7 +133,7 @@ def test_each_rank_holds_its_part_of_weights_and_states() -> None:
 
 
 def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
-    """Two groups of two hold what one group of two holds, and add their gradients up besides."""
+    """Two groups of two hold the tensors of one group of two, and also sum their gradients."""
     job_of_four = replace(JOB, batch_size=8)
     job_of_two = replace(JOB, batch_size=4)
     grouped = predict(job_of_four, "fp32 + hsdp(2)", gpu="h200", gpus=4).footprint
@@ -164,7 +167,7 @@ def test_gradients_of_the_last_micro_batch_alone_are_exchanged() -> None:
 
 
 def test_an_exchange_waits_for_what_it_carries_and_is_waited_for() -> None:
-    """A layer's weights are copied together, gathered in another stream, and used after that."""
+    """A layer's weights are copied together, gathered in another stream, and then used."""
     trace = trace_of("fsdp", 2)
     first = next(n for n, kernel in enumerate(trace.kernels) if kernel.operator == ALL_GATHER)
     gathered = trace.kernels[first]
@@ -219,7 +222,7 @@ def test_the_command_takes_gpus(capsys: pytest.CaptureFixture[str], tmp_path: ob
 
 
 def test_each_rank_of_a_group_holds_its_part_of_each_matrix() -> None:
-    """Of the same samples; of a batch that several groups share each has its part."""
+    """The ranks of a group share the same samples. Several groups split a batch among them."""
     alone = predict(JOB, "fp32", gpu="h200").footprint.kinds
     cut = predict(JOB, "tensor(2)", gpu="h200", gpus=2).footprint.kinds
     for kind in (Kind.WEIGHTS, Kind.OPTIMIZER_STATES):
@@ -229,8 +232,11 @@ def test_each_rank_of_a_group_holds_its_part_of_each_matrix() -> None:
 
 
 def test_a_layer_is_exchanged_as_its_plan_says() -> None:
-    """Forward once for each matrix whose input is cut, and for the embedding; backward once for each whose
-    output is. Each waits for what it carries, and the next kernel for it."""
+    """The forward pass exchanges once for each matrix with a cut input, and for the embedding.
+
+    The backward pass exchanges once for each matrix with a cut output. Each exchange waits for its input,
+    and the next kernel waits for the exchange.
+    """
     trace, layers = trace_of("tensor(2)", 2), JOB.model.layers
     summed = [kernel.phase for kernel in exchanges(trace, ALL_REDUCE)]
     assert summed.count("forward") == 2 * layers + 1
@@ -242,7 +248,7 @@ def test_a_layer_is_exchanged_as_its_plan_says() -> None:
 
 
 def test_groups_of_a_mesh_are_those_of_the_rank() -> None:
-    """In any order of rehearsals: torch remembers a mesh, and the next one is equal to it."""
+    """The order of rehearsals does not matter, although torch caches a mesh and the next one equals it."""
     for rank in (3, 0):
         trace = trace_of("fsdp + tensor(2)", 4, rank)
         assert {kernel.peers for kernel in exchanges(trace, REDUCE_SCATTER)} == {(2, 2)}
@@ -257,7 +263,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
 
 
 def test_experts_are_spread_whole_over_ranks_that_share_layers() -> None:
-    """Each has an n-th of them, and computes products of an n-th of the tokens."""
+    """Each rank holds an n-th of the experts, and computes the products of an n-th of the tokens."""
     job = replace(small_job("mixtral", 2), batch_size=8)
     with pytest.raises(RecipeError, match=r"moe_tp_experts, packed_colwise, .* Add expert\(2\)"):
         Recipe.parse("tensor(2)").check(job, installed=False)
@@ -335,7 +341,7 @@ def test_kernels_and_exchanges_slow_each_other_down_while_both_run(monkeypatch: 
     monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_EXCHANGE", 2.0)
     monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_KERNEL", 1.25)
     beside = [exchange(ALL_GATHER, 1, (2, 1)), compute()]
-    # For 5 s both run: the kernel's 4 s are done then, and 2.5 s of the exchange's 3; the rest runs alone.
+    # Both run for 5 s. Then the kernel's 4 s and 2.5 s of the exchange's 3 s are done. The rest runs alone.
     assert seconds_of(beside, [3.0, 4.0]) == pytest.approx(5.5)
 
 

@@ -1,4 +1,4 @@
-"""Which of the recipes that are forecast alike a plan for several GPUs answers with."""
+"""The choice of a plan for several GPUs among recipes with similar forecasts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ H200 = find_gpu("h200")
 
 
 class WhereShardsAskMore(MadeUpJudge):
-    """Weights that are gathered are a little faster, and the host works through nearly all of the step."""
+    """Made-up figures in which gathered weights are a little faster, with a host that is busy for nearly
+    all of the step."""
 
     @classmethod
     def of(cls, job: Job, gpu: Gpu, gpus: int, recipe: Recipe) -> Judged:
@@ -91,7 +92,8 @@ def forecast(recipe: str, milliseconds: float, host: float | None) -> OnGpus:
 def test_the_answer_is_the_fastest_as_far_as_that_is_known(
     forecasts: list[tuple[str, float, float | None]], chosen: str, why: str
 ) -> None:
-    """A host that works in less than three quarters of a step does not matter, nor do small differences."""
+    """A host that is busy for less than three quarters of a step does not matter, nor do small
+    differences."""
     answers = [forecast(*one) for one in forecasts]
     first, *others = best_first(answers)
     assert first.recipe == chosen

@@ -1,4 +1,4 @@
-"""Plans for several GPUs: the fewest that fit, the fastest, and what is asked wrongly."""
+"""Plans for several GPUs: the fewest that fit, the fastest, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 JOB = replace(small_job("llama", 12), batch_size=8)
 SHALLOW = replace(small_job("llama", 2), batch_size=8)
-"""Where a test is not about what few layers tell of many."""
+"""A job for tests that need no estimate of many layers from few."""
 H200 = find_gpu("h200")
 OTHERS = f"sdpa + default + inline + {REST}"
-"""Not searched where a test is about several GPUs."""
+"""Slots that tests of several GPUs do not search."""
 H200_POLICY = policy_for(H200, Software())
 
 
-# ---- what is put together ----------------------------------------------------------------------------------
+# ---- combined recipes --------------------------------------------------------------------------------------
 
 
 def test_one_gpu_shares_with_nobody_and_several_do() -> None:
@@ -83,8 +83,8 @@ def test_matrices_are_cut_where_that_is_kept() -> None:
     fixed = replace(kept_of(JOB, "tensor(2)"), several_gpus=True)
     every = [{str(one.recipe) for one in ways(JOB, Recipe(), gpus, fixed)} for gpus in (2, 4)]
     assert "tensor(2)" in every[0]
-    assert "fsdp + tensor(2)" not in every[0], "nothing is left to share the batch among"
-    assert {"fsdp + tensor(2)", "ddp + tensor(2)"} <= every[1], "ddp without the views that it refuses"
+    assert "fsdp + tensor(2)" not in every[0], "no ranks remain to split the batch"
+    assert {"fsdp + tensor(2)", "ddp + tensor(2)"} <= every[1], "ddp without its refused views"
     assert not any("tensor" in str(one.recipe) for one in ways(JOB, Recipe(), 4, Kept()))
 
 
@@ -97,7 +97,7 @@ def test_what_gathers_less_often_or_recomputes_less_is_faster() -> None:
     assert by_name["every_layer + fsdp"].is_slower_than(dropped)
 
 
-# ---- what is judged ----------------------------------------------------------------------------------------
+# ---- evaluated recipes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", slow_but(["bf16 + fsdp", "ddp(bucket_views=true) + every_layer"], 1))
@@ -122,7 +122,7 @@ def test_few_micro_batches_tell_what_many_take(recipe: str) -> None:
     assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.005)
     exposed = whole.timing.exposed_communication_seconds
     assert judged.exposed_seconds == pytest.approx(exposed, rel=0.05, abs=5e-5)
-    assert full.timing is None, "it is of fewer micro-batches"
+    assert full.timing is None, "it has fewer micro-batches"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_cannot_be_simulated_says_why() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> SeveralGpusPlan:
-    """In one precision and with one optimizer; what chooses these is in `test_mesh_plans.py`."""
+    """Plan with one precision and one optimizer. `test_mesh_plans.py` tests their choice."""
     kept = f"{OTHERS} + bf16 + adamw_fused"
     return plan_several_gpus(SHALLOW, gpu=H200, gpus=[1, 2], keep=kept, workers=1)
 
@@ -209,8 +209,8 @@ def test_a_plan_goes_through_json(plan: SeveralGpusPlan) -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 def test_where_nothing_fits_it_says_what_is_lacking() -> None:
-    """Half of what a step takes that shares and recomputes all. Each time `test_cards.py` tells a nearest
-    miss."""
+    """The limit is half the need of a step that shards and recomputes everything. `test_cards.py` also
+    tests the nearest miss."""
     rest = "bf16 + adamw_fused + fsdp"
     least = predict(SHALLOW, f"{rest} + every_layer", gpu=H200, gpus=2).needed_bytes
     none = plan_several_gpus(
@@ -249,8 +249,8 @@ def test_the_fastest_on_each_number_is_that_of_every_recipe(
     exchange: float,
     more: float,
 ) -> None:
-    """Also where the whole model takes a fifth more than few layers said. Each time `test_mesh_plans.py` asks
-    it of worlds where exchanges bind."""
+    """The result also holds if the whole model takes a fifth more than few layers predict.
+    `test_mesh_plans.py` tests it in clusters whose exchanges are the bottleneck."""
     monkeypatch.setattr(by_formulas, "states", states * GIB)
     monkeypatch.setattr(by_formulas, "sample", sample * GIB)
     monkeypatch.setattr(by_formulas, "exchange", exchange)
@@ -271,7 +271,7 @@ def test_the_fastest_on_each_number_is_that_of_every_recipe(
 
 @pytest.fixture
 def of_large_samples(by_formulas: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
-    """One sample is too much for a GPU that recomputes nothing, and little for one that recomputes all."""
+    """Make one sample too large for a GPU without recomputing, and small with full recomputing."""
     for name, value in {"states": 8 * GIB, "sample": 150 * GIB, "exchange": 1e-4}.items():
         monkeypatch.setattr(by_formulas, name, value)
     for name in ("tensor", "context", "stage"):
@@ -283,7 +283,7 @@ def of_large_samples(by_formulas: type[MadeUpJudge], monkeypatch: pytest.MonkeyP
 def test_the_fewest_layers_are_recomputed_with_which_a_step_fits(
     of_large_samples: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch, more: float, layers: list[int]
 ) -> None:
-    """Also where the whole model takes more than few layers said."""
+    """The result also holds if the whole model takes more than few layers predict."""
     monkeypatch.setattr(of_large_samples, "more_in_full", more)
     plan = plan_several_gpus(JOB, gpu=H200, gpus=[2, 4, 8], headroom=0, workers=1)
     bound = H200.memory_bytes or 0
@@ -353,7 +353,7 @@ def test_layers_are_recomputed_as_they_are_kept_and_in_stages(
 
 
 def made_up() -> SeveralGpusPlan:
-    """One GPU, and two that are a little faster."""
+    """Return made-up plans for one GPU, and for two that are a little faster."""
     one = OnGpus(gpus=1, recipe="plain", needed_bytes=1, step_seconds=10.0, samples_per_second=1.0)
     two = replace(one, gpus=2, step_seconds=6.0)
     return SeveralGpusPlan(
@@ -378,7 +378,7 @@ def test_the_report_names_the_fewest_the_fastest_and_the_cheapest() -> None:
     )
 
 
-# ---- what is asked wrongly ---------------------------------------------------------------------------------
+# ---- invalid arguments -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""What a step decides by its batch is known in a rehearsal; what depends on weights is assumed, and said.
+"""Rehearsals compute decisions by the batch, and report assumptions about decisions by weights.
 
-Law 7 holds modules that decide by their batch to a real run on the CPU (`awkward_shapes.py`). Here stand what
-is said of decisions by weights, where routers send tokens, and steps that differ.
+Law 7 compares modules that decide by their batch with a real run on the CPU (`awkward_shapes.py`). This
+file tests messages about decisions by weights, the destinations of routed tokens, and steps that differ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STATES = torch.randn(4, 64, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Decides(nn.Module):
-    """Runs one of the functions below on its layers."""
+    """A model that runs one of the functions below on its layers."""
 
     def __init__(self, decides: Callable[..., Tensor], experts: int = 0) -> None:
         super().__init__()
@@ -61,19 +61,19 @@ def job_of(decides: Callable[..., Tensor], experts: int = 0) -> Job:
 
 
 def assumptions(trace: Trace) -> list[str]:
-    """Doubts but for those about parameters that a module here does not use."""
+    """Return the doubts, except those about parameters that a module does not use."""
     return [doubt for doubt in trace.doubts if "no gradient" not in doubt]
 
 
 def test_torch_is_as_it_was_when_a_rehearsal_is_over() -> None:
-    """A method that is replaced can leave its traces in a class of C."""
+    """A replaced method can leave traces in a C class."""
     rehearse(job_of(compares_a_number), Recipe().setup(), CpuPolicy())
     assert torch.tensor([torch.tensor(1), 2]).tolist() == [1, 2]
     assert not {"item", "tolist", "numpy", "__getitem__"} & vars(torch.Tensor).keys()
     assert f"{torch.tensor(2.5):.2f}" == "2.50"
 
 
-# ---- what depends on weights -----------------------------------------------------------------------------
+# ---- decisions that depend on weights --------------------------------------------------------------------
 
 
 def compares_a_number(m: Any, states: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def test_the_routing_is_balanced_or_worst() -> None:
 
 
 def embed_once(self: Any, input_ids: Tensor, **_: Any) -> Tensor:
-    """As BERT embeds, each token once: how many there are differs from batch to batch."""
+    """Embed each token once, like BERT. The number of distinct tokens differs from batch to batch."""
     tokens, places = torch.unique(input_ids, return_inverse=True)
     return self.LayerNorm(self.word_embeddings(tokens))[places]
 
@@ -223,8 +223,8 @@ def test_a_plan_for_steps_that_differ_simulates_each_recipe_in_full(monkeypatch:
 
 
 def test_a_new_storage_at_an_old_address_has_no_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are used again. Were a shadow found by one alone, a prediction would depend on where Python
-    happens to put its objects."""
+    """Python reuses addresses. A shadow keyed by address alone would make predictions depend on the
+    placement of objects."""
     monkeypatch.setattr(torch.UntypedStorage, "_cdata", 1, raising=False)
     shadows = Shadows()
     old, new = (torch.empty(4, dtype=torch.long, device="meta") for _ in range(2))
@@ -239,7 +239,7 @@ def test_a_new_storage_at_an_old_address_has_no_shadow(monkeypatch: pytest.Monke
 
 
 def test_what_the_cpu_refuses_is_not_followed_where_a_chain_is_long() -> None:
-    """A Mixtral counts tokens by an operator that takes no integers on a CPU."""
+    """A Mixtral counts tokens with an operator that takes no integers on a CPU."""
 
     def counted() -> torch.UntypedStorage:
         return torch.histc(torch.ones(4, dtype=torch.int32), 4).untyped_storage()

@@ -1,8 +1,8 @@
-"""DeepSpeed on one GPU: its own engine on shapes, beside what it does on the CPU.
+"""DeepSpeed on one GPU: its own engine on shapes, beside a real run on the CPU.
 
-Law 1 is asked of both stages with everything on the device. Both runs have a process group that sends
-nothing: what others keep for it on a CPU is not what a GPU keeps. What waits on the host is checked by its
-bytes, since a CPU cannot tell host from device.
+Law 1 covers both stages with everything on the device. Both runs have a process group that sends nothing,
+since a real group allocates differently on a CPU than on a GPU. The tensors on the host are checked by
+their bytes, since a CPU cannot distinguish host from device.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_where_nothing_fits_a_plan_gives_the_order_in_which_to_try() -> None:
 
 
 def test_gpus_are_named_to_deepspeed_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement shows its process one GPU by its UUID, which DeepSpeed would read as a number."""
+    """A measurement exposes one GPU to its process by UUID, which DeepSpeed would parse as a number."""
     import pynvml
 
     def numbered(handle: str) -> int:
@@ -165,7 +165,7 @@ def test_buckets_are_those_of_auto() -> None:
 
 def test_memory_of_the_host_is_counted_and_not_taken() -> None:
     host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
-    size = 64 * GIB  # of bytes; no machine that runs this has as many
+    size = 64 * GIB  # bytes, more than any test machine has
     with host:
         tensor = torch.zeros(size // 4, device="cpu")
         assert host.nbytes == size
@@ -180,7 +180,7 @@ def test_memory_of_the_host_is_counted_and_not_taken() -> None:
 
 
 class Told(LinkObserver):
-    """Counts what the host reads and writes."""
+    """An observer that counts the bytes of the host's reads and writes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -190,7 +190,7 @@ class Told(LinkObserver):
 
 
 def test_what_the_host_reads_and_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in place read what they write, copies do not, and a question reads nothing."""
+    """In-place products read their target, copies do not, and `is_pinned` reads nothing."""
     host, told = HostTensors(lambda tensor, dtype: tensor.to(dtype)), Told()
     monkeypatch.setattr(MetaLink, "observer", told)
     seen = []
@@ -259,14 +259,14 @@ def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more
 def test_so_does_one_of_accelerate_and_of_the_trainer(
     recipe: str, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Trainer's AdamW goes over many parameters at once on a GPU; so it does here."""
+    """The Trainer's AdamW uses foreach on a GPU, and so does this test."""
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
     hold(recipe, "bert", loop)
 
 
 def hold(recipe: str, family: str, loop: str) -> None:
-    """Law 1 for a step of the engine by this loop."""
+    """Check law 1 for a step of the engine in this loop."""
     from test_law_rehearsed_equals_real import job
 
     this = replace(job(family), clip=1.0)
@@ -297,7 +297,7 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
     weights = copied(offloaded, UPDATE_ON_HOST) // 4
     moments = 8 * weights
     assert host_state_bytes(offloaded.kernels) >= moments
-    assert pinned_bytes(offloaded.kernels) >= 8 * weights  # what is updated, and its gradients
+    assert pinned_bytes(offloaded.kernels) >= 8 * weights  # the updated weights and their gradients
     assert not host_state_bytes(alone.kernels)
     assert copied(offloaded, STAGE_OUT) >= 2 * weights
     back = copied(offloaded, STAGE_BACK)
@@ -309,14 +309,14 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
 
 
 class SeedAfterBuilding(Observer):
-    """Batches are the same, whatever was drawn while the model was built."""
+    """Seed the generator after the model is built, so that batches do not depend on its initialisation."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         torch.manual_seed(5)
 
 
 def by_shape(weight: torch.Tensor, *numbers: Any, **named: Any) -> torch.Tensor:
-    """Numbers that nobody draws."""
+    """Fill the weight with values that depend on its shape alone."""
     values = 0.03 * torch.sin(12.9898 * torch.arange(weight.numel(), dtype=torch.float32))
     with torch.no_grad():
         return weight.copy_(values.view(weight.shape))
@@ -337,8 +337,11 @@ def by_shape(weight: torch.Tensor, *numbers: Any, **named: Any) -> torch.Tensor:
     ],
 )
 def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None:
-    """The engine that accelerate or the Trainer makes clips, accumulates and updates as they do. Weights that
-    are partitioned as they are built are drawn in another order, so these begin with what a shape gives."""
+    """The engine of accelerate or the Trainer clips, accumulates and updates like the loop without it.
+
+    Weights partitioned during construction are drawn in another order. These models therefore begin with
+    values that depend on the shape alone.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     losses, engines = [], []
@@ -364,7 +367,7 @@ def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None
 @with_deepspeed
 @pytest.mark.whole
 def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
-    """The second stage asks how much is free, and moves the weights away first if they do not fit twice."""
+    """The second stage reads the free memory, and first moves the weights away if two copies do not fit."""
     this = small_job("bert", 2)
     setup = Recipe.parse("zero2 + bf16").setup()
     roomy = rehearse(this, setup, CudaPolicy())
@@ -379,7 +382,7 @@ def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
 def test_deepspeed_writes_to_stderr_while_it_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An answer is alone on stdout."""
+    """Only the answer is on stdout."""
     real = builtins.__import__
 
     def write(name: str, *given: Any) -> Any:
@@ -397,7 +400,7 @@ def test_deepspeed_writes_to_stderr_while_it_is_imported(
 @with_deepspeed
 @pytest.mark.slow
 def test_an_answer_in_json_is_alone_on_stdout(tmp_path: Path) -> None:
-    """DeepSpeed writes there while it is imported."""
+    """DeepSpeed writes to stdout at import."""
     asked = ["predict", "bert-base-uncased", "--task", "sequence-classification"]
     told = command(*asked, "--recipe", "zero2", "--json", stdout=tmp_path / "stdout")
     assert json.loads(told)["recipe"] == "zero2"
@@ -411,7 +414,7 @@ def built_blocks(trace: Trace) -> list[Block]:
 @pytest.mark.slow
 @pytest.mark.whole
 def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
-    """As the guide says of it with offload. A larger GPU keeps more for later."""
+    """The guide claims this for training with offload. A larger GPU keeps more memory cached."""
     model = Model.find("google-t5/t5-3b")
     large = Job(model=model, task=Task.SEQ2SEQ_LM, batch_size=4, sequence_length=512, dtype="float32")
     recipe = "bf16 + every_layer + zero2"
@@ -429,8 +432,11 @@ def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
 @with_deepspeed
 @pytest.mark.whole
 def test_a_disk_takes_from_the_host_and_takes_seconds() -> None:
-    """DeepSpeed's swappers run as they are: through page-locked buffers of the host, whose sizes they
-    choose, go at least weights, moments and gradients. The GPU holds what it does with the host alone."""
+    """DeepSpeed's swappers run unchanged, with page-locked host buffers in sizes of their choice.
+
+    At least weights, moments and gradients pass through them. The GPU holds the same tensors as with
+    offload to the host.
+    """
     this = job_with_large_layers()
     host, disk = (
         rehearse(this, Recipe.parse(f"zero3(offload={where}) + bf16").setup(), CudaPolicy())
@@ -439,7 +445,7 @@ def test_a_disk_takes_from_the_host_and_takes_seconds() -> None:
     assert disk.peak().nbytes == pytest.approx(host.peak().nbytes, rel=0.01)
     weights = copied(host, UPDATE_ON_HOST)
     assert not copied(host, SWAPPED)
-    assert copied(disk, SWAPPED) >= 6 * weights  # weights and both moments, there and back
+    assert copied(disk, SWAPPED) >= 6 * weights  # weights and both moments, in both directions
     assert copied(disk, UPDATE_ON_HOST) == weights
     seconds = [step_seconds(one, find_gpu("h200"), batch_size=2).step_seconds for one in (host, disk)]
     assert seconds[1] > seconds[0] + 6 * weights / DISK_BANDWIDTH
@@ -458,7 +464,7 @@ def test_a_disk_without_the_operator_for_files_is_refused(monkeypatch: pytest.Mo
 
 
 def job_with_large_layers() -> Job:
-    """Of matrices of 4 MiB, since what is smaller than one stays on the host."""
+    """Return a job with matrices of 4 MiB, since smaller ones stay on the host."""
     small = small_job("bert", 2)
     config = {**small.model.config, "hidden_size": 1024, "intermediate_size": 2048}
     return replace(small, model=Model.from_config(config, name="large layers"))
@@ -476,7 +482,7 @@ def test_a_rehearsal_leaves_no_group_and_deepspeed_s_own_accelerator() -> None:
 
 
 def test_a_failure_of_deepspeed_while_a_model_is_built_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed 0.19.8 reads `9.0a` of TORCH_CUDA_ARCH_LIST as a number when it compiles an operator."""
+    """DeepSpeed 0.19.8 parses `9.0a` in TORCH_CUDA_ARCH_LIST as a number when it compiles an operator."""
     room: dict[str, Any] = {"__name__": "deepspeed.ops.op_builder.builder"}
     exec(compile("def load(*given, **named):\n    int('0a')", "builder.py", "exec"), room)
     monkeypatch.setattr("snugfit.job.build._from_facts", room["load"])

@@ -1,4 +1,4 @@
-"""Of recipes that are as fast, a plan takes the one with the fewest techniques that are not plain."""
+"""A plan chooses the recipe with the fewest non-plain techniques among equally fast ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H200 = find_gpu("h200")
 
 
 def level(trace: object) -> float:
-    """On a device where every step takes as long, but for a millionth with each kernel."""
+    """Return the same seconds for every step, plus a millionth per kernel."""
     return 1 + 1e-6 * len(trace.kernels)  # type: ignore[attr-defined]
 
 
@@ -31,7 +31,7 @@ def test_a_technique_that_buys_nothing_is_left_out() -> None:
     assert Recipe.parse(chosen.best.recipe) == Recipe()
     fastest = chosen.ranked[1]
     assert fastest.step_seconds < chosen.best.step_seconds <= fastest.step_seconds * (1 + AS_FAST)
-    assert chosen.ranked[0] == chosen.best, "what is verified is the answer itself"
+    assert chosen.ranked[0] == chosen.best, "the first verified recipe is the answer"
     assert chosen.best in chosen.front
     for row in chosen.front:
         assert "tf32" not in row.recipe, "no product of this job is in fp32 alone, and none takes longer"

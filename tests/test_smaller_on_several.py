@@ -1,5 +1,7 @@
-"""What several GPUs go on with when memory ran out, and how few recipes are simulated for it: held against
-every recipe where bytes and seconds are made up, and against predictions where not."""
+"""Next recipes of several GPUs after a memory error, and the number of recipes simulated for them.
+
+The reference is every recipe with made-up bytes and seconds, and real predictions in the remaining tests.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ JOB = small_job("llama", 12, {"num_attention_heads": 8, "num_key_value_heads": 8
 SEARCHED = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
 
 FEW = 10
-"""Recipes that are simulated on few layers at most; of the worlds below each has over 30."""
+"""Maximum number of recipes simulated on few layers. Each test's clusters have over 30 recipes."""
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def in_this_process(make: Callable[[], Any], **given: Any) -> Iterator[WorkerPoo
 
 @pytest.fixture
 def in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Questions are answered here, by formulas; which recipes were simulated in full."""
+    """Answer by formulas in this process, and collect the recipes that were simulated in full."""
     asked: list[str] = []
 
     class Counting(MadeUpJudge):
@@ -70,7 +72,7 @@ def following(recipe: str, gpus: int, job: Job = JOB, searched: frozenset[Slot] 
 
 
 def every_one(recipe: Recipe, gpus: int) -> list[Recipe]:
-    """Every recipe that shares the work alike."""
+    """Return every recipe that shares the work alike."""
     fixed = Kept(slots={slot: (recipe[slot],) for slot in Slot if slot not in SEARCHED}, several_gpus=True)
     uncut = recipe.with_(roster.plain(Slot.BATCHING))
     techniques = dict.fromkeys([recipe[Slot.CHECKPOINTING], *recomputings(JOB, fixed)])
@@ -93,8 +95,11 @@ def test_it_is_nearly_the_fastest_that_needs_less_and_soon_found(
     in_full: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As fast as all that share the work alike and fit, or at most a tenth slower than the broken one. Also
-    where the whole model takes more than few layers said."""
+    """The recipe is the fastest one that fits, or at most a tenth slower than the failed one.
+
+    All compared recipes share the work alike. The result also holds if the whole model takes more than few
+    layers predict.
+    """
     monkeypatch.setattr(MadeUpJudge, "states", states * GIB)
     monkeypatch.setattr(MadeUpJudge, "sample", sample * GIB)
     monkeypatch.setattr(MadeUpJudge, "piece", piece)
@@ -120,7 +125,7 @@ def test_it_is_nearly_the_fastest_that_needs_less_and_soon_found(
 def test_where_finer_pieces_are_nearly_as_fast_nothing_else_is_asked(
     in_full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broken recipe, single samples, and what the line between them says."""
+    """The search evaluates the failed recipe, single samples, and the recipe interpolated between them."""
     monkeypatch.setattr(MadeUpJudge, "states", 60 * GIB)
     found = following("ddp", 4)
     assert str(found) == "micro_batches(4) + ddp"
@@ -159,7 +164,7 @@ def test_deepspeed_and_one_gpu_are_left_to_others(in_full: list[str]) -> None:
 def test_two_gpus_go_on_with_what_is_predicted_to_need_less(
     processes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rehearsed, by other processes as in a run or in this one."""
+    """Other processes do the rehearsals as in a real run, or this process does."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     if not processes:
         monkeypatch.setattr(smaller, "worker_pool", in_this_process)

@@ -1,4 +1,4 @@
-"""A loss that jumps is told, stops the run before the update, or is left out."""
+"""A jump of the loss is reported, stops the run before the update, or is skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN: dict[str, Any] = {"max_steps": 16}
 
 @pytest.fixture
 def jumping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In step 13 the model's loss is ten times what it is."""
+    """Multiply the model's loss by ten in step 13."""
     plain = TrainingStep.take
 
     def take(self: TrainingStep, running: Any, *more: Any) -> Any:
@@ -69,7 +69,7 @@ def test_it_stops_before_the_update(tmp_path: Path, request: pytest.FixtureReque
 
 @pytest.mark.usefixtures("jumping")
 def test_it_is_left_out_also_after_a_resume(tmp_path: Path) -> None:
-    """What the mean is taken over is kept with the run."""
+    """The losses behind the running mean are saved with the run."""
     options = {**RUN, "on_loss_spike": "skip", "save_steps": 4}
     whole = train(small_run(tmp_path / "whole", **options))
     left_out = [event["step"] for event in events(tmp_path / "whole", "step") if not event["updated"]]

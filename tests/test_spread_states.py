@@ -1,5 +1,8 @@
-"""What a checkpoint has of an optimizer whose states are spread over processes, without these: one rank after
-the other, in a group that sends nothing. `test_train_many.py` trains with real ones."""
+"""Checkpoints of an optimizer whose states are spread over processes, tested without these.
+
+The ranks run one after the other, in a group that sends nothing. `test_train_many.py` trains with real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def of_rank(rank: int, recipe: str = "zero1", ranks: int = 2) -> Iterator[TrainS
 
 
 def after_a_step(state: TrainState) -> dict[str, Any]:
-    """What is kept of the optimizer; gradients depend on the weight's number alone."""
+    """Return the saved optimizer state after a step. Gradients depend on the weight's number alone."""
     for number, weight in enumerate(state.model.parameters()):
         weight.grad = torch.full_like(weight, 1.0 + number)
     state.optimizer.step()
@@ -53,7 +56,8 @@ def after_a_step(state: TrainState) -> dict[str, Any]:
 
 @pytest.mark.whole
 def test_states_are_this_process_s_by_their_place_among_all() -> None:
-    """Of all processes together they are those of an optimizer of all weights; so are the groups."""
+    """The states of all processes together equal those of one optimizer of all weights, and so do the
+    groups."""
     with of_rank(0, "ddp") as state:
         assert not spreads_states(state.optimizer)
         assert local_optimizer(state.optimizer) is state.optimizer
@@ -91,7 +95,8 @@ def test_of_all_states_a_process_keeps_its_own(rank: int) -> None:
 
 
 def test_copies_have_room_for_what_a_process_writes() -> None:
-    """The weights that it updates, with two moments each; together all, once."""
+    """A process saves its updated weights with two moments each. All processes together save each weight
+    once."""
     rooms = []
     for rank in range(2):
         with of_rank(rank) as state:
@@ -103,6 +108,6 @@ def test_copies_have_room_for_what_a_process_writes() -> None:
 
 
 def test_a_loop_that_keeps_one_process_s_states_refuses_it() -> None:
-    """fit and accelerate, whose checkpoints the first process writes alone."""
+    """fit and accelerate refuse it, since only their first process writes checkpoints."""
     with of_rank(0) as state, pytest.raises(UsageError, match="ZeroRedundancyOptimizer"):
         refuse_optimizer(state.optimizer, keeps=True)

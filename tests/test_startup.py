@@ -1,4 +1,4 @@
-"""What a run pays once: foreseen, held against recorded runs, and spread over the run of a plan."""
+"""One-time costs of a run: predicted, compared with recorded runs, and spread over the run of a plan."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def name_of(run: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("run", RECORDED, ids=name_of)
 def test_what_was_paid_once_on_an_h200(run: dict[str, Any]) -> None:
-    """All but a few of them under SNUGFIT_ALL_TRUTH=1: each is a rehearsal."""
+    """Most cases run only with SNUGFIT_ALL_TRUTH=1, since each is a rehearsal."""
     if os.environ.get("SNUGFIT_ALL_TRUTH") != "1" and name_of(run).split()[0] not in SHOWN:
         pytest.skip("SNUGFIT_ALL_TRUTH=1 checks all")
     fields = {name: run[name] for name in ("task", "batch_size", "sequence_length", "build_on")}
@@ -139,7 +139,7 @@ def test_what_was_paid_once_on_an_h200(run: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class SlowLoading:
-    """An invented device that waits for batches, but for those that other processes made."""
+    """An invented device that waits for batches, except for those from loader processes."""
 
     batch: float = 1.0
 
@@ -158,7 +158,7 @@ DEAR = StartupRates(
 
 FREE = (Slot.PRECISION, Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.BATCHING, Slot.LOADING)
 KEPT = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
-"""Settled: what is paid once and spread over a run differs in the other slots."""
+"""Fixed slots. One-time costs that are spread over a run differ in the other slots."""
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +168,13 @@ def job() -> Job:
 
 @cache
 def searched(job: Job, steps: int | None) -> Any:
-    """The plan of a run of so many steps, made once."""
+    """Return the plan of a run of this many steps, and cache it."""
     told: list[str] = []
     found = plan(
         job, gpu=H200, fidelity="same", clock=SlowLoading(), steps=steps, once=DEAR, workers=1,
         tell=told.append, keep=KEPT,
     )  # fmt: skip
-    assert not [line for line in told if "beginning again" in line], "the least was the least"
+    assert not [line for line in told if "beginning again" in line], "every lower bound held"
     return found
 
 
@@ -192,7 +192,7 @@ def test_a_short_run_has_another_best_recipe(job: Job) -> None:
 @pytest.mark.stored_rehearsals
 @pytest.mark.whole
 def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
-    """Every recipe judged by itself: (once + steps x step) / steps, told apart from the steady step."""
+    """Evaluate every recipe alone: (once + steps x step) / steps, beside the steady step."""
     steps = 3
     parts = Parts(
         job, [H200], SingleGpuTimer(SlowLoading()), shallow=False, run=PlannedRun(steps=steps, rates=DEAR)
@@ -206,7 +206,7 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
         assert figures.seconds == pytest.approx((figures.once + steps * figures.step_seconds) / steps)
         paces[str(each.recipe)] = figures.seconds
     best = searched(job, steps).best
-    assert best.pace(steps) <= min(paces.values()) * (1 + AS_FAST), "but for the simpler of two as fast"
+    assert best.pace(steps) <= min(paces.values()) * (1 + AS_FAST), "a simpler recipe may be slightly slower"
     assert best.pace(steps) == pytest.approx(paces[best.recipe])
 
 
@@ -231,7 +231,7 @@ def test_many_gpus_look_at_the_run_too(job: Job) -> None:
 
 @pytest.mark.parametrize("family", slow_but(["gpt2", "gemma2"], 1))
 def test_few_layers_tell_what_many_pay_once(family: str) -> None:
-    """The least share is never more than the share; here it is the same."""
+    """The lower bound of the share never exceeds the share. In this test both are equal."""
     deep = small_job(family, 6, batch_size=2)
     parts = Parts(deep, [H200], SingleGpuTimer(lambda trace: 0.0), run=PlannedRun(steps=1))
     setup = setup_of("bf16 + every_layer + micro_batches(2)")

@@ -1,5 +1,8 @@
-"""A signal during an evaluation is obeyed at the next batch, a checkpoint is kept, and the resumed run
-evaluates that step again: its log and its best model are those of a run that nobody stopped."""
+"""A signal during an evaluation takes effect at the next batch and leaves a checkpoint.
+
+The resumed run repeats the evaluation of that step. Its log and its best model equal those of an
+uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,17 @@ pytestmark = pytest.mark.whole
 
 @pytest.fixture(autouse=True)
 def hangup_ends_a_process() -> Iterator[None]:
-    """Whoever runs the tests under `nohup` has it ignored."""
+    """Restore the default action of SIGHUP, which `nohup` sets to ignore for a whole test run."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
 def evaluating_run(folder: Path, *, stop_in: int | None = None, **options: Any) -> Run:
-    """A run of six steps that is evaluated after every second, in batches of two. SIGTERM comes while the
-    evaluation's batch `stop_in`, counted over all evaluations, is made."""
+    """Return a run of six steps with an evaluation after every second step, in batches of two.
+
+    SIGTERM arrives during the evaluation batch `stop_in`, counted over all evaluations.
+    """
     wanted: dict[str, Any] = {
         "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2,
         "save_steps": 100, "load_best_model_at_end": True, **options,
@@ -50,7 +55,7 @@ def evaluating_run(folder: Path, *, stop_in: int | None = None, **options: Any) 
         made[0] += 1
         if made[0] == stop_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop_in is None or made[0] < stop_in + 5, "the evaluation goes on"
+        assert stop_in is None or made[0] < stop_in + 5, "the evaluation continues"
         return real(samples)
 
     return replace(run, evaluation=replace(run.evaluation, collate=collate))
@@ -62,7 +67,7 @@ def evaluations(folder: Path) -> dict[int, tuple[float, float]]:
 
 @pytest.mark.parametrize("batch", slow_but([1, 30, 50], lambda batch: batch == 50))
 def test_our_own_loop_evaluates_that_step_again(batch: int, tmp_path: Path) -> None:
-    """In the first evaluation of 21 batches, in the second, and after the last step."""
+    """The signal arrives in the first evaluation of 21 batches, in the second, or after the last step."""
     whole = train(evaluating_run(tmp_path / "whole"))
     cut = train(evaluating_run(tmp_path / "cut", stop_in=batch))
     step = 2 * (1 + batch // 21)
@@ -83,7 +88,7 @@ def test_patience_is_counted_once_where_an_evaluation_was_abandoned(tmp_path: Pa
     resumed = train(evaluating_run(tmp_path, **more))
     assert (resumed.outcome, resumed.step) == ("stopped early", 4)
     again = train(evaluating_run(tmp_path, **more))
-    assert (again.outcome, again.step) == ("stopped early", 4), "a run that has ended takes no more steps"
+    assert (again.outcome, again.step) == ("stopped early", 4), "an ended run takes no more steps"
 
 
 def test_a_run_that_is_finished_gives_its_result_again(tmp_path: Path) -> None:
@@ -97,7 +102,7 @@ def test_a_run_that_is_finished_gives_its_result_again(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_kept_where_one_batch_took_all_the_time(tmp_path: Path) -> None:
-    """The time to keep a checkpoint was over before it could be begun: there is as much again."""
+    """The time for a checkpoint had run out before the save began, so the save gets the same time again."""
     run = evaluating_run(tmp_path, stop_in=1, stop_seconds=30)
     real = run.evaluation.collate  # type: ignore[union-attr]
     clock = [0.0]
@@ -125,7 +130,7 @@ def test_a_closed_terminal_keeps_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
-    """As `nohup` asks for."""
+    """`nohup` sets this action."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Interrupts(tmp_path) as interrupts:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -135,7 +140,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 def test_the_save_before_the_last_is_not_waited_for_beyond_the_time_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow disk: the save of step 1 goes on until it is told to stop."""
+    """On a slow disk, the save of step 1 continues until its stop flag is set."""
     seal, stopped = store.seal, []
 
     def slowly(folder: Path, step: int, about: Any, stop: Callable[[], bool]) -> Any:
@@ -181,7 +186,7 @@ def test_old_checkpoints_that_stay_are_no_failed_save(
 
 @dataclass
 class SavedStep:
-    """What is saved."""
+    """A saved step of one small file."""
 
     step: int
     bytes: int = 0

@@ -1,5 +1,4 @@
-"""The store of checkpoints: what is kept is found again, what is damaged is reported and never resumed
-from."""
+"""The store of checkpoints: saved ones are restored, and damaged ones are reported and never resumed from."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ MODEL = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of steps 10 and 20, to be copied."""
+    """Return a store of steps 10 and 20, as a template for copies."""
     return stored(tmp_path_factory.mktemp("two") / "out", 10, 20).root
 
 
@@ -82,7 +81,7 @@ def test_what_is_said_of_a_checkpoint_must_be_something_that_json_can_hold(out: 
     assert not hidden(out)
 
 
-# Damages: each to a file of the newest checkpoint, each found, reported by the file's name, and ignored.
+# Damages: each to a file of the newest checkpoint, each detected, reported by name, and skipped.
 
 
 def _linked(path: Path, _: Path) -> None:
@@ -163,7 +162,7 @@ def test_a_damaged_manifest(out: Path, damage: str) -> None:
 
 
 def resealed(out: Path, **changes: object) -> None:
-    """Changes the newest manifest as its own writer would have."""
+    """Change the newest manifest as its own writer would."""
     path = out / "checkpoint-20" / MANIFEST
     document = json.loads(path.read_text()) | changes
     del document["sha256"]
@@ -216,7 +215,7 @@ def test_a_checkpoint_of_another_program_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_bits_that_flip(two_steps: Path, tmp_path: Path) -> None:
-    """One bit at a time, anywhere in weights, state or manifest."""
+    """The test flips one bit at a time, anywhere in weights, state or manifest."""
     draw = random.Random(20261122)
     for turn in range(50):
         out = Path(shutil.copytree(two_steps, tmp_path / str(turn)))
@@ -230,7 +229,7 @@ def test_bits_that_flip(two_steps: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_snugfit_is_not_broken(out: Path) -> None:
-    """It is refused by its version, and nothing of it is renamed or removed."""
+    """Its version is refused, and nothing of it is renamed or removed."""
     resealed(out, schema=2, snugfit="9.1.0", files="whatever it may mean then")
     store = Store(out)
     with pytest.raises(NewerCheckpoint, match=r"snugfit 9\.1\.0 \(schema 2\).*Upgrade"):
@@ -241,7 +240,7 @@ def test_a_checkpoint_of_a_newer_snugfit_is_not_broken(out: Path) -> None:
 
 
 def test_all_broken_is_no_fresh_start_and_stays_so(out: Path) -> None:
-    """A second start is refused as the first was, until the user says how to go on."""
+    """A second start fails like the first until the user chooses how to continue."""
     for step in (10, 20):
         os.truncate(out / f"checkpoint-{step}" / MODEL, 3)
     for _ in range(2):
@@ -280,7 +279,7 @@ def test_broken_ones_are_kept_aside_under_names_of_their_own(out: Path) -> None:
 
 
 def test_names_that_are_no_checkpoint_are_left_alone(out: Path) -> None:
-    """Folders that are named almost like checkpoints are none."""
+    """Folders with names similar to a checkpoint's are ignored."""
     names = ["checkpoint-٣٠", "checkpoint-007", "checkpoint-5.bak", "checkpoint--1", "checkpoint-1e3"]
     names += [
         "Checkpoint-99",
@@ -400,7 +399,7 @@ def test_a_place_that_takes_no_folder_from_anyone() -> None:
 
 @pytest.fixture
 def foreign() -> Iterator[Path]:
-    """A folder that everybody may read and only its owner write."""
+    """Return a folder that every user may read and only its owner may write."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o555)
     yield folder
@@ -410,7 +409,7 @@ def foreign() -> Iterator[Path]:
 
 @pytest.mark.whole
 def test_a_place_of_somebody_else(foreign: Path) -> None:
-    """The superuser may write everywhere, and so becomes somebody else for the while."""
+    """Become another user for the test, since the superuser may write everywhere."""
 
     def act() -> None:
         if os.geteuid() == 0:
@@ -452,7 +451,7 @@ def test_a_file_system_that_cannot_sync_folders_is_taken(
     assert_whole(stored(tmp_path, 1).newest(), 1)
 
 
-# What a save may be filled with, and how it is stopped.
+# Contents of a save, and its interruption.
 
 
 @pytest.mark.parametrize(
@@ -486,7 +485,7 @@ def test_a_fault_of_the_writer_is_its_own(out: Path) -> None:
 
 
 def test_no_room_for_a_name_is_not_told_in_bytes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rename needs an entry of a folder, a quota of files or an inode: free bytes explain nothing."""
+    """A rename needs a directory entry, a file quota or an inode, so the message omits free bytes."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -513,7 +512,8 @@ def test_a_library_that_tells_the_systems_refusal_in_words(out: Path) -> None:
 
 
 def test_a_save_that_is_told_to_stop_leaves_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked between the pieces of a file, and once more before the checkpoint can be seen."""
+    """The save checks `stop` between the pieces of a file, and once more before the checkpoint becomes
+    visible."""
     monkeypatch.setattr(manifest, "CHUNK_BYTES", 100)
     asked = 0
 
@@ -533,12 +533,12 @@ def test_a_save_that_is_told_to_stop_leaves_nothing(out: Path, monkeypatch: pyte
     assert_whole(Store(out).newest(), 20)
 
 
-# ---- what a user is told ---------------------------------------------------------------------------------
+# ---- messages to the user --------------------------------------------------------------------------------
 
 
 @pytest.mark.whole
 def test_the_room_that_a_checkpoint_takes_counts_its_text_too(tmp_path: Path) -> None:
-    """Of a small model the generators' states, as JSON, are most of it."""
+    """The generators' states, as JSON, are most of a small model's checkpoint."""
     model, device = model_of("bert"), torch.device("cpu")
     optimizer = torch.optim.SGD(model.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)

@@ -1,5 +1,7 @@
-"""A whole checkpoint stands at every instant: death at every call to the file system, a refusal
-of every call, a full disk, and kill -9."""
+"""A whole checkpoint exists at every instant.
+
+The tests cover death at every call to the file system, a refusal of every call, a full disk, and kill -9.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def replaced(root: Path) -> None:
 
 
 def opened(root: Path) -> None:
-    """After three deaths: a draft, a half removal, a replacement that was not finished; and a damaged one."""
+    """Open a store after three deaths: a draft, a half removal, an unfinished replacement, and a damaged
+    checkpoint."""
     store = Store(root)
     store.prepare()
     store.sweep()
@@ -59,7 +62,7 @@ ACTS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], list[t
     ),
     "open": (ruins, opened, [(20, 0)]),
 }
-"""What stood there, what was being done, and the steps and runs that may be the newest after a death."""
+"""The initial store, the interrupted action, and the steps and runs that may be the newest after a death."""
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -79,12 +82,12 @@ def test_death_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act:
         if not died:
             break
     assert at > 10
-    assert seen == sorted(seen), "what was kept was lost again"
+    assert seen == sorted(seen), "a saved checkpoint was lost again"
     assert seen[-1] == newest[-1]
 
 
 def whole_at(root: Path) -> tuple[int, int]:
-    """The newest checkpoint's step and run, as the next process finds them before it has tidied up."""
+    """Return step and run of the newest checkpoint, as the next process loads it before its clean-up."""
     for name in visible(root):
         if not name.startswith("checkpoint-25"):  # the damaged one
             verify(root / name, int(name.split("-")[1]))
@@ -95,7 +98,7 @@ def whole_at(root: Path) -> tuple[int, int]:
 
 
 def goes_on(root: Path) -> None:
-    """The next process sweeps, finds what was found before, and saves."""
+    """Assert that the next process sweeps, loads the same checkpoint as before, and saves."""
     before = whole_at(root)
     store = Store(root)
     store.prepare()
@@ -110,7 +113,7 @@ def goes_on(root: Path) -> None:
 
 @pytest.mark.whole
 def test_kill_9_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    """Death as it comes in earnest: the real signal, in the middle of a file."""
+    """The test sends the real signal in the middle of a file."""
     store = stored(tmp_path, 10)
     ready, tell = os.pipe()
 
@@ -137,8 +140,11 @@ def test_kill_9_in_the_middle_of_a_file(tmp_path: Path) -> None:
 
 
 def test_everything_is_on_the_disk_before_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut: whatever is renamed into sight was synced before, and nothing older is touched until the
-    store's own entries were synced after."""
+    """Simulate a power cut.
+
+    Each renamed entry was synced before the rename. Older entries stay untouched until the store's own
+    entries are synced after it.
+    """
     store = stored(tmp_path, 10, 20)
     synced: set[int] = set()
     log: list[str] = []
@@ -183,8 +189,10 @@ def test_everything_is_on_the_disk_before_it_is_seen(tmp_path: Path, monkeypatch
     ids=["no space, once", "no space, for good", "a bad disk, for good", "a bad disk, once"],
 )
 def test_a_refusal_of_any_call(tmp_path: Path, number: int, lasting: bool, run: int) -> None:
-    """The save (of a new step, or of one that stands there) is told to have failed, nothing of it is
-    seen, what was kept stands, and the next save succeeds."""
+    """The save of a new or an existing step raises and leaves nothing visible.
+
+    Earlier checkpoints remain, and the next save succeeds.
+    """
     store = stored(tmp_path, 10, 20)
     step = 20 if run else 30
     for at in itertools.count(1):
@@ -222,7 +230,7 @@ def test_a_refusal_of_any_call(tmp_path: Path, number: int, lasting: bool, run: 
 
 
 def test_a_failing_fsync_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file's own, the manifest's, the folders'."""
+    """It covers the fsync of each file, of the manifest, and of the folders."""
     store = stored(tmp_path, 10)
     named = []
     for at in range(1, 8):
@@ -255,7 +263,8 @@ def test_a_failing_fsync_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 def test_other_refusals_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
-    """A rename among them: one to another file system cannot happen to siblings, but to overlays it does."""
+    """One refused call is a rename to another file system. It cannot happen to siblings, but it does on
+    overlays."""
     store = stored(tmp_path, 10)
 
     def refuse(*_: object) -> None:
@@ -266,12 +275,12 @@ def test_other_refusals_are_told(
         with pytest.raises(SaveFailed, match=rf"checkpoint-20 could not be saved: .*{os.strerror(number)}"):
             store.save(20, fill(20), {})
     assert visible(tmp_path) == ["checkpoint-10"]
-    assert not hidden(tmp_path) or call == "open"  # what nobody may open cannot be removed
+    assert not hidden(tmp_path) or call == "open"  # without permission to open, it cannot be removed
     goes_on(tmp_path)
 
 
-# A disk that is full, for real: a small one of our own where the kernel grants it, else files that may
-# not grow. Either way the refusal is the kernel's, in the middle of a file.
+# Tests of a full disk. It is a small mounted one if the kernel permits it, else files that may
+# not grow. Either way the kernel refuses a write in the middle of a file.
 
 LARGE = 3 << 20
 
@@ -282,7 +291,7 @@ def large(folder: Path) -> None:
 
 
 def a_small_disk(at: Path) -> bool:
-    """Mounts 2 MiB of memory at `at`, in a namespace of this process alone."""
+    """Mount 2 MiB of memory at `at`, in a namespace of this process alone."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_user, private = 0x00020000, 0x10000000, 0x44000
     if libc.unshare(new_mounts | (0 if os.geteuid() == 0 else new_user)):
@@ -315,7 +324,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:
-    """Its error is no `OSError`, and yet it is told as one."""
+    """Its error is no `OSError`, but is reported as one."""
     store = stored(tmp_path, 10)
 
     def written(folder: Path) -> None:

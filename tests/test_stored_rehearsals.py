@@ -1,4 +1,4 @@
-"""Rehearsals on disk: one from disk gives the same prediction, and its key holds all that it depends on."""
+"""Rehearsals on disk: a stored one gives the same prediction, and its key contains all of its inputs."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_values_that_differ_have_other_descriptions() -> None:
     assert len({describe(value) for value in values}) == len(values)
 
 
-# ---- what is not stored ----------------------------------------------------------------------------------
+# ---- rehearsals that are not stored ----------------------------------------------------------------------
 
 
 def test_without_the_marker_nothing_is_stored(store: RehearsalStore) -> None:

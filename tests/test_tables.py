@@ -1,5 +1,7 @@
-"""Tables in terminals of 80, 100 and 160 columns: every row keeps its name, every figure is whole, no line is
-too long."""
+"""Tables in terminals of 80, 100 and 160 columns.
+
+Every row keeps its name, every figure is complete, and every line fits.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def test_a_pipe_has_the_columns_that_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As git does it, on both streams; where no number is given, 120."""
+    """COLUMNS applies as in git, on both streams. Without it the width is 120."""
     monkeypatch.setenv("COLUMNS", columns)
     show(Text("word " * 60), stderr=stderr)
     lines = capsys.readouterr()[stderr].splitlines()
@@ -121,7 +123,7 @@ def test_every_row_keeps_its_name_and_every_figure_is_whole(
 def hold_rows_and_figures(
     render: Callable[[], RenderableType], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Assert that a report in so many columns breaks neither the name of a row nor a figure."""
+    """Assert that a report of this width breaks neither the name of a row nor a figure."""
     tables: list[PlainTable] = []
     monkeypatch.setattr(PlainTable, "__init__", _noting(PlainTable.__init__, tables))
     lines = as_text(render(), width=width).splitlines()
@@ -145,7 +147,7 @@ def _noting(init: Callable[..., None], tables: list[PlainTable]) -> Callable[...
 
 
 def _stands_in(figure: list[str], line: list[str]) -> bool:
-    """Whether these words stand side by side in the line."""
+    """Return True if these words are consecutive in the line."""
     return any(line[at : at + len(figure)] == figure for at in range(len(line) + 1))
 
 

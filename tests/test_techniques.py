@@ -1,4 +1,4 @@
-"""What single techniques ask for, and that what they ask for does on shapes what it does on data."""
+"""Options of single techniques, with equal effects on shapes and on data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def callables(setup: Setup) -> list[Call]:
 
 
 def optimizers() -> list[str]:
-    """Every optimizer of the roster, at each setting that a planner may try."""
+    """Return every optimizer of the roster, with each setting that a planner may try."""
     found = [technique for technique in roster.techniques() if technique.slot is Slot.OPTIMIZER]
     return [str(setting) for technique in found for setting in technique.settings(small_job("bert", 2))]
 
@@ -57,7 +57,7 @@ def any_setting(technique: type) -> Any:
 
 @pytest.mark.parametrize("name", optimizers())
 def test_the_hf_trainer_means_the_same_optimizer_by_its_name(name: str) -> None:
-    """A wish's `trainer_name` gives, in transformers, a class and arguments equal to the factory's."""
+    """transformers maps `trainer_name` to a class and arguments that equal the factory's."""
     from transformers import TrainingArguments
     from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 
@@ -153,7 +153,7 @@ GEMMA3 = {
 
 @pytest.mark.parametrize("facts", [MIXTRAL, GEMMA3], ids=lambda facts: facts["model_type"])
 def test_lora_finds_pefts_targets_where_peft_itself_does_not_look(facts: dict[str, Any]) -> None:
-    """Mixtral's experts are stored in another shape, and Gemma 3 stands in the table by its text part."""
+    """Mixtral stores its experts in another shape, and peft's table lists Gemma 3 by its text part."""
     pytest.importorskip("peft", reason="peft is not installed")
     model = Model.from_config(check_facts(facts, where="test"), name=facts["model_type"])
     job = Job(model=model, task=Task.CAUSAL_LM, sequence_length=16)

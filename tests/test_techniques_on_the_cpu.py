@@ -1,4 +1,4 @@
-"""A run on the CPU names each technique that it goes without, and refuses one that cannot run there."""
+"""A run on the CPU names each unused technique, and refuses one that cannot run there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Allocation retries in step after step: the run goes on under the next recipe, or says that it cannot."""
+"""Allocation retries in consecutive steps: the run continues with the next recipe, or reports that it
+cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from snugfit.training.run.trained import LastNotKept
 
 
 def short(monkeypatch: pytest.MonkeyPatch, retries: dict[int, int]) -> None:
-    """The allocator's count, as it is read after each step: so many more at these readings."""
+    """Fake the allocator's count of retries. It grows by these numbers at these readings, one after each
+    step."""
     state = {"read": -1, "count": 0}  # the first reading is before the first step
 
     def retries_of(device: torch.device) -> int:
@@ -67,7 +69,7 @@ def test_three_steps_in_a_row_lead_to_the_next_recipe(
 
 @pytest.mark.whole
 def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same recipe once more: bit for bit the run that never stopped."""
+    """The run restarts with the same recipe, and equals an uninterrupted run bit for bit."""
     train(small_run(tmp_path / "whole"))
     short(monkeypatch, {4: 1, 5: 1, 6: 1})
     train(small_run(tmp_path / "run"), replan=lambda job, recipe, cause: recipe)
@@ -80,7 +82,7 @@ def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_was_built_before_is_given_back_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Two models at once would be more than what was too much."""
+    """Two models at once would exceed a memory that was too small for one."""
     from snugfit.training.run import active_run as opened
 
     plain, before = opened.open_run, []

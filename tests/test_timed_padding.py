@@ -1,4 +1,5 @@
-"""What Inductor takes while it times products as they are and padded, as an H100 recorded it (torch 2.11)."""
+"""Memory of Inductor while it times products without and with padding, as recorded on an H100 (torch
+2.11)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def matrix(*shape: int, written_padded: bool = False) -> Operand:
 
 
 def times(products: list[PaddedProduct], timed: set[str]) -> list[int]:
-    """Bytes that are allocated, and freed as negative ones, in order."""
+    """Return allocated bytes, and freed ones as negative numbers, in order."""
     recorder = Recorder(POLICY, 1)
     with in_force(POLICY) as notes, recorder:
         recorder.step_begins(0)
@@ -37,7 +38,7 @@ def times(products: list[PaddedProduct], timed: set[str]) -> list[int]:
 
 
 ADAPTER = PaddedProduct("key", "unpadded", "mm", matrix(8, 394), matrix(394, 1408, written_padded=True), None)
-"""The first product that a ViT with adapters timed: a gradient of one of them, over 2 x 197 tokens."""
+"""The first timed product of a ViT with adapters: the gradient of an adapter over 2 x 197 tokens."""
 
 
 def test_a_product_is_run_as_it_is_and_padded_beside_a_flushed_cache() -> None:
@@ -71,7 +72,7 @@ def padded(trace: Trace, step: int) -> int:
 
 @pytest.mark.parametrize(("length", "pads"), slow_but([(17, True), (16, False)], 1))
 def test_products_are_timed_where_sizes_are_no_multiple_of_16_bytes(length: int, pads: bool) -> None:
-    """In the first step alone; the label that every step pads by is no part of it."""
+    """Only the first step times products. The label with which every step pads is not part of it."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = compiled(length)
     assert (padded(trace, 0) > padded(trace, 1)) is pads

@@ -1,4 +1,4 @@
-"""`snugfit train`, as a user types it: a folder with a model, a tokenizer and a file of samples."""
+"""`snugfit train` from the command line: a folder with a model, a tokenizer and a file of samples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`snugfit train` when the machine around it fails: its streams, its clock, its home, its memory.
+"""`snugfit train` with faults of the machine: its streams, its clock, its home, its memory.
 
-The command is the real one: `main` in a process that was forked from a clean one, with its own descriptors
-and limits. What a fork cannot show, because modules read it when they are imported, runs in one of its own.
+The tests run the real command: `main` in a process forked from a clean one, with its own descriptors and
+limits. Settings that modules read at import cannot change in a fork, so these tests start a process of
+their own.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ STDOUT, STDERR = 1, 2
 
 
 def warm() -> None:
-    """What a clean process does before it forks: it has imported what its children need."""
+    """Import the modules that forked children need, in the clean process."""
     with tempfile.TemporaryDirectory() as folder:
         train(small_run(Path(folder)))
     for name in ("snugfit.cli.request", "snugfit.frontends.own", "snugfit.report.watching"):
@@ -70,7 +71,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*words: str) -> int:
-    """The command itself."""
+    """Run the command."""
     sys.argv = ["snugfit", *words]
     the_command()
     raise AssertionError("main does not come back")
@@ -91,7 +92,7 @@ def full() -> int:
 def test_a_run_does_not_end_with_its_readers(
     at_home: Path, forks: Forks, how: Callable[[], int | None], streams: list[int]
 ) -> None:
-    """A pipe that nobody reads any more, a log on a full disk, no stream at all."""
+    """The streams are a pipe without a reader, a log on a full disk, or no stream at all."""
     child = forks.start(command, "train", "job.yaml", streams={stream: how() for stream in streams})
     assert forks.ended(child) == 0
     assert steps_told(at_home / "out") == 12
@@ -104,7 +105,7 @@ def test_a_run_does_not_end_with_its_readers(
 def test_a_stopped_run_says_so_to_whoever_started_it(
     at_home: Path, forks: Forks, how: Callable[[], int]
 ) -> None:
-    """An exit code of 0 would tell a scheduler that there is nothing left to do."""
+    """A scheduler treats exit code 0 as finished work."""
     gone = how()
     words = ("train", "job.yaml", "--max-steps", "4000")
     child = forks.start(command, *words, streams={STDOUT: gone, STDERR: gone})
@@ -123,13 +124,13 @@ def test_what_was_asked_for_and_cannot_be_written_is_told(forks: Forks) -> None:
 
 
 def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
-    """Also to none at all."""
+    """One of the sizes is zero."""
     ours, theirs = pty.openpty()
     words = ("train", "job.yaml", "--max-steps", "40")
     child = forks.start(command, *words, streams={STDOUT: theirs, STDERR: theirs})
     os.close(theirs)
     shown, sizes = b"", [(0, 0), (1, 1), (3, 200), (50, 7), (24, 80)]
-    with contextlib.suppress(OSError):  # how a terminal says that nobody is there any more
+    with contextlib.suppress(OSError):  # the error of a closed terminal
         while part := os.read(ours, 4096):
             shown += part
             sizes.append(sizes.pop(0))
@@ -142,7 +143,7 @@ def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
 
 
 def nowhere() -> dict[str, str]:
-    """An environment with a home where nothing can be written."""
+    """Return an environment whose home is not writable."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HOME", "XDG", "HF_"))}
     return {**kept, "HOME": "/proc/none"}
 
@@ -159,14 +160,14 @@ def test_without_a_home(at_home: Path, forks: Forks) -> None:
 
 @pytest.mark.slow
 def test_without_a_home_in_a_fresh_process(at_home: Path) -> None:
-    """Modules read it when they are imported."""
+    """Modules read the home at import."""
     words = [sys.executable, "-m", "snugfit", "train", "job.yaml"]
     done = subprocess.run(words, env=nowhere(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"finished after step 12: {at_home / 'out'}\n"), done.stderr
 
 
 def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers, speeds and which checkpoint is the newest know nothing of the date."""
+    """Numbers, speeds and the choice of the newest checkpoint do not depend on the date."""
     whole = train(small_run(tmp_path / "whole"))
     real, by = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + by[0])
@@ -188,10 +189,10 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_journal_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told once; nothing else changes."""
+    """One warning appears, and nothing else changes."""
     monkeypatch.setattr(
         "snugfit.training.journal.open_journal",
-        lambda path: open("/dev/full", "a+b"),  # noqa: SIM115 - who asks closes it
+        lambda path: open("/dev/full", "a+b"),  # noqa: SIM115 - the caller closes it
     )
     told: list[Event] = []
     done = train(small_run(tmp_path / "run"), watch=told.append)
@@ -223,7 +224,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
-    """What a run goes on from are its checkpoints; the journal is written on, on a line of its own."""
+    """A run resumes from its checkpoints, and appends to the journal on a new line."""
     killed_in(small_run(tmp_path, save_steps=4), 6)
     (tmp_path / JOURNAL).write_bytes(damage)
     assert train(small_run(tmp_path, save_steps=4)).outcome == "finished"
@@ -233,7 +234,7 @@ def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: Path) -> None:
-    """Started again, those that are done take no step, the broken one the rest of its steps."""
+    """After a restart, finished runs take no step, and the broken run takes its remaining steps."""
     recipes = ("plain", "micro_batches(2)", "sgd")
 
     def all_of_them(breaks_at: int) -> None:
@@ -251,8 +252,8 @@ def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: P
 
 @pytest.mark.parametrize("enough", [2, 0])
 def test_memory_of_the_host_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
-    """The system refuses what a forward pass asks for. The step is taken again in finer pieces, and if
-    these do not fit either, the run ends as one that ran out of memory."""
+    """The system refuses an allocation of a forward pass. The run repeats the step in finer pieces. If
+    these do not fit either, it ends with a memory error."""
     plain = plain_loop._loss
 
     def greedy(model: Any, batch: Any) -> Any:
@@ -275,7 +276,7 @@ def test_memory_of_the_host_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_without_another_thread_a_checkpoint_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under a limit on memory or processes."""
+    """Limits on memory or processes can prevent a thread."""
 
     def refuse(self: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -288,7 +289,7 @@ def test_without_another_thread_a_checkpoint_is_written_all_the_same(
 
 
 def test_a_worker_that_the_system_kills(tmp_path: Path) -> None:
-    """Told as what it most often is, and the next start goes on."""
+    """The error names the most common cause, and the next start resumes."""
     before = psutil.Process().children()
 
     def watch(event: Event) -> None:

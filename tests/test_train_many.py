@@ -1,6 +1,8 @@
-"""`snugfit train` in several processes: the mathematics of one, one voice, nothing lost. On the CPU, by gloo.
+"""`snugfit train` in several processes.
 
-Processes are forked from one that has imported all (`clean_forks.py`), with the variables that torchrun sets.
+It has the mathematics of one process, prints once, and loses nothing. The runs use the CPU and gloo.
+Processes are forked from one with all imports (`clean_forks.py`), and get the variables that torchrun
+sets.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of one process, by its model."""
+    """Return the run of one process, by its model."""
     root = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -66,8 +68,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of a recipe that has ended after step 3, without dropout: of one process if it is plain, of
-    two else."""
+    """Return a function that gives the folder of a recipe's run, stopped after step 3.
+
+    It has no dropout. The plain recipe runs in one process, and all other recipes in two.
+    """
     root = tmp_path_factory.mktemp("halves")
 
     @functools.cache
@@ -102,8 +106,11 @@ OFTEN = SAME[1:3]
 def test_as_one_process(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str, size: int, job: str
 ) -> None:
-    """Losses, norms, evaluations and weights of one process, with samples that are padded unevenly, and a
-    last batch of an epoch of one sample, which leaves nothing for the others."""
+    """Losses, norms, evaluations and weights equal those of one process.
+
+    Samples are padded unevenly. The last batch of an epoch has one sample, so that some processes have
+    none.
+    """
     how: dict[str, Any] = {"recipe": recipe, "job": job, "eval_strategy": "steps", "eval_steps": 4}
     assert trained(forks, tmp_path / "many", size, **how) == [0] * size
     ours, theirs = losses(tmp_path / "many"), losses(alone(job))
@@ -119,7 +126,7 @@ def test_as_one_process(
 
 
 def test_the_model_of_loaded_by_transformers(half_of: Callable[[str], Path]) -> None:
-    """At a run's end the checkpoint holds the whole model, though no process does."""
+    """The last checkpoint holds the whole model, although no process does."""
     from transformers import AutoModelForSequenceClassification
 
     folder = half_of("fsdp") / "checkpoint-3"
@@ -141,7 +148,7 @@ AGAIN = [
 def test_resumed_on_as_many_it_is_the_same_run(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
-    """Bit for bit, with dropout that each part of the batch draws from a stream of its own."""
+    """The runs are equal bit for bit. Each part of the batch draws its dropout from a stream of its own."""
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
     how["job"] = job
     assert trained(forks, tmp_path / "whole", size, **how) == [0] * size
@@ -153,7 +160,7 @@ def test_resumed_on_as_many_it_is_the_same_run(
 
 
 def test_each_process_writes_the_states_that_it_has(tmp_path: Path, forks: Forks) -> None:
-    """Under zero1 each weight and its moments are in one process's file, and nowhere else."""
+    """Under zero1, each weight and its moments are in the file of exactly one process."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -186,8 +193,8 @@ OTHERS = [
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path, forks: Forks, half_of: Callable[[str], Path], before: str, after: str, size: int
 ) -> None:
-    """Weights and optimizer states are read by whoever goes on: without dropout the run ends as it would
-    have. What is drawn anew is said."""
+    """Another number of processes loads weights and optimizer states. Without dropout the run ends with
+    the same weights. The journal reports the redrawn random numbers."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     how: dict[str, Any] = {"lr_scheduler_type": "constant"}
     run_of(str(whole), **how)
@@ -228,8 +235,10 @@ def steps_told(folder: Path) -> int:
 
 
 def is_one_of_two_killed(forks: Forks, folder: Path, how: dict[str, Any], draw: random.Random) -> bool:
-    """Starts a run of two processes and kills one at a drawn moment; False where the run had ended before.
-    The other ends by itself, silently."""
+    """Start a run of two processes and kill one at a random moment.
+
+    Return False if the run had ended before. Check that the other process ends silently by itself.
+    """
     done = steps_told(folder)
     children = start(forks, folder, 2, how)
     until(lambda: steps_told(folder) > done)
@@ -246,7 +255,7 @@ def is_one_of_two_killed(forks: Forks, folder: Path, how: dict[str, Any], draw: 
 
 
 KILLS = 2
-"""Of each storm; `lab/kill_ranks.py` has more."""
+"""Kills in each storm. `lab/kill_ranks.py` has more."""
 
 
 STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero1", 5)]
@@ -256,8 +265,8 @@ STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero
 def test_a_killed_process_ends_all_and_nothing_is_lost(
     tmp_path: Path, forks: Forks, recipe: str, seed: int
 ) -> None:
-    """SIGKILL for one process at seeded moments: the other ends by itself, silently, and who starts them
-    again has the numbers of a run that nobody touched."""
+    """SIGKILL hits one process at seeded moments, and the other ends silently by itself. The restarted run
+    has the numbers of an undisturbed one."""
     draw = random.Random(seed)
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
     assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
@@ -274,8 +283,10 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
 def test_a_signal_to_one_stops_all_at_one_boundary(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:
-    """A checkpoint, exit code 75 in each, and a resume bit for bit, with dropout that each part of the batch
-    draws from a stream of its own."""
+    """All processes save one checkpoint, exit with code 75, and resume bit for bit.
+
+    Each part of the batch draws its dropout from a stream of its own.
+    """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 20}
     children = start(forks, tmp_path / "run", 2, how)
     until(lambda: steps_told(tmp_path / "run") >= 2)
@@ -293,7 +304,8 @@ def test_a_signal_to_one_stops_all_at_one_boundary(
 
 
 def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, forks: Forks) -> None:
-    """It is none in one process, and so none of all; one of them says so, with the samples of all."""
+    """The loss of one process is NaN, so the loss of all is. One process reports it with the samples of
+    all."""
     assert trained(forks, tmp_path / "run", 2, recipe="fsdp", fault={"1": "no_number"}) == [1, 1]
     assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The loss is nan")
     assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere")
@@ -305,7 +317,7 @@ def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, fo
 
 @pytest.mark.parametrize("recipe", slow_but(["ddp", "fsdp", "context(2)"], "ddp".__eq__))
 def test_a_second_run_in_the_folder_ends_in_one_line(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """The first goes on, and ends as it would have alone."""
+    """The first run continues, with an unchanged end."""
     how: dict[str, Any] = {"recipe": recipe, "job": "llama", "layers": 1, "max_steps": 40, "save_steps": 20}
     first = start(forks, tmp_path / "run", 2, how)
     until(lambda: steps_told(tmp_path / "run") > 0)
@@ -329,7 +341,8 @@ REFUSED = [
 def test_a_part_that_the_system_refuses_ends_in_one_line(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
-    """Steps go on, what was kept before stands, and the last checkpoint counts."""
+    """Training continues, earlier checkpoints remain, and a failure of the last checkpoint sets the exit
+    code."""
     how: dict[str, Any] = {"recipe": recipe, "job": job, "layers": 1, "save_steps": 3}
     writer, file = (0, "config") if recipe == "context(2)" else (1, "shards/__1_0")
     assert trained(forks, tmp_path / "run", size, **{**how, "max_steps": 3}) == [0] * size
@@ -341,7 +354,7 @@ def test_a_part_that_the_system_refuses_ends_in_one_line(
     said = fault_told(tmp_path / "run", 0)
     assert re.search(rf"^LastNotKept: The last checkpoint was not saved: \S*{refused}\. [^\n]*$", said)
     assert all(fault_told(tmp_path / "run", rank).startswith("ToldElsewhere") for rank in range(1, size))
-    if writer:  # the first process has no room for a line of the journal either
+    if writer:  # the first process cannot write to the journal either
         warned = [event["text"] for event in events(tmp_path / "run", "warning")]
         assert any(re.search(refused, text) for text in warned)
     assert_goes_on_from_three(tmp_path / "run", forks, size, how)
@@ -363,7 +376,7 @@ def test_a_folder_that_becomes_read_only_ends_in_one_line(
 
 
 def assert_goes_on_from_three(folder: Path, forks: Forks, size: int, how: dict[str, Any]) -> None:
-    """No half of a checkpoint stands there, and the run ends once it can write."""
+    """Assert that no partial checkpoint remains, and that the run ends once it can write."""
     names = [path.name for path in folder.iterdir() if path.is_dir() and "checkpoint" in path.name]
     assert names == ["checkpoint-3"]
     verify(folder / "checkpoint-3", 3)
@@ -403,7 +416,7 @@ except launch.RankFailed as ended:
 
 
 def test_torchs_launcher_logs_nothing_beside_our_line() -> None:
-    """Its loggers are made as it is imported, so this takes a process that has not imported it."""
+    """Its loggers are created at import, so the test uses a process without that import."""
     command = [sys.executable, "-c", ENDS_WITHOUT_A_WORD]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""
@@ -427,7 +440,8 @@ def test_what_cannot_be_is_told_by_the_first_alone(
 
 @pytest.mark.parametrize("cut", [1, 2])
 def test_shares_make_the_batch_of_one(cut: int) -> None:
-    """In its order; all processes have as many micro-batches, and each has something to compute."""
+    """The shares keep the batch's order. All processes have the same number of micro-batches, and none is
+    empty."""
     one = SampleOrder(41, 8, 1, seed=3)
     ranks = [SampleOrder(41, 8, cut, seed=3, rank=rank, ranks=4) for rank in range(4)]
     for step in range(2 * one.steps_per_epoch):
@@ -473,7 +487,7 @@ def test_processes_are_those_that_were_started(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_the_command_starts_processes(tmp_path: Path) -> None:
-    """`--gpus 2` trains as one process does; a killed one is named, and none is left."""
+    """`--gpus 2` trains like one process. The error names a killed process, and none remains."""
     job = "\n".join(f"{key}: {value}" for key, value in command(tmp_path).items())
     (tmp_path / "job.yaml").write_text(job)
     words = [sys.executable, "-m", "snugfit", "train", str(tmp_path / "job.yaml"), "--offline", "--gpus", "2"]
@@ -496,7 +510,7 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
 
 
 def command(folder: Path) -> dict[str, Any]:
-    """A job file's keys for a small run that does not end by itself soon."""
+    """Return a job file's keys for a small run with many steps."""
     job = small_job("bert", 1)
     (folder / "config.json").write_text(json.dumps(job.model.config))
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows(41))))
@@ -509,7 +523,7 @@ def command(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """This process as the second of two that a launcher has started; the file that it looks for."""
+    """Make this process the second of two under a launcher, and return the path of its error file."""
     monkeypatch.setattr("snugfit.measurement.process.die_with_parent", lambda parent: None)
     file = tmp_path / "error.json"
     for name, value in {
@@ -524,7 +538,7 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_an_error_reaches_the_launcher(
     second_of_two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: Exception
 ) -> None:
-    """By torch's own file, and by no other way; the exit code is the error's."""
+    """The error goes through torch's own file alone, and the exit code is the error's."""
     monkeypatch.setenv(LAUNCHED, "1")
 
     def work() -> None:

@@ -1,6 +1,7 @@
-"""`snugfit train` in several processes of which one runs out of memory: all start again and lose nothing.
+"""`snugfit train` in several processes of which one runs out of memory: all restart and lose nothing.
 
-On the CPU, by gloo. It is the host's memory: a process asks for more than there is (`many_ranks.FAULTS`).
+The runs use the CPU and gloo. The host's memory runs out, since one process allocates more than exists
+(`many_ranks.FAULTS`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from tolerance import same_losses, same_parameters
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 LAST = 6
-"""The step after which the small runs end."""
+"""The last step of the small runs."""
 
 HOW: dict[str, Any] = {"layers": 1, "lr_scheduler_type": "constant", "save_steps": 2}
 
@@ -69,8 +70,10 @@ CASES = [
 def test_a_run_goes_on_in_finer_pieces(
     tmp_path: Path, forks: Forks, recipe: str, size: int, victim: int, every: int, stop: int
 ) -> None:
-    """From its last checkpoint, or the beginning where there is none, and ends as one that nobody disturbed;
-    a start after step `stop` goes on under the recipe that was found."""
+    """The run resumes from its last checkpoint or the beginning, and ends like an undisturbed one.
+
+    A start after step `stop` uses the saved smaller recipe.
+    """
     how: dict[str, Any] = {**HOW, "recipe": recipe, "fault": {str(victim): "short"}, "save_steps": every}
     codes = trained(forks, tmp_path / "run", size, max_steps=stop, **how)
     assert codes[victim] == 4
@@ -112,7 +115,7 @@ def test_a_run_goes_on_in_finer_pieces(
 def test_it_ends_when_nothing_smaller_is_left(
     tmp_path: Path, forks: Forks, sharing: str, cuts: list[int]
 ) -> None:
-    """With one message, and is written down no longer: with more memory the next start goes on."""
+    """The run ends with one message and removes its record. With more memory the next start resumes."""
     before = [str(Recipe.parse(f"{sharing} + micro_batches({n})" if n > 1 else sharing)) for n in cuts]
     how = {**HOW, "recipe": before[0], "max_steps": 4}
     for recipe in before:
@@ -133,7 +136,7 @@ def test_it_ends_when_nothing_smaller_is_left(
 @pytest.mark.slow
 @pytest.mark.whole
 def test_a_batch_whose_samples_look_at_each_other_is_not_cut(tmp_path: Path, forks: Forks) -> None:
-    """Nor in several processes, each of which compares."""
+    """Several processes do not cut it either, since each of them compares."""
     how = {**HOW, "recipe": "fsdp", "max_steps": 4, "fault": {"0": "mixing", "1": "mixing short"}}
     assert trained(forks, tmp_path / "run", 2, **how) == [1, 4]
     assert trained(forks, tmp_path / "run", 2, **how) == [4, 4]
@@ -157,8 +160,8 @@ def test_a_batch_whose_samples_look_at_each_other_is_not_cut(tmp_path: Path, for
 def test_in_what_is_left_to_the_first_process_one_is_as_several(
     tmp_path: Path, recipe: str, mixes: str, why: str
 ) -> None:
-    """Where nothing smaller is left, or samples look at each other, the run ends with one message; the next
-    start tries once more."""
+    """The run ends with one message if no smaller recipe is left, or if samples depend on each other. The
+    next start tries once more."""
     run = small_run(tmp_path, recipe, max_steps=2)
     end_of_several(run, SHORT, run.recipe, 0, None)
     with pytest.raises(OutOfMemory, match=re.escape(why)):
@@ -171,7 +174,7 @@ def test_in_what_is_left_to_the_first_process_one_is_as_several(
     assert train(run).step == 2
 
 
-# ---- what is written down --------------------------------------------------------------------------------
+# ---- the record ------------------------------------------------------------------------------------------
 
 
 def one_of_two(folder: Path, rank: int = 1, **changes: Any) -> Run:
@@ -195,12 +198,12 @@ def test_it_counts_for_the_same_run_until_there_is_a_checkpoint_of_what_followed
     ):
         end_of_several(run, SHORT, run.recipe, 2, None)
         assert record_of(other, None) is None
-        assert not (tmp_path / RECORD).exists(), "what counts no longer is removed"
+        assert not (tmp_path / RECORD).exists(), "an outdated record is removed"
     end_of_several(run, SHORT, run.recipe, 2, None)
     first = record_of(run, None)
     assert first is not None
     assert (first.recipe, first.step, first.rank, first.exhausted) == (run.recipe, 3, 1, SHORT)
-    end_of_several(run, SHORT, finer, 3, first)  # which has no checkpoint yet
+    end_of_several(run, SHORT, finer, 3, first)  # without a checkpoint
     second = record_of(run, checkpoint_under("ddp"))
     assert second is not None
     assert (second.recipe, second.recipes) == (finer, ("ddp", "micro_batches(2) + ddp"))
@@ -214,7 +217,7 @@ def test_what_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_where_it_cannot_be_written_nobody_starts_again(tmp_path: Path) -> None:
-    """Else the same recipe would run out of memory for ever."""
+    """A restart with the same recipe would run out of memory forever."""
     run = one_of_two(tmp_path)
     (tmp_path / RECORD).mkdir()
     error = end_of_several(run, SHORT, run.recipe, 2, None)
@@ -226,7 +229,7 @@ def test_where_it_cannot_be_written_nobody_starts_again(tmp_path: Path) -> None:
 
 
 def failures(path: Path, error: Exception) -> dict[int, ProcessFailure]:
-    """How torch's launcher tells that the second of two processes has ended by this error."""
+    """Return the failure that torch's launcher reports for this error in the second of two processes."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(path)
     _record(error)
     return {1: ProcessFailure(local_rank=1, pid=1, exitcode=4, error_file=str(path))}
@@ -314,7 +317,7 @@ sys.exit(launch.launch(2, sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.whole
 def test_the_command_goes_on_by_itself(tmp_path: Path) -> None:
-    """`--gpus 2 --restart`: the second start neither begins anew nor forgets what was found."""
+    """With `--gpus 2 --restart`, the second start continues the run and keeps the smaller recipe."""
     (tmp_path / "config.json").write_text(json.dumps(bert_job(8).model.config))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows(41))))
     job = {
@@ -368,11 +371,11 @@ def test_whoever_builds_whole_models_is_told_of_the_host(
     assert ("--set build_on=host" in told) is can_be_spread
 
 
-# ---- what is chosen, and said ----------------------------------------------------------------------------
+# ---- the choice, and its message -------------------------------------------------------------------------
 
 
 def test_pieces_are_those_of_one_gpu_s_part() -> None:
-    """Of a batch of 8 each of four GPUs has two samples: they are cut once."""
+    """Each of four GPUs has two samples of a batch of 8, so they can be split only once."""
     following = next_recipe(torch.device("cpu"), gpus=4)
     assert str(following(bert_job(8), Recipe.parse("fsdp"), "host-oom")) == "micro_batches(2) + fsdp"
     assert following(bert_job(8), Recipe.parse("fsdp + micro_batches(2)"), "host-oom") is None
@@ -398,7 +401,7 @@ def test_a_recipe_for_as_many_gpus_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_process_that_trains_with_others_is_predicted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its default process group is a real one, which no rehearsal may take for its own."""
+    """Its default process group is a real one, which a rehearsal must not use."""
     import torch.distributed as dist
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -419,7 +422,7 @@ def test_a_process_that_trains_with_others_is_predicted_too(
 def test_what_simulates_is_imported_while_data_is_read(
     device: str, gpus: int, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In another process, and the model's own code too."""
+    """Another process imports it, with the model's own code."""
     begun: list[str] = []
     monkeypatch.setattr(
         "snugfit.prediction.worker_pool.start_fork_server", lambda modules, **_: begun.extend(modules)

@@ -1,4 +1,4 @@
-"""`snugfit train` where each process has some of the layers: as one process, kept and resumed bit for bit."""
+"""`snugfit train` with layers spread over processes: equal to one process, saved and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process."""
+    """Return a run of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     run_of(str(folder), **HOW, eval_strategy="steps", eval_steps=4, lr_scheduler_type="constant")
     return folder
@@ -51,7 +51,7 @@ RECIPES = [
 
 @pytest.mark.parametrize(("recipe", "size"), slow_but(RECIPES, [(INTERLEAVED, 2)].__contains__))
 def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, size: int) -> None:
-    """Losses, norms, evaluations and weights of one process, with samples that are padded unevenly."""
+    """Losses, norms, evaluations and weights equal those of one process, with unevenly padded samples."""
     how = {**HOW, "eval_strategy": "steps", "eval_steps": 4, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "many", size, recipe=recipe, **how) == [0] * size
     ours, theirs = losses(tmp_path / "many"), losses(alone)
@@ -80,7 +80,7 @@ def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, 
     ),
 )
 def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
-    """Bit for bit."""
+    """The runs are equal bit for bit."""
     how = {**HOW, "recipe": recipe, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "whole", size, **how) == [0] * size
     assert trained(forks, tmp_path / "half", size, max_steps=3, **how) == [0] * size
@@ -103,7 +103,7 @@ OTHERS = [
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path, forks: Forks, alone: Path, before: str, after: str, size: int
 ) -> None:
-    """Weights and optimizer states are read by whoever goes on."""
+    """Another number of processes loads weights and optimizer states."""
     how = {**HOW, "lr_scheduler_type": "constant"}
     for recipe, count, steps in ((before, 1 if before == "micro_batches(2)" else 2, 3), (after, size, LAST)):
         if count == 1:
@@ -117,7 +117,7 @@ def test_resumed_on_others_it_has_the_same_numbers(
 
 @pytest.fixture(scope="module")
 def tied_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process on a model whose head is its embedding."""
+    """Return a run of one process with a model whose head is its embedding."""
     folder = tmp_path_factory.mktemp("tied_alone") / "run"
     run_of(str(folder), **TIED)
     return folder
@@ -134,8 +134,10 @@ TIED_RECIPES = [
 def test_a_head_that_is_the_embedding_trains_as_in_one_process(
     tmp_path: Path, forks: Forks, tied_alone: Path, recipe: str, size: int
 ) -> None:
-    """Losses, norms and weights; and a run that is resumed is the same one, bit for bit. The last checkpoint
-    has the matrix once, as that of one process."""
+    """Losses, norms and weights are equal, and a resumed run is the same bit for bit.
+
+    The last checkpoint has the matrix once, like that of one process.
+    """
     how = {**TIED, "recipe": recipe}
     assert trained(forks, tmp_path / "half", size, max_steps=3, **how) == [0] * size
     for name in ("half", "whole"):

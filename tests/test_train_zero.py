@@ -1,5 +1,7 @@
-"""`snugfit train` with DeepSpeed's engine: the mathematics of one process without it, checkpoints by each
-weight's name, and nothing lost. On the CPU, by gloo, as `test_train_many.py`.
+"""`snugfit train` with DeepSpeed's engine.
+
+It has the mathematics of one process without it, writes checkpoints by each weight's name, and loses
+nothing. The runs use the CPU and gloo, as in `test_train_many.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of one process without an engine, by its model."""
+    """Return the run of one process without an engine, by its model."""
     root = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -58,7 +60,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """The run of a recipe that has ended after step 3, without dropout, of so many processes."""
+    """Return a function that gives the folder of a recipe's run in this many processes.
+
+    The run has no dropout and stopped after step 3.
+    """
     root = tmp_path_factory.mktemp("halves")
 
     @functools.cache
@@ -72,7 +77,7 @@ def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def ran(forks: Forks, folder: Path, size: int, **how: Any) -> None:
-    """Trains to the end, in so many processes."""
+    """Train to the end in this many processes."""
     assert trained(forks, folder, size, **how) == [0] * size
 
 
@@ -88,8 +93,11 @@ CASES = [
 def test_as_one_process_without_an_engine(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str, size: int, job: str
 ) -> None:
-    """Losses, norms, evaluations and weights, with samples that are padded unevenly, and a last batch of an
-    epoch of one sample, which leaves nothing for the others."""
+    """Losses, norms, evaluations and weights equal those of one process.
+
+    Samples are padded unevenly. The last batch of an epoch has one sample, so that some processes have
+    none.
+    """
     how: dict[str, Any] = {"recipe": recipe, "job": job, "eval_strategy": "steps", "eval_steps": 4}
     ran(forks, tmp_path / "run", size, **how)
     both = (tmp_path / "run", alone(job))
@@ -107,8 +115,8 @@ def test_as_one_process_without_an_engine(
 def test_in_bf16_it_begins_with_the_weights_in_fp32(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str
 ) -> None:
-    """The engine would round them to what it computes in. After a few small steps rounding is still larger
-    than what was learned."""
+    """The engine would round the weights to its compute dtype. After a few small steps, the rounding error
+    still exceeds the updates."""
     from transformers import AutoModelForSequenceClassification
 
     ran(forks, tmp_path / "run", 2, recipe=recipe)
@@ -125,8 +133,8 @@ def test_in_bf16_it_begins_with_the_weights_in_fp32(
 
 @pytest.fixture(scope="module")
 def cpu_adam() -> None:
-    """DeepSpeed's Adam for the host, compiled by this process: two that wait for each other's compiler would
-    take longer than one may."""
+    """Compile DeepSpeed's Adam for the host in this process. Two processes that compile at once would wait
+    for each other and exceed the time limit."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     CPUAdamBuilder().load()
@@ -139,7 +147,7 @@ def cpu_adam() -> None:
 def test_with_states_on_the_host(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str
 ) -> None:
-    """The losses and weights of one process, and resumed bit for bit."""
+    """Losses and weights equal those of one process, and a resumed run is equal bit for bit."""
     ran(forks, tmp_path / "run", 2, recipe=recipe)
     both = (tmp_path / "run", alone("bert"))
     same_losses(
@@ -182,8 +190,10 @@ AGAIN = [
 def test_resumed_on_as_many_it_is_the_same_run(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
-    """Bit for bit, with dropout that each part of the batch draws from a stream of its own. Each time a run
-    is resumed so below, whose process died."""
+    """The runs are equal bit for bit. Each part of the batch draws its dropout from a stream of its own.
+
+    Tests below also resume runs whose process died.
+    """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
     how["job"] = job
     ran(forks, tmp_path / "whole", size, **how)
@@ -211,8 +221,8 @@ def test_resumed_on_others_it_has_the_same_numbers(
     after: str,
     size: int,
 ) -> None:
-    """Weights and optimizer states are read by whoever goes on, with an engine or without: without dropout
-    the run ends as it would have."""
+    """Another number of processes loads weights and optimizer states, with or without an engine. Without
+    dropout the run ends with the same weights."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     how: dict[str, Any] = {"lr_scheduler_type": "constant"}
     run_of(str(whole), **how)
@@ -225,7 +235,7 @@ def test_resumed_on_others_it_has_the_same_numbers(
 
 
 def test_each_process_writes_some_of_the_weights_whole(tmp_path: Path, forks: Forks) -> None:
-    """By name, in fp32, with their moments; and nothing of DeepSpeed's own."""
+    """The files hold weights in fp32 with their moments, by name, and nothing of DeepSpeed's own."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -261,7 +271,7 @@ def test_each_process_writes_some_of_the_weights_whole(tmp_path: Path, forks: Fo
 # ---- ends ------------------------------------------------------------------------------------------------
 
 KILLS = 2
-"""Of each storm."""
+"""Kills in each storm."""
 
 
 @pytest.mark.parametrize(
@@ -270,8 +280,10 @@ KILLS = 2
 def test_a_killed_process_ends_all_and_nothing_is_lost(
     tmp_path: Path, forks: Forks, recipe: str, seed: int
 ) -> None:
-    """SIGKILL for one process at seeded moments, most of which are within a write: the other ends by itself,
-    and who starts them again has the numbers of a run that nobody touched."""
+    """SIGKILL hits one process at seeded moments, mostly within a write.
+
+    The other process ends by itself. The restarted run has the numbers of an undisturbed one.
+    """
     draw = random.Random(seed)
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
     ran(forks, tmp_path / "whole", 2, **how)
@@ -290,8 +302,10 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
 def test_a_process_that_dies_in_a_write_leaves_the_checkpoint_before(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:
-    """SIGKILL, when half of its part of the third checkpoint is on the disk. The other ends by itself, and
-    who starts them again has the numbers of a run that nobody touched."""
+    """SIGKILL hits a process after it wrote half of its part of the third checkpoint.
+
+    The other process ends by itself. The restarted run has the numbers of an undisturbed one.
+    """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 4, "save_steps": 1}
     codes = trained(forks, tmp_path / "run", 2, fault={str(victim): "dies_writing"}, **how)
     assert codes[victim] == -signal.SIGKILL
@@ -325,7 +339,7 @@ def test_a_signal_to_one_stops_all_at_one_boundary(tmp_path: Path, forks: Forks)
 
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 1))
 def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """It is none in one process, and so none of all. The step that may be skipped leaves no gradient."""
+    """The loss of one process is NaN, so the loss of all is. The skipped step leaves no gradient."""
     how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "run", 2, fault={"1": "no_number"}, **how) == [1, 1]
     assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The loss is nan")
@@ -341,7 +355,7 @@ def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, 
 
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 0))
 def test_gradients_that_are_no_numbers_change_nothing(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """Those of a loss that is a number: the engine finds it, in all processes, and updates nothing."""
+    """The loss is finite. The engine detects the gradients in all processes and updates nothing."""
     how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "run", 2, fault={"1": "no_gradient"}, **how) == [1, 1]
     assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The gradients' norm is inf")
@@ -374,7 +388,7 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
 
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3], 0))
 def test_gradients_of_a_step_that_is_left_out_are_dropped(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """Those of a loss that jumps, which are numbers: the steps after it are those of a run without an
+    """A jump of the loss gives finite gradients. The steps after it equal those of a run without an
     engine."""
     how: dict[str, Any] = {
         "layers": 1, "on_loss_spike": "skip", "loss_spike_rtol": 1.0, "max_steps": 14,

@@ -1,7 +1,7 @@
 """Rules of `TrainingArguments` that our own loop repeats, beside transformers' code, over edge values.
 
-The Trainer is the judge: its arguments, its data loader, its callbacks and its groups are asked, not written
-down a second time.
+The expected values come from the Trainer's own arguments, data loader, callbacks and groups. A second
+written copy of its rules could be wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 
 
 def trainer_of(folder: Path, samples: int = 8, **arguments: Any) -> Trainer:
-    """A Trainer that is asked, and never trains."""
+    """Return a Trainer as the reference. It never trains."""
     given = TrainingArguments(
         str(folder / "theirs"),
         use_cpu=True,
@@ -45,7 +45,7 @@ def trainer_of(folder: Path, samples: int = 8, **arguments: Any) -> Trainer:
 
 
 def rates(scheduler: Any, steps: int) -> list[float]:
-    """The learning rate of each step, and of two that follow the end."""
+    """Return the learning rate of each step, and of two steps after the end."""
     found = []
     for _ in range(steps + 2):
         found.append(scheduler.get_last_lr()[0])
@@ -84,7 +84,8 @@ def test_a_schedule_has_the_same_rates_to_its_end(tmp_path: Path, kind: str, war
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_epochs_are_as_many_steps(tmp_path: Path, drops: bool) -> None:
-    """Of batches that one forward pass takes: a cut one is our technique, and changes no step."""
+    """A step has the batch of one forward pass. Splitting it is our own technique, and changes no number
+    of steps."""
     for samples in (4, 7, 8, 9, 43):
         trainer = trainer_of(tmp_path, samples, per_device_train_batch_size=4, dataloader_drop_last=drops)
         loader = trainer.get_train_dataloader()
@@ -123,7 +124,7 @@ def test_the_same_steps_are_evaluated_and_saved(tmp_path: Path, strategy: str) -
 
 @pytest.mark.parametrize("name", ["save_steps", "eval_steps", "logging_steps"])
 def test_a_share_of_the_steps_is_refused_by_name(name: str) -> None:
-    """The Trainer takes the share of all steps, rounded up; here steps are counted."""
+    """The Trainer takes this share of all steps, rounded up. snugfit accepts only a number of steps."""
     state = TrainerState()
     state.compute_steps(TrainingArguments("unused", use_cpu=True, **{name: 0.3}), STEPS)
     assert getattr(state, name) == math.ceil(0.3 * STEPS)
@@ -142,14 +143,14 @@ def test_evaluations_without_a_number_follow_the_lines(tmp_path: Path) -> None:
 
 
 def test_smoothed_labels_are_refused_by_name() -> None:
-    """Our loop takes the model's own loss."""
+    """Our loop uses the model's own loss."""
     assert TrainingArguments("unused", use_cpu=True, label_smoothing_factor=0.1).label_smoothing_factor
     with pytest.raises(SnugfitError, match="label_smoothing_factor"):
         options_of({"label_smoothing_factor": 0.1})
 
 
 class Norms(torch.nn.Module):
-    """Names that hold `norm` within a word, at its end and alone."""
+    """A model with `norm` in its names: within a word, at its end, and alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The own loop: a run is a function of its seed, whatever happens to its process, its loss or its memory."""
+"""The own loop: a run is a function of its seed, independent of faults of its process, loss or memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Untouched:
-    """What a run comes to that nobody has interrupted."""
+    """The result of an uninterrupted run."""
 
     model: torch.nn.Module
     losses: dict[int, tuple[float, float, float]]
@@ -67,7 +67,7 @@ class Untouched:
 
 @cache
 def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool = True) -> Untouched:
-    """For all tests that lay another run beside it; nobody changes it."""
+    """Return the reference run that all tests share and none changes."""
     job = bert_job(clip=clip)
     with TemporaryDirectory() as folder:
         done = train(small_run(Path(folder), recipe, job=job if dropout else _without_dropout(job)))
@@ -76,7 +76,7 @@ def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool 
 
 @pytest.mark.parametrize("recipe", slow_but(RECIPES, 2))
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
-    """Resumed bit for bit, with dropout on: losses, norms, learning rates and weights."""
+    """With dropout, losses, norms, learning rates and weights of the resumed run are equal bit for bit."""
     skip_without_packages(recipe)
     whole = untouched(recipe)
     killed_in(small_run(tmp_path / "killed", recipe, save_steps=5), 8)
@@ -97,7 +97,7 @@ def test_a_finished_run_is_found_finished(tmp_path: Path) -> None:
     first = train(small_run(tmp_path))
     again = train(small_run(tmp_path))
     assert (again.outcome, again.step) == ("finished", 12)
-    assert again.loss == first.loss, "of the last step that was kept"
+    assert again.loss == first.loss, "of the last saved step"
     assert_same_weights(first.model, again.model)
 
 
@@ -121,7 +121,7 @@ CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.fixture(scope="module")
 def cut_short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was killed in its fifth step."""
+    """Return the folder of a run that was killed in its fifth step."""
     folder = tmp_path_factory.mktemp("cut short")
     killed_in(small_run(folder, save_steps=2), 5)
     return folder
@@ -146,7 +146,8 @@ def test_another_run_begins_anew_where_that_is_said(tmp_path: Path, cut_short: P
 
 
 def test_adapters_go_on_beside_the_weights_that_they_were_made_for(tmp_path: Path) -> None:
-    """They are kept without them, and would go on beside others without a word."""
+    """Adapters are saved without the base weights, and would otherwise resume on other weights without an
+    error."""
     for name, layers in (("one", 2), ("other", 3)):
         job = replace(small_job("bert", layers), batch_size=4, sequence_length=16)
         train(small_run(tmp_path / name, job=job, max_steps=1))
@@ -162,7 +163,7 @@ def test_adapters_go_on_beside_the_weights_that_they_were_made_for(tmp_path: Pat
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    """transformers would train random ones and only mention it."""
+    """transformers would train random weights with only a warning."""
     from safetensors.torch import save_file
 
     save_file({"h.0.attn.weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -186,7 +187,7 @@ def test_a_constant_rate_may_go_on_for_longer(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
-    """Its rate follows the longer schedule from there; a kill on the way changes no number."""
+    """Its rate follows the longer schedule from there, and a kill in between changes no number."""
     for name in ("straight", "killed"):
         train(small_run(tmp_path / name))
     longer = {"max_steps": 20, "save_steps": 2}
@@ -215,7 +216,8 @@ def test_other_software_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("recipe", ["micro_batches(2)", "micro_batches(4)"])
 def test_micro_batches_equal_the_whole_batch(tmp_path: Path, recipe: str) -> None:
-    """With uneven padding and a last batch that is smaller; dropout apart, which draws other masks."""
+    """The batches have uneven padding, and the last one is smaller. Dropout is off, since it draws other
+    masks."""
     job = _without_dropout(bert_job())
     whole = train(small_run(tmp_path / "whole", "sgd", job=job))
     cut = train(small_run(tmp_path / "cut", f"sgd + {recipe}", job=job))
@@ -234,11 +236,11 @@ def _without_dropout(job: Job) -> Job:
     return replace(job, model=Model.from_config(facts, name="still"))
 
 
-# ---- what is no number ----------------------------------------------------------------------------------
+# ---- NaN and infinity -----------------------------------------------------------------------------------
 
 
 def _poison(monkeypatch: pytest.MonkeyPatch, step: int, value: float = math.nan) -> None:
-    """The loss of this step's last micro-batch is no number."""
+    """Make the loss of this step's last micro-batch NaN."""
     plain, count = TrainingStep.take, [0]
 
     def take(self: TrainingStep, running: Any, *more: Any) -> Any:
@@ -263,7 +265,7 @@ def _spoilt(out: Any, value: float) -> Any:
 def test_a_loss_that_is_no_number_stops_before_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    """Weights finite and as they were, the batch's samples written down, a checkpoint to go on from."""
+    """Weights stay finite and unchanged. The batch's samples are recorded, and a checkpoint remains."""
     killed_in(small_run(tmp_path / "before"), 4)
     _poison(monkeypatch, 5, value)
     with pytest.raises(
@@ -283,7 +285,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
 def test_a_gradient_that_is_no_number_stops_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float | None
 ) -> None:
-    """The loss is fine, and one element of one gradient is not."""
+    """The loss is finite, but one element of one gradient is not."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -312,7 +314,7 @@ def _overflow(gradient: Any) -> Any:
 
 
 def _overflow_unseen(gradient: Any) -> Any:
-    """In a row of the embedding that no sample looks up, so that no later loss tells."""
+    """Put infinity into an embedding row that no sample uses, so that later losses stay finite."""
     spoilt = gradient.clone()
     spoilt[-1] = math.inf
     return spoilt
@@ -343,8 +345,11 @@ def test_a_gradient_that_is_read_too_late_is_no_harm(
     clip: float | None,
     spoil: Callable[[Any], Any],
 ) -> None:
-    """As on a GPU, where nobody waits for the gradients: the update was made, the run goes back to where its
-    weights were right, and the second time it stops before the update."""
+    """Imitate a GPU, where the host does not wait for the gradients.
+
+    The bad update is applied, and the run returns to its last good weights. The second time it stops
+    before the update.
+    """
     job = bert_job(clip=clip)
     plain, begun = TrainingStep._accumulate, TrainingStep.__init__
 
@@ -391,7 +396,7 @@ def test_such_a_step_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_too_many_skipped_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scaler that finds an overflow in every step."""
+    """The scaler detects an overflow in every step."""
     plain = TrainingStep._accumulate
 
     def overflowing(self: TrainingStep, built: Any) -> Any:
@@ -410,7 +415,7 @@ def test_too_many_skipped_steps_are_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _exhaust(monkeypatch: pytest.MonkeyPatch, step: int, phase: str) -> None:
-    """Memory runs out in this step, once, in this phase."""
+    """Raise a memory error once, in this phase of this step."""
     plain, count = TrainingStep.take, [0]
 
     def take(self: TrainingStep, running: Any, *more: Any) -> Any:
@@ -418,10 +423,10 @@ def _exhaust(monkeypatch: pytest.MonkeyPatch, step: int, phase: str) -> None:
         if count[0] != step:
             return plain(self, running, *more)
         if phase == "forward":
-            torch.rand(3)  # what a forward pass has drawn by then
+            torch.rand(3)  # random numbers of a partial forward pass
             self.phases.phase("forward")
         else:
-            plain(self, running, *more)  # weights have changed, and the step counts as broken
+            plain(self, running, *more)  # weights have changed, so the step must be repeated
             self.phases.phase("update")
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
@@ -432,7 +437,7 @@ def _exhaust(monkeypatch: pytest.MonkeyPatch, step: int, phase: str) -> None:
 def test_memory_runs_out_and_the_step_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, phase: str
 ) -> None:
-    """Another cut of the same global batch, from the very boundary, nothing restarted."""
+    """The run splits the same global batch differently, from the same boundary, without a restart."""
     job, whole = _without_dropout(bert_job(clip=1.0)), untouched("sgd", dropout=False)
     _exhaust(monkeypatch, step, phase)
     asked: list[tuple[str, str]] = []
@@ -447,12 +452,12 @@ def test_memory_runs_out_and_the_step_is_taken_again(
     assert done.step == 12
     taken = [event["step"] for event in events(tmp_path / "run", "step")]
     again = range(1, 13) if phase == "forward" or step == 1 else [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert taken == list(again), "an update that broke is taken again from the checkpoint before it"
+    assert taken == list(again), "a broken update is repeated from the previous checkpoint"
     for name, value in done.model.state_dict().items():
         torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=1e-4, atol=1e-6)
     monkeypatch.undo()
     resumed = train(small_run(tmp_path / "run", "sgd", job=job))
-    assert str(resumed.recipe) == "micro_batches(2) + sgd", "what was asked for has not changed"
+    assert str(resumed.recipe) == "micro_batches(2) + sgd", "the requested recipe has not changed"
 
 
 def test_when_no_recipe_is_left_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,7 +478,7 @@ def test_other_errors_are_no_want_of_memory(tmp_path: Path, monkeypatch: pytest.
 
 
 def at_a_path(name: str, **config: Any) -> Job:
-    """The job with its model in this folder."""
+    """Return the job with its model in this folder."""
     job = bert_job()
     model = replace(job.model, name=name, origin="path")
     return replace(job, model=replace(model, facts=json.dumps({**json.loads(model.facts), **config})))
@@ -494,7 +499,7 @@ def test_a_model_whose_folder_moved_is_the_same(tmp_path: Path) -> None:
 
 
 def test_a_refused_mesh_is_named_with_its_recipe(tmp_path: Path) -> None:
-    """Not as the old recipe would be on the GPUs of this run."""
+    """The error names the old recipe unchanged, without the GPUs of this run."""
     run = small_run(tmp_path, "bf16")
     before = {**json.loads(json.dumps(run.about(run.recipe))), "asked": "fp16 + tensor(2)"}
     wrong, _ = compare_runs(before, run)
@@ -508,7 +513,7 @@ def test_evaluating_changes_no_number(tmp_path: Path) -> None:
     plain = train(small_run(tmp_path / "plain"))
     judged = train(small_run(tmp_path / "judged", eval_strategy="steps", eval_steps=5))
     evaluated = [event["step"] for event in events(tmp_path / "judged", "evaluated")]
-    assert evaluated == [5, 10, 12], "the run's end is evaluated too, as the Trainer has it"
+    assert evaluated == [5, 10, 12], "the run's end is evaluated, as in the Trainer"
     assert losses(tmp_path / "judged") == losses(tmp_path / "plain")
     assert_same_weights(judged.model, plain.model)
     assert judged.evaluated

@@ -1,4 +1,4 @@
-"""Conversations: which tokens the chat template makes of them, and which of these are learned."""
+"""Conversations: the tokens of the chat template, and the choice of the trained ones."""
 
 from __future__ import annotations
 

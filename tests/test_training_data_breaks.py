@@ -1,4 +1,4 @@
-"""A sample that cannot be read ends a run, and what was trained until then is kept."""
+"""An unreadable sample ends a run, and the completed steps are saved."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tiers import crossed
 pytestmark = pytest.mark.whole
 
 LAST = 5
-"""The steps that are made."""
+"""The number of steps."""
 
 
 class Breaks(Sequence[Any]):
-    """Samples one of which raises this."""
+    """A dataset in which one sample raises this error."""
 
     def __init__(self, samples: Any, broken: int, fault: Exception | None) -> None:
         self.samples, self.broken, self.fault = samples, broken, fault

@@ -1,4 +1,4 @@
-"""Real processes, really killed: what is left is a run that goes on. On the CPU, with dropout."""
+"""Real processes under real kills: the run can always resume. The tests use the CPU and dropout."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from tiers import slow_but
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 KILLS = 50
-"""SIGKILLs of each storm; there are four."""
+"""SIGKILLs in each of the four storms."""
 
 LONGEST = 0.25
-"""Seconds that a process may live: most runs are killed several times, and some get to their end."""
+"""Maximum lifetime of a process in seconds. Most runs are killed several times, and some reach their end."""
 
 
 SHALLOW = replace(bert_job(clip=1.0), model=small_job("bert", 1).model)
 
 
 def weathers(folder: str) -> int:
-    """Trains one layer, and keeps every step."""
+    """Train one layer, and save every step."""
     return train(small_run(Path(folder), job=SHALLOW, save_steps=1)).exit_code
 
 
 def trains(folder: str, options: dict[str, Any]) -> int:
-    """Trains to the end, with the exit code of the run."""
+    """Train to the end, and return the exit code of the run."""
     return train(small_run(Path(folder), **options)).exit_code
 
 
 def trains_with_watchful_workers(folder: str, options: dict[str, Any]) -> int:
-    """Trains so, with workers that look after their trainer more often than every five seconds."""
+    """Train with workers that check their trainer more often than every five seconds."""
     from torch.utils.data._utils import worker
 
     worker.MP_STATUS_CHECK_INTERVAL = 0.2
@@ -59,7 +59,7 @@ def trains_with_watchful_workers(folder: str, options: dict[str, Any]) -> int:
 
 
 def saves_slowly(folder: str) -> int:
-    """The checkpoints after the first take longer than anybody waits."""
+    """Make the checkpoints after the first take longer than any timeout."""
     plain = Store.save
 
     def save(self: Store, step: int, *given: object, **more: object) -> object:
@@ -72,7 +72,7 @@ def saves_slowly(folder: str) -> int:
 
 
 def reads_slowly(folder: str) -> int:
-    """Each file of a checkpoint takes longer than the run may."""
+    """Make the read of each checkpoint file take longer than the run may."""
     plain = manifest._contents
 
     def contents(*given: object, **more: object) -> object:
@@ -100,8 +100,8 @@ def steps_told(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int) -> None:
-    """SIGKILL at seeded moments; each run that gets to its end has the very numbers of one
-    that nobody touched."""
+    """SIGKILL hits at seeded moments. Each run that reaches its end has exactly the numbers of an
+    undisturbed one."""
     draw, kills, finished = random.Random(seed), 0, 0
     whole = train(small_run(tmp_path / "whole", job=SHALLOW))
     while kills < KILLS:
@@ -111,7 +111,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int
         os.kill(child, signal.SIGKILL)
         code = forks.ended(child)
         kills += 1
-        if code == 0:  # it was done before
+        if code == 0:  # it had ended before
             finished += 1
             assert losses(folder) == losses(tmp_path / "whole")
     folder = tmp_path / f"run-{finished}"
@@ -122,11 +122,11 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int
 
 
 POINTS = 8
-"""Calls to the file system at which a run dies; spread evenly over all of its calls."""
+"""Calls to the file system at which a run dies, spread evenly over all of its calls."""
 
 
 def test_a_run_that_dies_at_any_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each checkpoint is written by the training thread, so that a number names the same call each time."""
+    """The training thread writes each checkpoint, so that a number names the same call each time."""
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
@@ -161,7 +161,7 @@ def test_a_run_that_dies_at_any_call_goes_on(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("name", "code"), slow_but([("SIGTERM", 75), ("SIGINT", 130)], 1))
 def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
-    """A checkpoint at the next boundary, an exit code that says so, and a resume bit for bit."""
+    """The run saves at the next boundary, ends with the signal's exit code, and resumes bit for bit."""
     whole = train(small_run(tmp_path / "whole", max_steps=60))
     child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 60})
     until(lambda: steps_told(tmp_path / "run") >= 3)
@@ -178,7 +178,7 @@ def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
-    """Also while a checkpoint is being written; the one before stays whole."""
+    """The second signal also ends a save, and the earlier checkpoint stays whole."""
     child = forks.start(saves_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 3)
     os.kill(child, getattr(signal, name))
@@ -191,7 +191,7 @@ def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: 
 
 
 def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
-    """A save that would take longer than the scheduler gives is given up, and leaves nothing behind."""
+    """A save that would exceed the scheduler's limit is abandoned, and leaves nothing behind."""
     child = forks.start(reads_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 2)
     os.kill(child, signal.SIGTERM)
@@ -201,7 +201,7 @@ def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
 
 @pytest.mark.parametrize("means", ["signal", "file"])
 def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, means: str) -> None:
-    """A signal or a file asks for it while the run goes on."""
+    """A signal or a file requests the checkpoint during the run."""
     whole = train(small_run(tmp_path / "whole", max_steps=40))
     child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 40})
     until(lambda: steps_told(tmp_path / "run") >= 2)
@@ -219,9 +219,11 @@ def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, me
 
 
 def test_a_killed_run_goes_on(tmp_path: Path, forks: Forks) -> None:
-    """SIGKILL. Before it a second run in its folder is refused, by the number of the first. After it the
-    loader's processes end, the dead one holds nothing, and the next run has the numbers of one that nobody
-    touched."""
+    """Before the SIGKILL, a second run in its folder is refused with the number of the first.
+
+    After it the loader's processes end, and the dead run holds nothing. The next run has the numbers of an
+    undisturbed one.
+    """
     how: dict[str, Any] = {"recipe": "workers", "max_steps": 20, "save_steps": 1}
     child = forks.start(trains_with_watchful_workers, str(tmp_path / "run"), how)
     until(lambda: len(events(tmp_path / "run", "saved")) >= 2 if steps_told(tmp_path / "run") else False)

@@ -1,4 +1,4 @@
-"""The order of samples, how they become batches, and the loader that brings them."""
+"""The order of samples, their batches, and the data loader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from snugfit.training.run.order import SampleOrder
 
 
 def drawn(count: int = 40) -> list[dict[str, Any]]:
-    """Orders of many sizes, some with lengths."""
+    """Return orders of many sizes, some with lengths."""
     draw = random.Random(7)
     found = []
     for number in range(count):
@@ -84,7 +84,7 @@ def test_a_step_is_cut_into_pieces_of_one_size(size: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", drawn(), ids=str)
 def test_a_step_does_not_remember(size: dict[str, Any]) -> None:
-    """Asked in any order, in any process, and cut in any way, it is the same."""
+    """A step is the same in any order of calls, in any process, and with any number of micro-batches."""
     order = SampleOrder(**size)
     steps = range(3 * order.steps_per_epoch)
     told = {step: order.step(step) for step in random.Random(1).sample(steps, len(steps))}
@@ -106,7 +106,7 @@ def test_epochs_and_seeds_differ_and_a_sequence_does_not() -> None:
 
 
 def test_the_order_is_what_numpy_drew_when_it_was_written() -> None:
-    """A run that is resumed under a newer snugfit must see the samples that it would have seen."""
+    """A run that resumes under a newer snugfit must train on the same samples."""
     assert SampleOrder(10, 4, 2, seed=42).step(0) == ((5, 6), (0, 7))
     assert SampleOrder(10, 4, 2, seed=42).step(5) == ((6, 5),)
 
@@ -132,13 +132,13 @@ def test_buckets_pad_little_and_stay_random() -> None:
     assert padding(plain) > 0.3
     assert padding(bucket) < 0.02
     means = [lengths[flat(bucket, range(step, step + 1))].mean() for step in range(250)]
-    assert np.corrcoef(means[:-1], means[1:])[0, 1] < 0.3, "batches of like length do not follow one another"
+    assert np.corrcoef(means[:-1], means[1:])[0, 1] < 0.3, "batches of similar length are not adjacent"
     one, two = ({frozenset(flat(bucket, range(k, k + 1))) for k in range(e, e + 250)} for e in (0, 250))
-    assert not one & two, "each epoch's batches are others"
+    assert not one & two, "the batches of the epochs differ"
 
 
 def test_the_last_small_batch_is_random_too() -> None:
-    """Set apart before sorting: else it would always be the shortest samples, or the longest."""
+    """It is set apart before sorting. Otherwise it would always hold the shortest or the longest samples."""
     lengths = [*range(1, 102)]
     last = [
         lengths[index]
@@ -190,7 +190,7 @@ def test_a_batch_is_padded_to_its_longest() -> None:
     ("longest", "multiple", "length"), [(3, None, 3), (3, 8, 8), (8, 8, 8), (9, 8, 12), (3, 5, 5)]
 )
 def test_lengths_of_batches(longest: int, multiple: int | None, length: int) -> None:
-    """Rounded up, and never beyond what the job was planned for."""
+    """Lengths are rounded up, and never exceed the planned length of the job."""
     collate = Collate(job_of(Task.CAUSAL_LM), 0, pad_to_multiple_of=multiple)
     batch = collate([{"input_ids": [7] * longest, "labels": [7] * longest}])
     assert batch["input_ids"].shape == batch["labels"].shape == (1, length)
@@ -228,7 +228,7 @@ def test_labels_of_each_task() -> None:
 def test_a_batch_is_what_transformers_collators_make(
     task: Task, manner: str, collator: str, multiple: int | None
 ) -> None:
-    """Beside an attention mask where nothing is padded, which ours leaves out."""
+    """Our collator omits the attention mask if nothing is padded."""
     import transformers
 
     words, samples = tokenizer(manner), samples_for(task)
@@ -331,7 +331,7 @@ def test_workers_change_nothing_and_are_started_once(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.whole
 def test_a_loader_draws_no_random_number_of_others() -> None:
-    """torch's own DataLoader takes one from the global generator each time it is started."""
+    """torch's own DataLoader draws a number from the global generator at each start."""
     samples = samples_for(Task.MASKED_LM)
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
@@ -357,7 +357,7 @@ def workers_of_this_process() -> list[psutil.Process]:
 
 @pytest.mark.whole
 def test_workers_hear_nobody_but_their_parent() -> None:
-    """A signal to the whole group must not take the batches from a loop that is finishing its step."""
+    """A signal to the whole process group must not end the workers of a loop that finishes its step."""
     samples = samples_for(Task.SEQUENCE_CLASSIFICATION)
     order = SampleOrder(len(samples), 4, 2, seed=1)
     before = workers_of_this_process()
@@ -393,13 +393,13 @@ def test_workers_end_when_their_parent_has_had_enough() -> None:
     last = feed(samples, order, collate, start_step=0, stop_step=10_000, workers=1)
     next(last)
     (worker,) = (each for each in workers_of_this_process() if each not in before)
-    os.kill(worker.pid, signal.SIGTERM)  # as multiprocessing ends its daemons when Python exits
+    os.kill(worker.pid, signal.SIGTERM)  # as multiprocessing ends its daemons at Python's exit
     assert gone(worker)
     last.close()
 
 
 def someone_else(pid: int, number: int) -> None:
-    """Sends a signal from a process that is not the parent."""
+    """Send a signal from a process that is not the parent."""
     import subprocess
     import sys
 
@@ -407,7 +407,7 @@ def someone_else(pid: int, number: int) -> None:
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whether it ends (or has, and waits to be reaped) within some seconds."""
+    """Return True if the process ends within ten seconds. A zombie counts as ended."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:

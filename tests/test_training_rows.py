@@ -1,4 +1,4 @@
-"""Rows of a dataset: every form says the same, every mistake has its file, its line and its words."""
+"""Rows of a dataset: all formats give the same rows, and each error names the file and the line."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def test_a_key_within_a_column() -> None:
 
 
 def test_rows_are_read_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that is broken is told when it is reached, and with its own number."""
+    """The error about a broken line appears at that line, with its own number."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text"\n{"text": "c"}\n')
     rows = read_rows(tmp_path / "rows.jsonl")
     assert (len(rows), rows[2]) == (3, {"text": "c"})

@@ -1,4 +1,4 @@
-"""Samples: what each task makes of its rows, token by token; what would break a run is named by its row."""
+"""Samples: the tokens that each task makes of its rows, and errors that name the row."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_was_cut_is_counted() -> None:
 
 
 def test_one_sample_far_longer_than_the_rest() -> None:
-    """It is cut like any other, and counted."""
+    """It is truncated like any other, and counted."""
     samples = made(CLASSES, [*LABELLED, {"text": "one " * 5000, "label": 0}])
     assert samples.lengths.max() == 6
     assert samples.cut_tokens == 2 + 5000 - 4
@@ -203,7 +203,8 @@ def test_a_mask_is_a_function_of_seed_epoch_and_index() -> None:
 
 
 def test_masks_are_berts() -> None:
-    """15 % of a sequence's words, of these 80 % hidden, 10 % another, 10 % as they were; never none."""
+    """The masks cover 15 % of a sequence's words, and at least one. They hide 80 % of these, replace 10 %,
+    and keep 10 %."""
     samples = made(
         MASKED, [{"text": "one two three four five six seven eight nine ten " * 2}] * 300, length=22
     )
@@ -215,7 +216,7 @@ def test_masks_are_berts() -> None:
     assert (asked.sum(axis=1) == 3).all(), "15 % of 20 words"
     assert (labels[asked] == np.broadcast_to(original, ids.shape)[asked]).all()
     assert (ids[~asked] == np.broadcast_to(original, ids.shape)[~asked]).all()
-    assert not asked[:, [0, -1]].any(), "special tokens are not asked for"
+    assert not asked[:, [0, -1]].any(), "special tokens are not predicted"
     hidden, kept = (ids[asked] == 4).mean(), (ids[asked] == labels[asked]).mean()
     assert hidden == pytest.approx(0.8, abs=0.05)
     assert kept == pytest.approx(0.1 + 0.1 / 22, abs=0.04)
@@ -397,7 +398,7 @@ def test_text_needs_a_tokenizer() -> None:
 
 
 def test_tensors_are_numbers_too() -> None:
-    """A map-style dataset of torch's, tokenised by its user."""
+    """The dataset is a map-style one of torch, tokenized by its user."""
 
     class Tokenised(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
@@ -434,7 +435,7 @@ def test_a_tokenizer_is_loaded_from_its_folder(tmp_path: Path, monkeypatch: pyte
 def test_no_socket_is_opened_for_a_name_that_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """huggingface_hub asked for a list of coding agents, whatever `local_files_only` said."""
+    """huggingface_hub fetched a list of coding agents, regardless of `local_files_only`."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _detect_agent
 
@@ -503,7 +504,7 @@ def test_a_tokenizer_that_is_not_there(
 
 def test_the_padding_token_is_the_one_that_the_model_looks_for() -> None:
     assert padding_token(job_of(CLASSES), tokenizer("bert")) == 0
-    assert padding_token(job_of(CAUSAL), tokenizer("gpt2")) == 6, "the end token, where nothing else pads"
+    assert padding_token(job_of(CAUSAL), tokenizer("gpt2")) == 6, "the end token, without a padding token"
     assert padding_token(job_of(CAUSAL), tokenizer("gpt2", pad_token="<s>")) == 5
     as_classifier = replace(job_of(CAUSAL), task=CLASSES)
     assert padding_token(as_classifier, tokenizer("gpt2", pad_token="<s>")) == 0, "the config's end token"

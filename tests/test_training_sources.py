@@ -1,4 +1,4 @@
-"""Where a path leads: several files as one dataset, folders; and what is asked back."""
+"""Paths of datasets: several files as one dataset, folders, and the errors about them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ("one", "two", "three", "four", "five")
 
 
 def write(file: Path, texts: tuple[str, ...]) -> None:
-    """Rows of a text and a number, in the form that the name says."""
+    """Write rows of a text and a number, in the format of the file's suffix."""
     held = [{"text": text, "number": len(text)} for text in texts]
     if file.suffix == ".parquet":
         import pyarrow
@@ -46,7 +46,7 @@ def write(file: Path, texts: tuple[str, ...]) -> None:
 
 
 def shards(folder: Path, form: str) -> Path:
-    """The texts in three files, written in another order than that of their names; one is empty."""
+    """Write the texts to three files, in another order than that of their names. One file is empty."""
     folder.mkdir()
     write(folder / f"part-2{form}", TEXTS[3:])
     write(folder / f"part-0{form}", TEXTS[:3])
@@ -138,7 +138,7 @@ def test_a_broken_line_is_told_with_its_own_file(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_run_over_shards_is_one_over_the_whole(tmp_path: Path) -> None:
-    """With the same samples in the same order; and a resumed run knows them again."""
+    """The samples and their order are the same, and a resumed run accepts them as the same data."""
     held = rows(24)
     (tmp_path / "data").mkdir()
     for number in range(3):
@@ -163,7 +163,7 @@ COLUMNS: list[tuple[Task, str, str]] = [
 
 
 def test_a_task_without_a_reader_is_named(tmp_path: Path) -> None:
-    """Without the feature that reads its rows, or for a module from Python."""
+    """The reader's feature is missing, or the model is a module from Python."""
     job = replace(small_job("vit"), task=Task.IMAGE_CLASSIFICATION)
     with pytest.raises(UsageError, match="the task image-classification cannot be trained from rows"):
         columns_of(read_rows([{"image": "1.png", "label": 1}]), job)

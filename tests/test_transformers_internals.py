@@ -1,5 +1,7 @@
-"""What is private to transformers and accelerate and used here exists in the installed versions, takes what
-is passed, and is called where we rely on it."""
+"""Private names of transformers and accelerate in the installed versions.
+
+Each name exists, takes the passed arguments, and is called at the expected places.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,13 @@ METHODS: dict[str, tuple[tuple[str, ...], str]] = {
     "create_accelerator_and_postprocess": ((), "__init__"),
     "store_flos": ((), "_save_checkpoint"),
 }
-"""Of `Trainer`: each method that is overridden or called, its parameters, and the method that calls it."""
+"""Overridden or called methods of `Trainer`, with their parameters and their caller."""
 
 PASSED_BY_NAME = {
     "_run_epoch": {"epoch", "epochs_trained", "steps_trained_in_current_epoch", "train_dataloader"},
     "_maybe_log_save_evaluate": {"learning_rate"},
 }
-"""What an override reads from the keywords that it is called with."""
+"""Keywords that an override reads from its arguments."""
 
 FIELDS = {
     "_tr_loss": "_inner_training_loop",
@@ -70,10 +72,10 @@ FIELDS = {
     "_train_batch_size": "__init__",
     "_loss_shifts_labels": "__init__",
 }
-"""Fields of a trainer that are read or set, and the method that makes each."""
+"""Fields of a trainer that are read or set, and the method that creates each."""
 
 SINCE = {"_initial_global_step": "5.19"}
-"""Fields that older versions of transformers have not, and do without, with the first that has each."""
+"""Optional fields that older versions of transformers lack, with the first version that has each."""
 
 
 @cache
@@ -88,7 +90,7 @@ def test_a_method_takes_what_we_pass_and_is_called_where_we_rely_on_it(name: str
     taken = list(inspect.signature(getattr(Trainer, name)).parameters)[1:]
     assert tuple(taken[: len(parameters)]) == parameters
     made = [call for call in calls(caller) if ast.unparse(call.func) == f"self.{name}"]
-    assert made, f"{caller} calls it no more"
+    assert made, f"{caller} no longer calls it"
     keywords = PASSED_BY_NAME.get(name, set())
     assert all(keywords <= {given.arg for given in call.keywords} for call in made)
 
@@ -108,7 +110,7 @@ def test_a_field_is_made_where_we_rely_on_it(name: str) -> None:
 
 
 def test_every_override_and_every_private_field_stands_in_these_tables() -> None:
-    """Of the adapter's own text: what begins with an underscore and belongs to a trainer."""
+    """The source of the adapter uses no other private names of a trainer."""
     overridden = {name for name in vars(trainer_hooks.TrainerHooks) if hasattr(Trainer, name)} - set(
         dir(object)
     )
@@ -125,7 +127,7 @@ def test_every_override_and_every_private_field_stands_in_these_tables() -> None
 
 
 def test_an_epoch_skips_batches_by_a_function_of_its_module() -> None:
-    """That function is replaced while a fitted trainer's epoch runs."""
+    """A fitted trainer replaces that function during its epoch."""
     made = [call for call in calls("_run_epoch") if ast.unparse(call.func) == "skip_first_batches"]
     assert [ast.unparse(call.args[0]) for call in made] == ["train_dataloader"]
     assert callable(transformers.trainer.skip_first_batches)
@@ -161,8 +163,11 @@ def test_accelerates_state_is_where_we_substitute_it(tmp_path: Path) -> None:
 
 
 def test_one_of_several_is_said_where_accelerate_asks() -> None:
-    """Of a rank on shapes: accelerate takes its group for one of GPUs, knows nothing of a launcher's
-    variables, and is told a model's layers before it spreads it."""
+    """Test a rank on shapes.
+
+    accelerate treats its group as one of GPUs, and reads no variables of a launcher. It receives the
+    model's layers before it shards them.
+    """
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     from snugfit.rehearsal.sharded.ranks import process_group

@@ -1,4 +1,4 @@
-"""Which weights train may change during a run: a resumed run goes on with those that did."""
+"""Changes of the trained weights during a run: a resumed run continues with the changed set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def train_encoder(model: Any, trains: bool) -> None:
 
 
 class Unfreezing(transformers.TrainerCallback):
-    """Begins with a frozen encoder; by steps, or by epochs, it trains, and the embeddings no longer do."""
+    """A callback that starts with a frozen encoder. Later the encoder trains and the embeddings freeze, by
+    steps or by epochs."""
 
     def __init__(self, by: str, dies_after: int) -> None:
         self.by, self.dies_after = by, dies_after
@@ -45,7 +46,7 @@ class Unfreezing(transformers.TrainerCallback):
 
 @pytest.mark.parametrize(("by", "dies_after"), slow_but([("step", 4), ("epoch", 6), ("step", 6)], 2))
 def test_fit_goes_on_with_what_trained(by: str, dies_after: int, tmp_path: Path) -> None:
-    """Kept at 3, 5 and 6, the border of an epoch."""
+    """Checkpoints are at steps 3, 5 and 6, and step 6 is the border of an epoch."""
 
     def made(folder: Path, dies_after: int = 0) -> Any:
         data = classified(20 if by == "step" else 12)

@@ -1,4 +1,4 @@
-"""GPUs that no step runs on: another vendor's, and those that the installed torch has left behind."""
+"""GPUs that cannot run a step: another vendor's, and those that the installed torch no longer supports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from snugfit.prediction.profile import Software
 def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(
     name: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In `predict`, `plan`, `gpus --for`, `lengths` and `measure`, in Python as in the command."""
+    """The sentence is the same in `predict`, `plan`, `gpus --for`, `lengths` and `measure`, in Python and
+    in the command."""
     small = small_job("gpt2", 1, batch_size=1, sequence_length=8)
     said = []
     for ask in (

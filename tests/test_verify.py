@@ -133,7 +133,7 @@ def planned(count: int, memory: int | None = None) -> Plan:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """An H200 here; searches and measurements are made up, and the list collects what was asked."""
+    """Fake an H200 with made-up searches and measurements. The returned list collects their arguments."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     questions: list[Any] = []
@@ -255,7 +255,7 @@ def test_foreign_words_are_data(asked: list[Any]) -> None:
 
 @pytest.mark.whole
 def test_real_runs_on_the_cpu() -> None:
-    """Two recipes of a small model, each in a process of its own: what CPUs can tell is there."""
+    """Two recipes of a small model run in a process each, and have all figures that a CPU offers."""
     small = small_job("gpt2", 2, batch_size=4, sequence_length=32)
     recipes = [
         PlannedRecipe(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=seconds)
@@ -266,4 +266,4 @@ def test_real_runs_on_the_cpu() -> None:
     assert [each.outcome for each in found.runs] == ["ok", "ok"]
     assert found.order.pairs == 1
     assert found.gap is not None
-    assert found.outside, "no CPU knows the GPU's bytes"
+    assert found.outside, "a CPU reports no bytes of a GPU"

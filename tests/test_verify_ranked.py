@@ -1,4 +1,4 @@
-"""The best recipes after the best: what brute force says, and what is planned is what is listed first."""
+"""The ranked list of the best recipes: it equals brute force, and the planned recipe comes first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parts() -> Parts:
 
 @pytest.fixture(scope="module")
 def found(parts: Parts) -> SearchState:
-    """A search of a small space, each trace judged once whole to compare with."""
+    """Search a small space. The test then evaluates each trace in full for comparison."""
     space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=kept_of(parts.job, SETTLED))
     search(found := SearchState(space), WorkerPool([parts]), every_bound=True)
     return found
@@ -49,7 +49,7 @@ def found(parts: Parts) -> SearchState:
 
 @pytest.fixture(scope="module")
 def everything(parts: Parts, found: SearchState) -> list[tuple[float, int]]:
-    """Seconds and bytes of each candidate, judged by itself."""
+    """Return seconds and bytes of each candidate, evaluated alone."""
     return [
         (figures.seconds, figures.needed_bytes)
         for each in found.space.candidates
@@ -60,7 +60,7 @@ def everything(parts: Parts, found: SearchState) -> list[tuple[float, int]]:
 def test_the_best_are_those_of_brute_force(
     parts: Parts, found: SearchState, everything: list[tuple[float, int]]
 ) -> None:
-    """One test for all four questions: who asks another worker makes the whole space again."""
+    """One test covers all four cases, since a second worker would rebuild the whole space."""
     for objective, count in itertools.product(("speed", "memory"), (1, 12)):
         hold_to_brute_force(parts, found, everything, objective, count)
 
@@ -68,7 +68,7 @@ def test_the_best_are_those_of_brute_force(
 def hold_to_brute_force(
     parts: Parts, found: SearchState, everything: list[tuple[float, int]], objective: str, count: int
 ) -> None:
-    """The `count` best by this objective, within three quarters of the sizes that there are."""
+    """Compare the `count` best by this objective with brute force, within three quarters of the sizes."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
     asked = replace(found, judged=dict(found.judged), memory_bytes=memory)
     numbers = rank_best(asked, count, WorkerPool([parts]), objective)
@@ -84,7 +84,7 @@ def hold_to_brute_force(
     assert all(asked.judged[number].needed_bytes <= memory for number in numbers)
     if objective == "speed":
         fitting = [n for n in asked.front() if asked.judged[n].needed_bytes <= memory]
-        assert numbers[0] == fitting[0], "what is planned is what is listed first"
+        assert numbers[0] == fitting[0], "the planned recipe is listed first"
 
 
 def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: SearchState) -> None:

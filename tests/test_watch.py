@@ -1,4 +1,4 @@
-"""Watching a block of the user's own, and examining the machine."""
+"""Watching a block of the user's own code, and examining the machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
 
 
 class FakeCuda:
-    """What `torch.cuda` tells of a process that uses two GPUs."""
+    """A fake `torch.cuda` of a process that uses two GPUs."""
 
     def __init__(self, *, initialized: bool = True, current: int = 0) -> None:
         self.initialized, self.current = initialized, current
@@ -174,7 +174,7 @@ def test_utilization_is_read_after_the_first_second(cuda: FakeCuda, monkeypatch:
     library = machine(utilization=40, processes=[(os.getpid(), 700 * MIB), (4711, 3000 * MIB)])
     library.before_reading = lambda: read.set() if cuda.retries[1] else None
     with Watch(None, [0], library) as seen:
-        for cuda.retries[1] in (1, 2):  # the second reading that begins from here comes after a census
+        for cuda.retries[1] in (1, 2):  # the second reading from here follows a census
             read.clear()
             assert read.wait(60)
         time.sleep(0.05)
@@ -194,7 +194,7 @@ def test_several_gpus_are_told_apart(cuda: FakeCuda) -> None:
 
 
 def test_torch_that_comes_late(cuda: FakeCuda) -> None:
-    """Before CUDA runs the GPU is found by CUDA_VISIBLE_DEVICES, and there is no peak to reset."""
+    """Before CUDA is initialized, CUDA_VISIBLE_DEVICES gives the GPU, and there is no peak to reset."""
     cuda.initialized = False
     with Watch(None, None, machine()) as seen:
         cuda.initialized = True

@@ -1,4 +1,4 @@
-"""What is shown of a run while it goes on and at its end, from the journal's events alone."""
+"""The display of a run, during it and at its end, from the journal's events alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_end_lays_both_side_by_side() -> None:
     assert "a step: 100.0 ms predicted, 110.0 ms measured" in near
     assert "differ by more than a fifth" not in near
     assert "differ by more than a fifth" in far
-    assert compare_with_prediction({}, ended) == [], "nothing was foreseen"
+    assert compare_with_prediction({}, ended) == [], "nothing was predicted"
 
 
 def test_short_memory_is_told_as_what_it_is() -> None:
@@ -77,7 +77,7 @@ def test_short_memory_is_told_as_what_it_is() -> None:
 
 @pytest.mark.whole
 def test_use_is_told_with_each_step(tmp_path: Path) -> None:
-    """Of the tokens that a step went through, at the peak, against its seconds."""
+    """The utilization counts the tokens of a step at peak speed, relative to its seconds."""
     train(small_run(tmp_path, max_steps=4), predict=lambda job, recipe: FORESEEN)
     (told,) = events(tmp_path, "foreseen")
     assert (told["recipe"], told["reserved_bytes"], told["step_seconds"]) == ("plain", 33 * GIB, 0.1)
@@ -87,7 +87,7 @@ def test_use_is_told_with_each_step(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_prediction_may_come_while_steps_are_taken(tmp_path: Path) -> None:
-    """It is told once it is there, at the latest when the run has finished."""
+    """The journal receives the prediction once it exists, at the latest at the end of the run."""
     in_time: Future[RunAnswer] = Future()
 
     def came_with(event: Event) -> None:
@@ -144,7 +144,7 @@ def test_a_recipe_that_follows_is_foreseen_too(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_models_arithmetic_is_counted_once() -> None:
-    """What is computed again does not count, and half the tokens are half of it."""
+    """Recomputation does not count, and half the tokens count as half the arithmetic."""
     job = replace(small_job("bert", 2), batch_size=4, sequence_length=16)
     plain, again = (
         run_figures(predict(job, recipe, gpu="h200")) for recipe in ("bf16", "bf16 + every_layer")
@@ -159,8 +159,10 @@ def test_the_models_arithmetic_is_counted_once() -> None:
 
 
 def test_the_arithmetic_is_that_of_the_products() -> None:
-    """Six operations a weight and token, of the weights that are multiplied (Kaplan et al., 2001.08361), and
-    attention's: its scores and its sums forward, and five such products backward."""
+    """Multiplied weights take six operations per weight and token (Kaplan et al., 2001.08361).
+
+    Attention takes two products forward, for scores and sums, and five such products backward.
+    """
     job = bert_job(4)
     found = run_figures(predict(job, "plain", gpu="h200"))
     config = job.transformers_config()

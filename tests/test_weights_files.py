@@ -1,4 +1,4 @@
-"""Where a model's weights may be read from: files of its own folder, and the hub's cache."""
+"""Sources of a model's weights: files of its own folder, and the hub's cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARD = "model-00001-of-00001.safetensors"
 
 
 def indexed(folder: Path, target: Path) -> Path:
-    """A folder whose index names a link to `target`."""
+    """Return a folder whose index names a link to `target`."""
     folder.mkdir(parents=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(b"")
@@ -41,7 +41,7 @@ def test_links_within_the_folder_and_of_the_hubs_cache_are_read(tmp_path: Path) 
     "text", ["[]", "null", '{"weight_map": {}}', '{"metadata": {}, "weight_map": []}', "{"]
 )
 def test_an_index_that_lacks_a_part_is_one_line(text: str, tmp_path: Path) -> None:
-    """transformers ends with a bare KeyError for one without `metadata`."""
+    """transformers raises a bare KeyError for an index without `metadata`."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match="is not an index of weights: ") as refused:
         find_weights(tmp_path)

@@ -1,7 +1,7 @@
-"""Texts that a user reads are in plain English: none of the words that only we use, or that are hard to read.
+"""Texts for users are in plain English, without private or hard words.
 
-Checked is each literal with a space in it that is no docstring: errors, help, reports, notes. Docstrings,
-comments, JSON keys, flags and recipes are not.
+The check covers each literal with a space in it that is no docstring: errors, help, reports, notes.
+Docstrings, comments, JSON keys, flags and recipes are not checked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLAINER = {
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each literal with a space in it; what an f-string fills in is a `{}` of it."""
+    """Yield line and text of each literal with a space in it, with `{}` for the fields of an f-string."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
@@ -63,7 +63,7 @@ def texts_of(source: str) -> Iterator[tuple[int, str]]:
 
 
 def dialect_in(texts: Iterator[tuple[int, str]]) -> list[str]:
-    """Each text with a word that is not plain, by its line, with what to write."""
+    """Return a message for each text with a word that is not plain: its line, and a better word."""
     return [
         f"{line}: {text!r}: write {better!r} for {found[0]!r}"
         for line, text in texts

@@ -1,5 +1,4 @@
-"""Many processes answer as one does: in order, with the errors of snugfit as they are and bugs with their
-traceback."""
+"""Many processes answer like one: in order, with snugfit's errors unchanged and bugs with their traceback."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def test_a_bug_in_a_worker_shows_its_own_traceback() -> None:
 
 
 class Slow:
-    """Says which process it is in, a moment later."""
+    """A worker that returns its process number after a delay."""
 
     def process(self) -> int:
         time.sleep(0.2)
@@ -86,7 +85,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    """Results of a script from stdin, in a fresh process that sees a GPU."""
+    """Return the results of a script from stdin, in a fresh process with a visible GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run(
         [sys.executable, "-"], input=SCRIPT, env=environment, check=False, capture_output=True, text=True
@@ -104,12 +103,13 @@ def test_ctrl_c_does_not_reach_the_fork_server_while_it_imports(told: dict[str, 
 
 @pytest.mark.whole
 def test_a_script_from_stdin_needs_no_file(told: dict[str, Any]) -> None:
-    """A worker cannot import it: what refers to it stays in this process, and the rest is sent."""
+    """A worker cannot import the script. Objects that refer to it stay in this process, and the remaining
+    ones are sent."""
     assert (told["negated"], told["picklable"]) == ([-1, -2], [False, True])
 
 
 @pytest.mark.whole
 def test_workers_see_no_gpu(told: dict[str, Any]) -> None:
-    """What their fork server imports asks CUDA for GPUs, after which no copy of it could. The caller's own
-    process sees what it saw."""
+    """The fork server hides the GPUs, since its imports query CUDA, which then fails in forks. The
+    caller's own process keeps its GPUs."""
     assert (told["GPUs of workers"], told["GPUs"]) == (["", ""], "0")

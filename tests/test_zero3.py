@@ -1,4 +1,4 @@
-"""ZeRO-3 by DeepSpeed: weights that wait elsewhere as they are built, and hooks that the host pays for."""
+"""ZeRO-3 by DeepSpeed: partitioned weights during construction, and the host's cost of hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiers import slow_but
 
 
 def most_while_built(trace: Trace) -> int:
-    """Bytes that live on the GPU at the most before the first step."""
+    """Return the maximum of live bytes on the GPU before the first step."""
     live = most = 0
     for event in trace.events:
         block = trace.blocks[abs(event) - 1]
@@ -49,7 +49,7 @@ def most_while_built(trace: Trace) -> int:
     ),
 )
 def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_all: bool) -> None:
-    """Where transformers knows of the third stage when it builds a model, the GPU never holds all of it."""
+    """The GPU never holds all weights if transformers detects the third stage during construction."""
     this = small_job("bert", 4)
     model = instantiate(this, dtype="bfloat16", attention="sdpa")
     weights = sum(weight.nbytes for weight in model.parameters())
@@ -61,7 +61,7 @@ def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_
 @with_deepspeed
 @pytest.mark.whole
 def test_no_second_copy_of_the_weights_is_on_the_host() -> None:
-    """The Trainer's model is built there otherwise."""
+    """The Trainer would otherwise build its model there."""
     this = job_with_large_layers()
     accelerate, trainer = (
         predict(this, "zero3 + bf16", gpu="h200", loop=loop).footprint.host_bytes
@@ -86,7 +86,7 @@ def test_a_head_of_its_own_is_built_so_too() -> None:
 
 
 class HookCounter(Observer):
-    """Hears of a real run's steps, and counts calls of DeepSpeed's hooks in the last of three."""
+    """An observer of a real run that counts calls of DeepSpeed's hooks in the last of three steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload

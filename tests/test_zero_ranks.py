@@ -1,8 +1,8 @@
 """DeepSpeed's second and third stage on several ranks: law 1 against real gloo processes on the CPU.
 
-As `test_ranks.py`: of two and four ranks that train a small model for real, each allocation and free of all
-steps is the rehearsal's, in order. Building is not compared: on a CPU DeepSpeed makes there what on a GPU is
-on the host, in the same memory.
+As in `test_ranks.py`, two and four ranks train a small model for real. The rehearsal lists their
+allocations and frees of all steps in order. The construction of the model is not compared: on a CPU,
+DeepSpeed's host tensors share the memory of its device tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FOUR = [("bert", "zero3(offload=none) + bf16")]
 
 @contextlib.contextmanager
 def few_weights_live() -> Iterator[None]:
-    """Within it, the third stage drops weights once a module has computed, as it does with a large model."""
+    """Make the third stage drop a module's weights after its computation, as it does with a large model."""
 
     section = config.zero_section
 
@@ -71,7 +71,7 @@ def few_weights_live() -> Iterator[None]:
 
 @functools.cache
 def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
-    """What each of so many ranks did in every case; they are started once."""
+    """Start this number of ranks once, and return the results of each case and rank."""
     cases = TWO if ranks == 2 else FOUR
     how = {"within": "test_zero_ranks:few_weights_live", "warm": "zero_ranks_warm"}
     ran = run_ranks(ranks, [case(*one) for one in cases], **how)
@@ -83,13 +83,13 @@ def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
 
 
 def of_steps(events: Sequence[Event]) -> list[Event]:
-    """Those of blocks that are made in a step."""
+    """Return the events of blocks that are allocated in a step."""
     built = {event.block for event in events if event.nbytes > 0 and event.step < 0}
     return [event for event in events if event.block not in built]
 
 
 def hold(ranks: int, family: str, recipe: str, rank: int) -> None:
-    """Law 1 for one of so many ranks."""
+    """Check law 1 for one of this number of ranks."""
     with few_weights_live():
         trace = of_steps(without_own(rehearsed(ranks, family, recipe, rank)))
     ran = real(ranks)[family, recipe, rank]
@@ -121,12 +121,12 @@ def test_so_does_one_of_four(family: str, recipe: str) -> None:
 def test_ranks_that_are_given_the_same_batch_train_as_one_does(
     ranks: int, cases: list[tuple[str, str]]
 ) -> None:
-    """Law 3, beside the loop that has no DeepSpeed."""
+    """Law 3, beside the loop without DeepSpeed."""
     for family, recipe in cases:
         this = replace(case(family, recipe)[0], batch_size=BATCH // ranks)
         alone = " + ".join(part for part in recipe.split(" + ") if not part.startswith("zero")) or "plain"
         expected = losses_of(this, Recipe.parse(alone).setup())
-        exact = "bf16" not in recipe  # weights in bf16 are no autocast
+        exact = "bf16" not in recipe  # bf16 weights need no autocast
         for rank in range(ranks):
             losses = real(ranks)[family, recipe, rank].losses
             assert losses == pytest.approx(expected, rel=1e-4 if exact else 2e-2), f"{family}, {recipe}"
@@ -138,7 +138,7 @@ def test_ranks_that_are_given_the_same_batch_train_as_one_does(
     "recipe", slow_but(["zero3(offload=none) + every_layer + bf16", "zero2(offload=none)"], 1)
 )
 def test_another_run_is_noticed(recipe: str) -> None:
-    """Weights that stay where they are gathered; gradients of another stage."""
+    """The planted faults are weights that stay gathered, and gradients of another stage."""
     other = "zero3(offload=none)" if recipe.startswith("zero2") else recipe
     trace = of_steps(without_own(rehearsed(2, "llama", other)))
     ran = real(2)["llama", recipe, 0]
@@ -146,7 +146,7 @@ def test_another_run_is_noticed(recipe: str) -> None:
     assert compare(account, trace).similarity < 1.0
 
 
-# ---- what a rank is asked, and what it exchanges -----------------------------------------------------------
+# ---- options of a rank, and its exchanges ------------------------------------------------------------------
 
 
 def trace_of(recipe: str, ranks: int, rank: int = 0) -> Trace:
@@ -226,7 +226,7 @@ def test_weights_come_and_gradients_go_beside_the_computation() -> None:
 @with_deepspeed
 @pytest.mark.whole
 def test_nccl_has_two_groups_where_the_run_exchanges_in_two() -> None:
-    """DeepSpeed makes a group of its own of all ranks; torch's is there besides."""
+    """DeepSpeed creates a group of all ranks of its own, beside torch's."""
     footprint = predict(case("llama", "")[0], "zero2(offload=none)", gpu="h200", gpus=2).footprint
     assert footprint.communication_bytes == FIRST_GROUP + FURTHER_GROUP
     assert footprint.nvml_bytes is not None
@@ -237,7 +237,7 @@ def test_nccl_has_two_groups_where_the_run_exchanges_in_two() -> None:
 @with_deepspeed
 @pytest.mark.whole
 def test_two_processes_are_measured() -> None:
-    """DeepSpeed trains in the group that a measurement has made."""
+    """DeepSpeed trains in the process group of the measurement."""
     with forked_children("zero_ranks_warm"):
         measured = measure(
             tiny_job(), "zero3(offload=none)", device="cpu", gpus=2, warmup=1, steps=2, ledger=None
@@ -267,8 +267,11 @@ def test_a_dropped_block_is_not_handed_out_before_it_is_back() -> None:
 
 
 def test_a_free_is_late_by_the_queue() -> None:
-    """Three kernels: a slow one in a side stream, on a block that is freed right after, and two fast ones,
-    before the last of which another block is asked for."""
+    """Simulate three kernels.
+
+    A slow kernel runs in a side stream, on a block that is freed right after its launch. Two fast kernels
+    follow, and another block is allocated before the last one.
+    """
     gpu = find_gpu("h200")
     rates = packaged_rates(gpu)
     side = Kernel("aten::add", "", "forward", 0, 10**12, (), "float32", 2, stream=1)
@@ -305,7 +308,7 @@ def test_weights_that_one_stream_gathers_wait_for_the_one_that_computes() -> Non
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_last_step_leaves_what_it_found(stage: int) -> None:
-    """So the allocator replays it until nothing changes any more."""
+    """The allocator therefore replays it until nothing changes."""
     trace = trace_of(f"bf16 + zero{stage}(offload=none)", 4)
     start = begin_of_last_step(trace)
     assert LastStep(trace, start, dict.fromkeys(range(len(trace.blocks) + 1))).leaves_as_many
