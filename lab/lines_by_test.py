@@ -38,7 +38,7 @@ class Record:
 
     folder: Path
     pid: int
-    """The process of the worker; in another one lines go to `file`."""
+    """The process of the worker. Lines of another process go to `file`."""
 
     lines: set[Line] | None = None
     file: int | None = None
