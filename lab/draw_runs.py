@@ -9,8 +9,8 @@ Each command writes one result into FOLDER; `snugfit accuracy --measure FILE` me
 Draws cycle through the families in an order that the seed shuffles, so a dozen draws cover a dozen families.
 Each number has a random stream of its own, seeded by the seed and the number. So no draw influences another.
 A stream yields proposals. Three kinds are skipped: too large, invalid for the job, and too small. A job is
-too small if an error could not be told from the allocator's granularity (segments of 20 MiB). Arithmetic here
-and the techniques' own objections decide this, never a prediction or the machine.
+too small if the allocator's granularity (segments of 20 MiB) could hide an error. Arithmetic here and the
+techniques' own objections decide this, never a prediction or the machine.
 
 A family is a bundled preset with ranges for its sizes. Everything else stays as in the preset: activation,
 norms, biases, dropout, soft caps, sliding windows, tied weights. So a drawn model is a plausible other size

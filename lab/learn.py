@@ -14,8 +14,8 @@ those of the queue of host and device (`prediction/seconds.py`), simulated again
 formula. Two properties make that cheap:
 
 - A queue whose host *and* device take `c` times as long takes `c` times as long. So the seconds of a run for
-  any pair of factors follow from its seconds for each *ratio* of host to device. One rehearsal gives one curve
-  for each run (`Curve`).
+  any pair of factors follow from its seconds for each *ratio* of host to device. One rehearsal gives one
+  curve for each run (`Curve`).
 - For one ratio the best factor of the device is a weighted median over the runs. So only the ratio is
   searched. The search uses a grid, because the sum has several local minima.
 
