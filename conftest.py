@@ -35,15 +35,15 @@ from in_roster import lacks_feature
 from snugfit.cli.main import FEW_COLLECTIONS
 from stored_rehearsals import STORE
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or g++ tries each kind of vectors, for ten seconds
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import, here and in children
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else g++ tries each kind of vectors for ten seconds
 if "SNUGFIT_TEST_GPU" not in os.environ:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches the hub; read when huggingface_hub is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it at import; no test reaches the hub
 os.environ.setdefault(
     "MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "matplotlib"))
-)  # which takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
-os.fsync = lambda descriptor: None  # a disk takes its time, and no test cuts the power
+)  # it takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
+os.fsync = lambda descriptor: None  # writes to a disk are slow, and no test cuts the power
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
 
 NOT_OF_A_UNIT: set[str] = set()
@@ -58,11 +58,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All modules of tests are imported."""
+    """Freeze the objects of imported test modules, and fork the clean process."""
     gc.collect()
     gc.freeze()
     if hasattr(os, "fork"):
-        clean_forks.prepare(bare=False)  # the same key of its cache as callers have
+        clean_forks.prepare(bare=False)  # its cache has the same key as for callers
     _watch()
 
 
@@ -173,7 +173,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     compile = torch.compile
 
     def with_backend(model: Any = None, **keywords: Any) -> Any:
-        keywords.pop("mode", None)  # of Inductor alone
+        keywords.pop("mode", None)  # only Inductor has modes
         return compile(model, **{**keywords, "backend": backend})
 
     monkeypatch.setattr(torch, "compile", with_backend)

@@ -117,7 +117,7 @@ def main() -> None:
         "cudnn": torch.backends.cudnn.version(),
         "versions": versions(),
     }
-    warnings.simplefilter("ignore")  # the reasons that torch gives before it refuses
+    warnings.simplefilter("ignore")  # torch warns with the reasons of a refusal
     choices = [choice(case_of(seed)) for seed in range(asked.draws)]
     write_document(Path(asked.out), about | {"choices": choices})
 

@@ -87,7 +87,7 @@ def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
         made(inner, hidden, scale=0.02),
         made(hidden, inner, scale=0.02),
     )
-    lay_side_by_side([gate, up])  # as `fused` does with a model's weights, once
+    lay_side_by_side([gate, up])  # `fused` does this once with a model's weights
     counts = (shapes.queries, shapes.keys, shapes.keys)
     matrices = [made(count * shapes.width, hidden, scale=0.02) for count in counts]
     lay_side_by_side(matrices)

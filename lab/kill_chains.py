@@ -396,7 +396,7 @@ class OwnLoader(transformers.Trainer):  # type: ignore[misc]
 
 def run_fit(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any, Any]:
     """Run a Trainer. Return the model and its log."""
-    named = recipe_of(config) if config.get("optim") == "" else None  # else the Trainer's own words
+    named = recipe_of(config) if config.get("optim") == "" else None  # else by the Trainer's arguments
     model, micro = model_of(config), 1 if named else config["micro_batches"]
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=STEPS, per_device_train_batch_size=4 // micro, report_to="none",
@@ -464,7 +464,7 @@ def child(config: Config, folder: Path, device: str, stepped: int) -> int:
 
     try:
         model, log = RUNS[config["front_end"]](config, folder, watch, device)
-    except (SnugfitError, ImportError) as refusal:  # the latter: an `optim` of a package that is missing
+    except (SnugfitError, ImportError) as refusal:  # ImportError: `optim` without its package
         (folder.parent / "refused.txt").write_text(f"{type(refusal).__name__}: {refusal}", encoding="utf-8")
         return REFUSED
     digest = hashlib.sha256()

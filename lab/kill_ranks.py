@@ -5,7 +5,8 @@
 
 For each recipe `snugfit train --gpus N` trains a small model with dropout whole. The model is a BERT, or a
 Llama if ranks share layers, sequences or stages. Then it starts in another folder again and again. At a drawn
-moment (while it starts, steps or writes) one rank or the launcher gets a SIGKILL, or the launcher a SIGTERM.
+moment (while it starts, steps or writes) one rank or the launcher gets a SIGKILL. Some launchers get a
+SIGTERM.
 After so many kills or minutes it runs to its end. Its losses, norms, rates and weights must equal those of
 the whole run, bit for bit. Each end must print its cause in one line, and no process may remain. A refused
 recipe is listed with its message.
@@ -68,7 +69,7 @@ def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
     config: dict[str, Any] = {**(LLAMA if speaks else BERT), **(SMALL if device == "cpu" else {})}
     if speaks:
         rows = [{"input_ids": row["input_ids"]} for row in rows]
-        if "context" in recipe:  # which wants sequences without padding
+        if "context" in recipe:  # it needs sequences without padding
             rows = [{"input_ids": [draw.randrange(5, 500) for _ in range(LONG)]} for _ in rows]
         config["attention_dropout"] = 0.0 if any(part in recipe for part in NO_DROPOUT) else 0.1
     (folder / "config.json").write_text(json.dumps(config))

@@ -79,7 +79,7 @@ def draw_techniques(draw: random.Random, front_end: str) -> dict[str, Any]:
     for slot, value, meets, fitting in MEETINGS:
         if drawn[slot].startswith(value) and draw.random() < 0.9:
             drawn[meets] = draw.choice(fitting)
-    if front_end != "train" and draw.random() < 0.9:  # there both are refused
+    if front_end != "train" and draw.random() < 0.9:  # these front-ends refuse both
         drawn["gradients"] = ""
         drawn["precision"] = drawn["precision"].replace("bf16_master", "bf16")
     if drawn["kernels"] and drawn["attention"] == "eager" and draw.random() < 0.9:

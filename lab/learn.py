@@ -53,7 +53,7 @@ MIN_RUNS = 3
 
 MAX_SPREAD = 0.5
 """Largest spread of a run's steps for a meaningful mean. Steps that the host bounds vary by a fifth on a
-shared machine, and the mean of eight by less than half of that."""
+shared machine. The mean of eight varies by less than half of that."""
 
 MAX_FACTOR = 3.0
 """Largest plausible factor. A factor above it, or below 1 / it, has another cause."""

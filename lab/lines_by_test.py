@@ -73,7 +73,7 @@ def start(folder: Path) -> Record:
         if code.co_filename.startswith(ROOT):
             try:
                 record.note(code.co_filename[len(ROOT) :], line)
-            except OSError:  # a test closed the file, or took the folder's space
+            except OSError:  # a test closed the file or filled the disk
                 record.file = None
         return monitoring.DISABLE
 

@@ -74,7 +74,7 @@ class Mutant:
         path = tree / "src" / "snugfit" / self.file
         source = path.read_bytes()
         assert source[self.start : self.end].decode() == self.before
-        path.unlink()  # a hard link to the file of the repository
+        path.unlink()  # it is a hard link to the repository's file
         path.write_bytes(source[: self.start] + self.after.encode() + source[self.end :])
 
 
@@ -228,7 +228,7 @@ def run(mutants: Sequence[Mutant], suite: Suite, tree: Path, *, jobs: int, deadl
         trial = Trial(mutant, len(tests), round(sum(suite.tests[test]["wall"] for test in tests), 1))
         trials.append(trial)
         work += [(number, trial, chunk) for number, chunk in enumerate(_chunks(tests, suite))]
-    work.sort(key=lambda one: one[0])  # the cheapest tests of all mutants first
+    work.sort(key=lambda one: one[0])  # run the cheapest tests of all mutants first
     for _, trial, _ in work:
         trial.chunks += 1
         trial.unfinished += 1

@@ -94,7 +94,7 @@ def _counted(name: str, module: str, path: str, calls: Counter[str]) -> Callable
 def count(question: Question) -> dict[str, int]:
     """Return the counts of one plan."""
     from snugfit import Job, Model
-    from snugfit.planning.search.search import plan  # the plan itself, and none that is stored
+    from snugfit.planning.search.search import plan  # this function reads no stored plan
 
     named = isinstance(question.model, str)
     model = Model.find(question.model) if named else Model.from_config(question.model, name="gpt2")

@@ -64,10 +64,10 @@ def predict_run(text: str) -> dict[str, Any]:
     """Return the prediction of one run, or the error that prevents it."""
     from snugfit import Job, SnugfitError, predict
 
-    with contextlib.suppress(ImportError):  # older states import everything at once
+    with contextlib.suppress(ImportError):  # older states have no deferred imports
         from snugfit.deferred_imports import defer_imports
 
-        defer_imports()  # as the command does
+        defer_imports()  # the command does so too
     run = json.loads(text)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -29,7 +29,7 @@ def record(job: snugfit.Job, recipe: str, loop: str = "plain") -> dict[str, obje
             job, recipe, loop=loop, warmup=2, steps=1, ledger=None, record_history=history
         )
         with history.open("rb") as file:
-            entries = pickle.load(file)["device_traces"][0]  # our own child wrote it a moment ago
+            entries = pickle.load(file)["device_traces"][0]  # this pickle is of our own child
     events = [
         [entry["action"], entry["addr"], entry["size"]] for entry in entries if entry["action"] in ACTIONS
     ]

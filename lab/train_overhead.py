@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--loops", default="bare,snugfit,trainer", help=f"of {', '.join(LOOPS)}")
     parser.add_argument("--no-checkpoints", action="store_true")
     arguments = parser.parse_intermixed_args()
-    for front_end in (custom_loop, step_timer):  # a prediction takes seconds, and is no part of a step
+    for front_end in (custom_loop, step_timer):  # a prediction takes seconds outside the steps
         front_end.run_predictor = lambda device: predict_nothing
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,

@@ -464,7 +464,7 @@ def needs(technique: type[Technique]) -> Iterator[str]:
 def elsewhere(technique: type[Technique]) -> Iterator[str]:
     """Return its names in transformers and other libraries."""
     for counterpart in technique.counterparts:
-        if counterpart.used == "to read":  # in words of our own
+        if counterpart.used == "to read":  # these names are our own
             continue
         pairs = (f"{name}={argument_words(value)}" for name, value in counterpart.arguments.items())
         if words := ", ".join(pairs):
