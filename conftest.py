@@ -1,18 +1,18 @@
-"""For every test: one thread, no GPU, no calibration of the user's, and short garbage collections.
+"""Settings of every test: one thread, no GPU, no calibration of the user's, and short garbage collections.
 
-Models in tests are tiny; threads would only wait for each other, and for those of the other worker.
+Models in tests are tiny. Threads would only wait for each other, and for those of the other worker.
 
-Tests are the same on every machine, so a GPU is hidden from them, and from DeepSpeed, which would choose it.
-Kernels are compared with their references on one under `SNUGFIT_TEST_GPU=1` (CONTRIBUTING.md).
+Tests are the same on every machine. So a GPU is hidden from them, and from DeepSpeed, which would choose it.
+`SNUGFIT_TEST_GPU=1` compares kernels with their references on one (CONTRIBUTING.md).
 
-The cyclic garbage collector runs as seldom as in the command (`cli/main.py`), and leaves out the objects that
-the tests' modules made when they were imported: walking through torch and transformers again and again took a
-fifteenth of all the time. After each module the garbage is collected and what remains is frozen too, so that
-a collection that a run asks for is short however many tests ran before it, and so is a fork. Between the two
-a clean process is forked, from which processes of tests are forked (`clean_forks.py`).
+The cyclic garbage collector runs as seldom as in the command (`cli/main.py`). It leaves out the objects that
+the tests' modules made at import. Repeated walks through torch and transformers took a fifteenth of all the
+time. After each module the garbage is collected, and the remaining objects are frozen too. So a collection
+within a run stays short after any number of tests, and so does a fork. Between the two a clean process is
+forked, from which processes of tests are forked (`clean_forks.py`).
 
-A test that starts a process, trains or searches for a plan is no unit test. It says so with the marker
-`whole` or `slow`, and a test without either fails here when it does so (`NOT_OF_A_UNIT`).
+A test that starts a process, trains or searches for a plan is no unit test. It carries the marker `whole` or
+`slow`. A test without either fails here if it does so (`NOT_OF_A_UNIT`).
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from in_roster import lacks_feature
 from snugfit.cli.main import FEW_COLLECTIONS
 from stored_rehearsals import STORE
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or g++ tries each kind of vectors, for ten seconds
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import, here and in children
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else g++ tries each kind of vectors for ten seconds
 if "SNUGFIT_TEST_GPU" not in os.environ:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches the hub; read when huggingface_hub is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it at import; no test reaches the hub
 os.environ.setdefault(
     "MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "matplotlib"))
-)  # which takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
-os.fsync = lambda descriptor: None  # a disk takes its time, and no test cuts the power
+)  # it takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
+os.fsync = lambda descriptor: None  # writes to a disk are slow, and no test cuts the power
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
 
 NOT_OF_A_UNIT: set[str] = set()
-"""What the running test has done that no unit test does."""
+"""Actions of the running test that no unit test takes."""
 
 
 def pytest_configure() -> None:
-    """Before any test imports what rehearses."""
+    """Prepare forks and stores before any test imports the rehearsal."""
     if hasattr(os, "fork"):
         clean_forks.prepare(bare=True)
     STORE.install()
 
 
 def pytest_collection_finish() -> None:
-    """All modules of tests are imported."""
+    """Freeze the objects of imported test modules, and fork the clean process."""
     gc.collect()
     gc.freeze()
     if hasattr(os, "fork"):
-        clean_forks.prepare(bare=False)  # the same key of its cache as callers have
+        clean_forks.prepare(bare=False)  # its cache has the same key as for callers
     _watch()
 
 
@@ -98,7 +98,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def _watch() -> None:
-    """Notes what no unit test does; installed once, when the modules of tests have imported torch."""
+    """Record actions that no unit test takes. Called once, after the modules of tests have imported torch."""
     os.register_at_fork(before=lambda: NOT_OF_A_UNIT.add("starts a process"))
     _note_calls(subprocess.Popen, "__init__", "starts a process", _is_python)
     _note_calls(multiprocessing.process.BaseProcess, "start", "starts a process")
@@ -124,25 +124,25 @@ def _note_calls(owner: Any, name: str, what: str, when: Callable[..., bool] = la
 
 
 def _is_python(_process: Any, command: Any, *_: Any, **__: Any) -> bool:
-    """Libraries that are imported ask small programs of the system for what machine this is."""
+    """Return True for commands of Python. Imported libraries also run small programs of the system."""
     return not isinstance(command, str) and sys.executable in command
 
 
 def _note_training(optimizer: Any, *_: Any) -> None:
-    """A rehearsal's parameters are on `meta`."""
+    """Record an optimizer step. The parameters of a rehearsal are on `meta`."""
     if any(parameter.device.type != "meta" for parameter in optimizer.param_groups[0]["params"]):
         NOT_OF_A_UNIT.add("trains")
 
 
 @pytest.fixture(autouse=True)
 def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are as wide as in a pipe, whatever COLUMNS says here."""
+    """Remove COLUMNS, so that reports are as wide as in a pipe."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def no_own_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Rates come from the package."""
+    """Hide the user's rates, so that rates come from the package."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("rates")
         patch.setenv("SNUGFIT_RATES", str(folder))
@@ -151,14 +151,16 @@ def no_own_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def forks() -> clean_forks.Forks:
-    """Forks that have imported what training needs."""
+    """Return forks that have imported the modules of training."""
     return clean_forks.forks_of("test_train_faults")
 
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """torch.compile without a compiler: what Dynamo traced runs as it is written. Gives a list that grows
-    with each graph."""
+    """Replace the compiler of torch.compile: Dynamo's graphs run unchanged.
+
+    The yielded list grows with each graph.
+    """
     import torch
     import torch._dynamo
 
@@ -171,7 +173,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     compile = torch.compile
 
     def with_backend(model: Any = None, **keywords: Any) -> Any:
-        keywords.pop("mode", None)  # of Inductor alone
+        keywords.pop("mode", None)  # only Inductor has modes
         return compile(model, **{**keywords, "backend": backend})
 
     monkeypatch.setattr(torch, "compile", with_backend)
@@ -182,7 +184,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def own_answers(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No command of a test is answered from what another one stored."""
+    """Give each test a cache of its own, so that no command reads another's stored result."""
     own = tmp_path_factory.getbasetemp() / f"answers-{next(_NUMBERS)}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(own))
 

@@ -1,10 +1,10 @@
-"""Ask torch on a GPU which attention kernel it chooses, over drawn operands, switches and orders.
+"""Record on a GPU the attention kernel that torch chooses, over drawn operands, switches and orders.
 
     python lab/attention_choices.py OUT.json [--draws 3000]
 
-`torch._fused_sdp_choice` answers without running anything. Each case is what `case_of` draws from a seed; the
-answer is torch's number of the backend, or the error's first line. tests/test_attention.py compares what
-snugfit decides for the same cases.
+`torch._fused_sdp_choice` chooses without running a kernel. `case_of` draws each case from a seed. The result
+is torch's number of the backend, or the first line of the error. tests/test_attention.py compares these
+results with snugfit's choices for the same cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKENDS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 
 
 def case_of(seed: int) -> dict[str, Any]:
-    """One drawn call: half of it ordinary, half with something that a kernel may refuse."""
+    """Draw one call: half of them ordinary, half with a property that a kernel may refuse."""
     drawn = random.Random(seed)
 
     def seldom(usual: Any, *others: Any, chance: float = 0.12) -> Any:
@@ -55,7 +55,7 @@ def case_of(seed: int) -> dict[str, Any]:
 
 
 def operands_of(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Query, key and value, and the mask."""
+    """Return query, key, value and mask."""
     dtype = getattr(torch, case["dtype"])
 
     def tensor(shape: list[int]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def operands_of(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], 
 
 
 def switched(case: dict[str, Any], undo: ExitStack) -> None:
-    """Switches backends on and off as the case asks."""
+    """Switch backends on and off as in the case."""
     if case["backends"]:
         backends = [getattr(SDPBackend, name) for name in case["backends"]]
         undo.enter_context(sdpa_kernel(backends, set_priority=case["set_priority"]))
@@ -92,7 +92,7 @@ def switched(case: dict[str, Any], undo: ExitStack) -> None:
 
 
 def choice(case: dict[str, Any], device: str = "cuda") -> int | str:
-    """torch's number of the backend that it chooses, or the first line of its refusal."""
+    """Return torch's number of the chosen backend, or the first line of its error."""
     (query, key, value), mask = operands_of(case, device)
     with ExitStack() as undo:
         switched(case, undo)
@@ -107,7 +107,7 @@ def choice(case: dict[str, Any], device: str = "cuda") -> int | str:
 
 
 def main() -> None:
-    """Writes the file that the command line asks for."""
+    """Run the cases and write the output file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--draws", type=int, default=3000)
@@ -117,7 +117,7 @@ def main() -> None:
         "cudnn": torch.backends.cudnn.version(),
         "versions": versions(),
     }
-    warnings.simplefilter("ignore")  # the reasons that torch gives before it refuses
+    warnings.simplefilter("ignore")  # torch warns with the reasons of a refusal
     choices = [choice(case_of(seed)) for seed in range(asked.draws)]
     write_document(Path(asked.out), about | {"choices": choices})
 

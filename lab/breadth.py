@@ -1,16 +1,16 @@
-"""How much of transformers can be predicted: every architecture with every head of snugfit's tasks.
+"""Predict every architecture of transformers with every head of snugfit's tasks.
 
     python lab/breadth.py [--recipe TEXT] [--types bert,t5] [--processes 2] [--seconds 120]
-    python lab/breadth.py --again results/breadth-DATE.json  # what timed out, and --types
+    python lab/breadth.py --again results/breadth-DATE.json  # pairs that timed out, and --types
 
-For each model type of the seven tasks, the config is the one that its class has by default, written as
-transformers saves it and cut to a few layers, with every kind of layer kept. Where the cut config gives no
-prediction, the whole default is tried; where a refusal names a length that fits, or building on the host,
-that is done. Pairs run in worker processes, which are ended after a time limit.
+Each model type of the seven tasks has the default config of its class, in the form that transformers saves.
+The config is cut to a few layers, and every kind of layer remains. If the cut config gives no prediction, the
+whole default config is predicted. If a refusal names a length that fits, the prediction uses that length. If
+it names building on the host, the prediction does that. Worker processes run the pairs under a time limit.
 
-Each pair ends as `predicted`, `refused` (with the text), `crashed` (with the traceback) or `timed out`; types
-whose own class cannot make a default config are listed apart. Writes results/breadth-DATE.json, whole or not
-at all; the whole of it takes some fifteen minutes on two cores.
+Each pair ends as `predicted`, `refused` (with the text), `crashed` (with the traceback) or `timed out`. Types
+without a default config of their own are listed separately. The script writes results/breadth-DATE.json
+atomically. A full run takes some fifteen minutes on two cores.
 """
 
 from __future__ import annotations
@@ -62,26 +62,25 @@ MENDED: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [16, 32]},
     "reformer causal-lm": {"is_decoder": True},
 }
-"""What contradicts itself or is missing in a class's own defaults, so that a real step of 512 tokens fails
-with them."""
+"""Contradictions and gaps in the defaults of a class that make a real step of 512 tokens fail."""
 
 FEW = 4
-"""Layers that are kept where all are of one kind."""
+"""Layers that remain if all are of one kind."""
 
 COUNTS = LAYERS | {"depth", "num_blocks"}
-"""Keys that count layers, and so how long lists with an entry for each layer are."""
+"""Keys that count layers. They set the length of lists with an entry for each layer."""
 
 PERIODS = ("period", "interval", "offset", "first_k_dense_replace", "num_dense_layers", "sparse_step")
-"""Parts of the names of keys that put another kind of layer at regular places, or behind the first."""
+"""Parts of the names of keys that put another kind of layer at regular positions, or after the first."""
 
 
 def pairs(types: list[str]) -> list[tuple[str, str]]:
-    """Every model type with each task that it has a head for."""
+    """Return every model type with each task that it has a head for."""
     return [(name, task) for name in sorted(types) for task in tasks_of(name)]
 
 
 def cut(config: dict[str, Any]) -> dict[str, Any]:
-    """The config, and those nested in it, with few layers of every kind."""
+    """Return the config and its nested configs with few layers of every kind."""
     config = {key: cut(value) if isinstance(value, dict) else value for key, value in config.items()}
     periods = [v for k, v in config.items() if any(p in k for p in PERIODS) and _is_count(v) and v < 17]
     for key in COUNTS & config.keys():
@@ -104,8 +103,10 @@ def _is_count(value: Any) -> bool:
 
 
 def default_configs(model_type: str, task: str) -> dict[str, dict[str, Any]]:
-    """What transformers saves of a config that this type's class makes without being told anything: `cut` to
-    a few layers of every kind, and `whole`."""
+    """Return the default configs of this type's class, as transformers saves them.
+
+    `cut` has a few layers of every kind, `whole` has all.
+    """
     from transformers import AutoConfig
 
     mended = merge(MENDED.get(model_type, {}), MENDED.get(f"{model_type} {task}", {}))
@@ -116,7 +117,7 @@ def default_configs(model_type: str, task: str) -> dict[str, dict[str, Any]]:
 
 
 def merge(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The config with these changes, those of nested configs in their places."""
+    """Return the config with these changes, also within nested configs."""
     merged = dict(config)
     for key, value in changes.items():
         inner = merged.get(key)
@@ -125,7 +126,7 @@ def merge(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `new` that differ, with the differing ones alone of nested configs."""
+    """Return the keys of `new` that differ. Nested configs hold only their differing keys."""
     changes: dict[str, Any] = {}
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
@@ -137,7 +138,7 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def predict_pair(model_type: str, task: str, recipe: str) -> dict[str, Any]:
-    """How one pair ends."""
+    """Predict one pair and return its outcome."""
     try:
         configs = default_configs(model_type, task)
     except Exception as error:
@@ -181,10 +182,10 @@ def _predict(config: dict[str, Any], model_type: str, task: str, recipe: str) ->
 
 
 class Worker:
-    """A process that runs one pair after the other, and is made anew where one ended it or took too long."""
+    """A process that runs pairs one after the other. It is replaced after a crash or a timeout."""
 
     MOST_PAIRS = 50
-    """Of one process: what pairs leave behind adds up."""
+    """Pairs after which a process is replaced, because leftovers of pairs accumulate."""
 
     def __init__(self, recipe: str, seconds: float) -> None:
         self.recipe, self.seconds = recipe, seconds
@@ -192,7 +193,7 @@ class Worker:
         self._start()
 
     def run(self, pair: tuple[str, str]) -> dict[str, Any]:
-        """How one pair ends."""
+        """Run one pair and return its outcome."""
         began = time.monotonic()
         self.pairs += 1
         self.connection.send(pair)
@@ -209,7 +210,7 @@ class Worker:
         return ending
 
     def end(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self.child.kill()
         self.child.join()
 
@@ -223,7 +224,7 @@ class Worker:
 
 
 def _work(connection: Any, recipe: str) -> None:
-    """Answers pair after pair."""
+    """Run pair after pair from the connection."""
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     while True:
@@ -234,7 +235,10 @@ def _work(connection: Any, recipe: str) -> None:
 def record(
     types: list[str], recipe: str, processes: int, seconds: float, before: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The document: versions, how many pairs end how, and each pair. Pairs of `before` stay as they are."""
+    """Return the document: versions, the count of each outcome, and each pair.
+
+    Pairs of `before` are not run again.
+    """
     now = datetime.datetime.now(datetime.UTC)
     workers = [Worker(recipe, seconds) for _ in range(processes)]
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -279,7 +283,7 @@ def _refusals(endings: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Runs the pairs, and writes the day's file."""
+    """Run the pairs and write the day's file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--recipe", default="plain")
     parser.add_argument("--types", help="model types, with commas; all where not given")

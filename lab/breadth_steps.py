@@ -1,21 +1,26 @@
-"""Whether what `breadth.py` predicts is true: a sample of its pairs, held to real steps on the CPU.
+"""Compare a sample of the predictions of `breadth.py` with real steps on the CPU.
 
     python lab/breadth_steps.py results/breadth-DATE.json [--sample 100] [--seed 1] [--processes 2]
     python lab/breadth_steps.py results/breadth-DATE.json --pairs bert:masked-lm,t5:seq2seq-lm
     python lab/breadth_steps.py results/breadth-DATE.json --again results/breadth-steps-DATE.json
 
-Each pair is drawn from those that were predicted, and run in a process of its own: the same config, cut to
-few layers of every kind, with widths, vocabulary, experts and pictures narrowed so that two cores can train
-it (`narrow`; the first division of widths that the rehearsal takes and that stays below `LARGEST` bytes).
-Then three steps with random weights, forward, backward and update, run on the CPU under torch's profiler,
-which reports every allocation, and the same three are rehearsed for the CPU. They are compared as laws 1 and
-7 do (`tests/reported.py`, `tests/cpu_scratch.py`): the peak of requested bytes, to the byte, and beside it
-the events of the third step.
+Each pair is drawn from the predicted ones and runs in a process of its own. Its config has few layers of
+every kind. `narrow` reduces widths, vocabulary, experts and pictures, so that two cores can train it. The
+first division of widths counts whose rehearsal succeeds and stays below `LARGEST` bytes. Three steps with
+random weights (forward, backward, update) then run on the CPU. torch's profiler reports every allocation. The
+same three steps are rehearsed for the CPU. The comparison is that of laws 1 and 7 (`tests/reported.py`,
+`tests/cpu_scratch.py`). It covers the peak of requested bytes, to the byte, and the events of the third step.
 
-A pair ends as `same`, `doubted` (the peaks differ, and the prediction says what it assumed), `silently
-wrong` (they differ, and it says nothing that could be why), `refused` (by the rehearsal, under every
-division, with its texts), `failed` (the real step raised where the rehearsal did not), `crashed` or `timed
-out`. Writes results/breadth-steps-DATE.json, whole or not at all; a sample of 100 takes half an hour.
+A pair has one of these outcomes:
+
+- `same`
+- `doubted`: the peaks differ, and the prediction names its assumption
+- `silently wrong`: the peaks differ, and no doubt of the prediction explains it
+- `refused`: by the rehearsal under every division, with its texts
+- `failed`: the real step raised an error, the rehearsal did not
+- `crashed` or `timed out`
+
+The script writes results/breadth-steps-DATE.json atomically. A sample of 100 takes half an hour.
 """
 
 from __future__ import annotations
@@ -44,27 +49,26 @@ from snugfit.versions import versions
 
 SHAPES = {"sequence_length": 64, "target_length": 32}
 ROWS = (4, 1)
-"""Samples of a batch; the second where nothing else makes it small enough."""
+"""Samples of a batch. The second number applies if nothing else makes the step small enough."""
 
 LARGEST = 6 << 30
-"""Bytes of a rehearsed peak that is run for real."""
+"""Largest rehearsed peak of a real run, in bytes."""
 
 DIVISIONS = (8, 4, 2, 1)
-"""By which widths are divided, the smallest models first; and last nothing is narrowed."""
+"""Divisors of widths, the smallest models first. The last leaves the config as it is."""
 
 WORDS, EXPERTS, PIXELS = 1024, 16, 224
-"""Most entries of a vocabulary, experts of a layer, and pixels of a side, of a narrowed config."""
+"""Largest vocabulary, number of experts of a layer, and side of a picture in pixels, in a narrowed config."""
 
 WIDTHS = re.compile(r"size|dim|width|channel|d_model|d_ff|d_kv|d_head|n_embd|n_inner|ffn|_rank|features")
 NO_WIDTHS = re.compile(r"vocab|image|patch|kernel|window|chunk|position|num_|group|block|stride|token|_rate")
 
 EXPLAINS_NOTHING = ("The model has faster kernels in", "trainable parameters get no gradient from this batch")
-"""Doubts that are said of what another machine or another batch would do, and cannot be why the CPU's step
-differs."""
+"""Doubts about another machine or another batch, which cannot explain a difference on the CPU."""
 
 
 def narrow(config: dict[str, Any], division: int) -> dict[str, Any]:
-    """The config, and those nested in it, with widths divided, few words and few experts."""
+    """Return the config and its nested configs with divided widths, few words and few experts."""
     narrowed: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -96,7 +100,7 @@ def _is_count(value: Any) -> bool:
 
 
 def narrowed_configs(model_type: str, task: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The config of `breadth.py` called `name`, narrowed ever less, with how."""
+    """Yield the config of `breadth.py` called `name`, narrowed less each time, with its description."""
     from transformers import AutoConfig
 
     config = default_configs(model_type, task)[name]
@@ -107,7 +111,7 @@ def narrowed_configs(model_type: str, task: str, name: str) -> Iterator[tuple[st
 
 
 def held_to_steps(model_type: str, task: str, name: str, lengths: dict[str, Any]) -> dict[str, Any]:
-    """How one pair ends."""
+    """Compare one pair with real steps and return its outcome."""
     from aligned import compare, peak
     from cpu_scratch import compared
     from reported import foreseen, reports
@@ -157,7 +161,7 @@ def held_to_steps(model_type: str, task: str, name: str, lengths: dict[str, Any]
 
 
 def run_pair(pair: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """How one pair ends, in a process of its own."""
+    """Run one pair in a process of its own and return its outcome."""
     lengths = {key: pair[key] for key in ("sequence_length", "target_length", "build_on") if key in pair}
     asked = json.dumps([pair["model_type"], pair["task"], pair["config"], lengths])
     command = [sys.executable, __file__, "--one", asked]
@@ -175,7 +179,7 @@ def run_pair(pair: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def error_line(output: str) -> str:
-    """The line of a traceback that says what was raised, without the machine's paths; or the last line."""
+    """Return the error line of a traceback without the machine's paths, or the last line."""
     lines = output.strip().splitlines() or [""]
     return next(
         (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1]
@@ -183,7 +187,7 @@ def error_line(output: str) -> str:
 
 
 def drawn(breadth: dict[str, Any], sample: int, seed: int, named: str | None) -> list[dict[str, Any]]:
-    """The pairs of the sample, or those that are named, of all that were predicted."""
+    """Return the sampled or the named pairs among all predicted ones."""
     predicted = [pair for pair in breadth["pairs"] if pair["ends"] == "predicted"]
     if named:
         names = named.split(",")
@@ -192,7 +196,7 @@ def drawn(breadth: dict[str, Any], sample: int, seed: int, named: str | None) ->
 
 
 def document_of(asked: argparse.Namespace) -> dict[str, Any]:
-    """The document: versions, how many pairs end how, and each pair."""
+    """Return the document: versions, the count of each outcome, and each pair."""
     now = datetime.datetime.now(datetime.UTC)
     breadth = json.loads(asked.breadth.read_text())
     last = [end for path in asked.again for end in json.loads(path.read_text())["pairs"]]
@@ -218,7 +222,7 @@ def document_of(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the sample, and writes the day's file."""
+    """Run the sample and write the day's file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("breadth", type=Path, nargs="?", help="a file of breadth.py")
     parser.add_argument("--sample", type=int, default=100)

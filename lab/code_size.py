@@ -54,7 +54,7 @@ def branch_points(tree: ast.AST) -> int:
 
 
 def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
-    """Return the positions (line, column) of strings that stand as statements."""
+    """Return the positions (line, column) of strings that are statements."""
     return {
         (node.lineno, node.col_offset)
         for node in ast.walk(tree)
@@ -87,7 +87,7 @@ def count() -> dict[str, dict[str, int]]:
 
 
 def main() -> int:
-    """Compare the counts with the table; 1 where one rose."""
+    """Compare the counts with the table. Return 1 if one rose."""
     asked = read_arguments(__doc__.splitlines()[0])
     counts = count()
     total = {name: sum(row[name] for row in counts.values()) for name in ("tokens", "branch points")}

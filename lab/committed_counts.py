@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 Counts = Mapping[str, Mapping[str, int]]
-"""By row and by name, a count."""
+"""Counts by row and name."""
 
 
 def compare(table: Path, counts: Counts, *, what: str, update: bool, reason: str) -> int:
-    """Print the differences from the table and return the exit code, 1 where a count rose.
+    """Print the differences from the table and return the exit code, 1 if a count rose.
 
-    With `update` the table is written instead. `what` names the counts in messages. Raises `SystemExit` where
-    a count rises, the table is to be updated and no reason is given.
+    With `update` the table is written instead. `what` names the counts in messages. Raises `SystemExit` if
+    the table is to be updated, a count rises and no reason is given.
     """
     document = json.loads(table.read_text()) if table.exists() else {"rows": {}, "reasons": []}
     changes = _changes(document["rows"], counts)
@@ -37,7 +37,7 @@ def compare(table: Path, counts: Counts, *, what: str, update: bool, reason: str
 
 
 def _changes(before: Counts, now: Counts) -> list[tuple[str, bool]]:
-    """Return a line for each difference, and whether it is a rise."""
+    """Return a line for each difference, each with a flag for a rise."""
     rows = dict.fromkeys([*now, *before])
     return [
         (f"{row}: {name} {old} -> {new}", new > old)

@@ -1,11 +1,11 @@
-"""Lays measured runs beside their predictions.
+"""Compare measured runs with their predictions.
 
     python lab/compare_measurements.py FOLDER
 
-Every `measurement.json` under FOLDER is predicted by the code as it is; the figures go to a file in FOLDER,
-compared.json, and as a table to the terminal. Measured are requested, allocated and reserved bytes, the
-median step, and the first one, which compiles where the recipe does. `first_step_seconds` is predicted
-without a cache of an earlier run; a measurement in a folder whose name ends in `warm` had one.
+The current code predicts every `measurement.json` under FOLDER. The figures go to FOLDER/compared.json, and
+as a table to the terminal. Measured are requested, allocated and reserved bytes, the median step and the
+first step. The first step includes compilation if the recipe compiles. `first_step_seconds` is predicted
+without a cache of an earlier run. A measurement in a folder whose name ends in `warm` had such a cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADS = (
 
 
 def figures(result: Any) -> dict[str, float | None]:
-    """The compared figures of a Measurement or a Prediction."""
+    """Return the compared figures of a Measurement or a Prediction."""
     found = {name: getattr(result.footprint, name) for name in FIGURES[:3]}
     found["step_seconds"] = result.timing and result.timing.step_seconds
     found["first_step_seconds"] = result.startup and result.startup.first_step_seconds
@@ -34,7 +34,7 @@ def figures(result: Any) -> dict[str, float | None]:
 
 
 def compare(file: Path) -> dict[str, Any]:
-    """One run's figures, measured and predicted."""
+    """Return one run's figures, measured and predicted."""
     from snugfit import predict
     from snugfit.results.measurement import Measurement
 
@@ -53,7 +53,7 @@ def compare(file: Path) -> dict[str, Any]:
 
 
 def row(run: dict[str, Any]) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     seen, foreseen = run["measured"], run["predicted"]
 
     def apart(name: str, digits: int) -> str:
@@ -73,7 +73,7 @@ def row(run: dict[str, Any]) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Writes compared.json and prints the table."""
+    """Write compared.json and print the table."""
     runs = [compare(file) for file in sorted(folder.rglob("measurement.json"))]
     (folder / "compared.json").write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
     print(f"| {' | '.join(HEADS)} |\n|{' --- |' * len(HEADS)}")

@@ -1,11 +1,11 @@
-"""The same step on each core of the host, one after the other, twice: how much other guests take of a core.
+"""Time the same step on each core of the host twice, which shows the load of other guests on each core.
 
     python lab/core_by_core.py OUT.json
 
-A small BERT that gives the GPU next to nothing to do runs steady steps; every `STEPS` of them all threads of
-the process move to the next core. After each round they may run where the system puts them. Beside each stay
-stand its steps' seconds and those of a loop of pure Python on that core. It is what
-`measurement/quiet_core.py` rests on.
+A small BERT runs steady steps with next to no work for the GPU. After every `STEPS` steps all threads of the
+process move to the next core. After each round the system may place them freely. A row of each stay holds the
+seconds of its steps, and those of a loop of pure Python on that core. `measurement/quiet_core.py` relies on
+these figures.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ WARMUP, STEPS, ROUNDS = 20, 30, 2
 
 
 class Walk:
-    """Moves to the next core at step boundaries, and records when each step began."""
+    """An observer that moves to the next core at step boundaries, and records the start of each step."""
 
     def __init__(self, stays: list[set[int]]) -> None:
         self.stays = stays
-        """The cores of each stay."""
+        """Cores of each stay."""
         self.begins: list[float] = []
-        """By the clock, in seconds."""
+        """Clock times of the step starts, in seconds."""
         self.loop_seconds: list[float] = []
-        """Of a loop of pure Python, at the beginning of each stay."""
+        """Seconds of a loop of pure Python, at the beginning of each stay."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Does nothing: only beginnings of steps count."""
+        """Do nothing, because only beginnings of steps count."""
 
     def phase(self, name: str) -> None:
-        """Does nothing: only beginnings of steps count."""
+        """Do nothing, because only beginnings of steps count."""
 
     def step_begins(self, index: int) -> None:
-        """Moves all threads to the next core, every `STEPS` steps."""
+        """Move all threads to the next core, every `STEPS` steps."""
         stay, turn = divmod(index - WARMUP, STEPS)
         if stay >= 0 and turn == 0 and stay < len(self.stays):
             for thread in os.listdir("/proc/self/task"):
@@ -56,17 +56,17 @@ class Walk:
         self.begins.append(time.perf_counter())
 
     def step_ends(self, index: int) -> None:
-        """Does nothing: only beginnings of steps count."""
+        """Do nothing, because only beginnings of steps count."""
 
     def seconds(self, stay: int) -> list[float]:
-        """Seconds of the steps of one stay."""
+        """Return the seconds of the steps of one stay."""
         first = WARMUP + stay * STEPS
         marks = self.begins[first : first + STEPS]
         return [end - begin for begin, end in pairwise(marks)]
 
 
 def main() -> None:
-    """Writes the file that the command line asks for, and prints a line for each stay."""
+    """Run the stays, print a line for each one, and write the output file."""
     cores = sorted(os.sched_getaffinity(0))
     stays = [*({core} for core in cores), set(cores)] * ROUNDS
     walk = Walk(stays)

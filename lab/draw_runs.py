@@ -6,15 +6,15 @@
 
 Each command writes one result into FOLDER; `snugfit accuracy --measure FILE` measures its runs on the GPU.
 
-Draws cycle through the families in an order that the seed shuffles, so that a dozen draws cover a dozen
-families. Each number has a random stream of its own, seeded by the seed and the number: one draw influences
-no other. A stream yields proposals; those that are too small to tell an error from the granularity of the
-allocator (segments of 20 MiB), too large, or whose recipe is not valid for the job, are skipped. All of that
-is decided by arithmetic here and by the techniques' own objections, never by a prediction or by the machine.
+Draws cycle through the families in an order that the seed shuffles, so a dozen draws cover a dozen families.
+Each number has a random stream of its own, seeded by the seed and the number. So no draw influences another.
+A stream yields proposals. Three kinds are skipped: too large, invalid for the job, and too small. A job is
+too small if the allocator's granularity (segments of 20 MiB) could hide an error. Arithmetic here and the
+techniques' own objections decide this, never a prediction or the machine.
 
-A family is a bundled preset with ranges for its sizes. Everything else (activation, norms, biases, dropout,
-soft caps, sliding windows, tied weights) stays as the preset has it, so a drawn model is one that its authors
-might have trained in another size.
+A family is a bundled preset with ranges for its sizes. Everything else stays as in the preset: activation,
+norms, biases, dropout, soft caps, sliding windows, tied weights. So a drawn model is a plausible other size
+of the preset.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MIN_BYTES, MAX_BYTES = 2 * GIB, 48 * GIB
 """Bounds on the rough size of a drawn job under the plain recipe."""
 
 MAX_FLOPS = 3e13
-"""Of one optimizer step: half a second to a second in fp32 on an H200."""
+"""Largest number of FLOPs of one optimizer step: half a second to a second in fp32 on an H200."""
 
 EVALUATION_SHARE = 0.08
 """Share of jobs that only evaluate."""
@@ -63,13 +63,13 @@ class Family:
     """One architecture, with the config keys of its sizes and the range of each."""
 
     name: str
-    """As the draw calls it."""
+    """Name in the draw."""
 
     preset: str
     """The bundled preset that is resized."""
 
     tasks: tuple[Task, ...]
-    """Heads that may be drawn."""
+    """Heads for the draw."""
 
     depth: tuple[int, int]
     """Fewest and most layers."""
@@ -81,7 +81,7 @@ class Family:
     """Widths of one attention head; the hidden width is a multiple of one."""
 
     longest: int = 2048
-    """Longest sequence that is drawn; at most what the positions allow."""
+    """Longest drawn sequence, at most the model's positions."""
 
     keys: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("depth", ("num_hidden_layers",)),
@@ -95,7 +95,7 @@ class Family:
     """Further keys, each with the values it may take."""
 
     grouped: bool = False
-    """Whether queries may share keys and values, several heads to one."""
+    """True if queries may share keys and values, several heads to one."""
 
     free_heads: str = ""
     """The key of one head's width, where heads together may be wider or narrower than the hidden state."""
@@ -180,7 +180,7 @@ class ModelSizes:
     depth: int
     """Number of layers, of the encoder and of the decoder each."""
     width: int
-    """Of the hidden state."""
+    """Width of the hidden state."""
     heads: int
     """Number of query heads."""
     inner: int
@@ -196,7 +196,7 @@ class ModelSizes:
 def draw_config(
     family: Family, facts: dict[str, Any], rng: random.Random
 ) -> tuple[dict[str, Any], ModelSizes]:
-    """The preset's config `facts` in a drawn size, and that size."""
+    """Return the preset's config `facts` in a drawn size, and that size."""
     low, high = family.width
     head = rng.choice(family.head_widths)
     heads = rng.randint(-(-low // head), high // head)
@@ -225,7 +225,7 @@ def draw_config(
 
 
 def _cut_vocabulary(config: dict[str, Any], key: str, size: int) -> None:
-    """Sets the size of the vocabulary, and maps the special tokens into it."""
+    """Set the size of the vocabulary, and map the special tokens into it."""
     config[key] = size
     for name, value in config.items():
         if name.endswith("_token_id") and isinstance(value, int):
@@ -243,16 +243,19 @@ class DrawnJob:
     """A drawn job with a drawn recipe."""
 
     number: int
-    """Of the draw, from 0."""
+    """Number of the draw, from 0."""
     family: str
-    """Of the model, as `FAMILIES` names it."""
+    """Name of the model in `FAMILIES`."""
     job: Job
     recipe: Recipe
 
 
 def proposals(seed: int, number: int, gpus: int = 1) -> Iterator[DrawnJob]:
-    """Valid draws for this number on so many GPUs, in order; the first is the draw unless its model cannot be
-    built. On several, sizes are those of one GPU's share."""
+    """Yield valid draws for this number on so many GPUs.
+
+    The first one is the draw unless its model cannot be built. On several GPUs, sizes are those of one GPU's
+    share.
+    """
     family = _family(seed, number)
     rng = random.Random(f"snugfit {seed} {number}")
     for _ in range(MAX_PROPOSALS):
@@ -270,7 +273,7 @@ def _family(seed: int, number: int) -> Family:
 
 
 def _draw_job(family: Family, rng: random.Random) -> Job | None:
-    """A job of this family; None when it is too small or too large."""
+    """Draw a job of this family. Return None if it is too small or too large."""
     config, sizes = draw_config(family, read_preset(family.preset), rng)
     task = rng.choice(family.tasks)
     batch = round(2 ** rng.uniform(0, 6))
@@ -296,18 +299,18 @@ def _draw_job(family: Family, rng: random.Random) -> Job | None:
 
 
 def _draw_length(longest: int, rng: random.Random) -> int:
-    """A number of tokens: a power of two half of the time, else any."""
+    """Draw a number of tokens: a power of two half of the time, else any."""
     if rng.random() < 0.5:
         return int(2 ** rng.randint(6, int(math.log2(longest))))
     return rng.randint(32, longest)
 
 
 def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, target: int) -> bool:
-    """Whether bytes and FLOPs of the plain recipe, roughly estimated, are within the bounds.
+    """Return True if estimated bytes and FLOPs of the plain recipe are within the bounds.
 
-    Weights, gradients and two moments: 16 bytes a parameter, and a temporary copy. Activations after
-    Korthikanti et al. (arXiv 2205.05198, equation 1: 34 s b h + 5 a s^2 b bytes in 16 bits), twice that in
-    32 bits, with the feed-forward part's own width; logits count three times.
+    Weights, gradients and two moments take 16 bytes a parameter, beside a temporary copy. Activations in 16
+    bits follow Korthikanti et al. (arXiv 2205.05198, equation 1): 34 s b h + 5 a s^2 b bytes. In 32 bits they
+    take twice that, with the feed-forward part's own width. Logits count three times.
     """
     length = sizes.image_positions or sequence
     tokens = batch * length
@@ -325,14 +328,16 @@ def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, t
 
 
 def draw_training_jobs(seed: int, count: int) -> list[Job]:
-    """The first job that trains of each of these numbers."""
+    """Return the first training job of each of these numbers."""
     streams = (proposals(seed, number) for number in range(count))
     return [next(drawn.job for drawn in stream if drawn.job.trains) for stream in streams]
 
 
 def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1) -> ComparedRun:
-    """The draw of this number, predicted for so many GPUs. Recipes that the model does not take are
-    skipped."""
+    """Return the draw of this number, predicted for so many GPUs.
+
+    Recipes that the model does not support are skipped.
+    """
     drawn = (
         ComparedRun(number=number, family=one.family, job=one.job, recipe=one.recipe, gpus=gpus)
         for one in proposals(seed, number, gpus)

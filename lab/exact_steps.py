@@ -1,14 +1,17 @@
-"""Whether faster steps are still the same training: on one GPU, of the guide's job or another.
+"""Compare the training of faster steps with that of plain ones, on one GPU, for the guide's job or another.
 
     python lab/exact_steps.py OUT.json spread [--recipe 'RECIPE'] ...   losses of 300 steps
     python lab/exact_steps.py OUT.json error [--recipe 'RECIPE'] ...    weights after 50 steps
 
-`spread` trains from one seed in fp32 with three seeds for dropout, or reads the losses of such runs from a
-file that it wrote before (`--known`), and each recipe with three others. A curve of losses is a mean over 25
-steps. Of the three in fp32, each is some way from the mean of the other two: no curve of a recipe may be
-further from the mean of the three than the furthest of them. `error` trains
-without dropout, and says how far all weights are from those of a run in 64 bits, as a share of how far that
-has moved them; and which weights a recipe has not moved, as a gradient of zero would have it."""
+`spread` trains three runs in fp32 with one seed for weights and three seeds for dropout. It can read their
+losses from an earlier output file instead (`--known`). Each recipe trains with three other seeds. A curve is
+a mean of losses over 25 steps. The spread is the largest distance of one fp32 curve from the mean of the
+other two. A recipe's curve may not be further than that from the mean of the three.
+
+`error` trains without dropout and compares all weights with those of a run in 64 bits. The error is a share
+of the distance that the weights moved in that run. The row also lists weights that the recipe did not move,
+as with a gradient of zero.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class SeedAfterBuilding(Observer):
-    """Weights of one seed, and dropout of another."""
+    """An observer that seeds dropout after the construction of the model, and stores the first weights."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -73,7 +76,7 @@ def smooth(losses: list[float]) -> torch.Tensor:
 
 
 def apart(curve: torch.Tensor, others: list[torch.Tensor]) -> float:
-    """The most by which a curve leaves the mean of others."""
+    """Return the largest distance of a curve from the mean of the others."""
     return float((curve - torch.stack(others).mean(dim=0)).abs().max())
 
 
@@ -92,7 +95,7 @@ def spread(recipes: list[str], steps: int, known: list[list[float]] | None) -> d
 
 
 def in_64_bits(job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights before and after so many steps in 64 bits."""
+    """Return the weights before and after so many steps in 64 bits."""
     setup = Recipe.parse("plain").setup()
     torch.manual_seed(1)
     model = build_model(job, setup, CUDA).double()
@@ -107,7 +110,7 @@ def in_64_bits(job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def masters_of(step: Any) -> dict[str, torch.Tensor]:
-    """All weights in 64 bits; of those that have masters, the masters."""
+    """Return all weights in 64 bits, or their masters if they have any."""
     from snugfit.step.wishes.masters.halves import join
     from snugfit.step.wishes.masters.marks import RESIDUAL
 

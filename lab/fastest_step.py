@@ -1,11 +1,12 @@
-"""The fastest step of one GPU, beside the best peers: each in a process of its own, in one run, one machine.
+"""Time the fastest step of one GPU beside the best peers, each in a process of its own on one machine.
 
     python lab/fastest_step.py OUT.json [JOB ...] [--ours 'RECIPE'] [--no-peers]
 
-A peer is the installed HF Trainer with the flags that help it, measured through `--loop trainer`: its own
-step and none of its logic copied; or FlashOptim (`peer_flashoptim.py`), where it is installed. Ours is
-snugfit's loop. Every contender trains the same model on batches of the same size, and a row says its seconds,
-its bytes, and how many times as fast it is as the best peer."""
+One peer is the installed HF Trainer with its fastest flags, measured through `--loop trainer`. It runs its
+own step, and none of its logic is copied. Another one is FlashOptim (`peer_flashoptim.py`), if it is
+installed. Ours is snugfit's loop. Every contender trains the same model on batches of the same size. A row
+holds its seconds, its bytes, and its speed as a multiple of the best peer's.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ COMPILED = f"{FUSED} + compiled(what=model, autocast=within)"
 
 @dataclass(frozen=True)
 class Contest:
-    """A job, and who does it."""
+    """A job with its contenders."""
 
     options: tuple[str, ...]
-    """Of `snugfit measure`."""
+    """Options of `snugfit measure`."""
     ours: tuple[str, ...]
     """Recipes of snugfit's loop."""
     peers: tuple[str, ...] = (FUSED, COMPILED)
-    """Recipes of the Trainer, which gets them as its arguments."""
+    """Recipes of the Trainer, given as its arguments."""
     flashoptim: dict[str, Any] | None = None
     """The job, for FlashOptim's AdamW in a plain loop."""
 
@@ -77,7 +78,7 @@ CONTESTS = {
 
 
 def measured(options: tuple[str, ...], loop: str, recipe: str) -> dict[str, Any]:
-    """A row of the table: what `snugfit measure` says, or why it says nothing."""
+    """Return a row of the table: the figures of `snugfit measure`, or its error."""
     command = [sys.executable, "-m", "snugfit", "measure", *options, "--loop", loop, "--recipe", recipe]
     row: dict[str, Any] = {"loop": loop, "recipe": recipe}
     try:
@@ -101,7 +102,7 @@ def measured(options: tuple[str, ...], loop: str, recipe: str) -> dict[str, Any]
 
 
 def with_flashoptim(job: dict[str, Any]) -> dict[str, Any]:
-    """A row of FlashOptim's."""
+    """Return FlashOptim's row."""
     command = [sys.executable, str(Path(__file__).with_name("peer_flashoptim.py")), json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     if done.returncode:
@@ -111,7 +112,7 @@ def with_flashoptim(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def contest(one: Contest, ours: tuple[str, ...], *, peers: bool) -> Iterator[list[dict[str, Any]]]:
-    """The rows of a job, each time that there is one more, with its speed beside that of the fastest peer."""
+    """Yield the rows of a job after each new one, with their speeds beside that of the fastest peer."""
     rows: list[dict[str, Any]] = []
     races = [("trainer", recipe) for recipe in one.peers if peers]
     if peers and one.flashoptim is not None:

@@ -1,10 +1,11 @@
-"""How long the guide's epoch takes from its first step, with all that is compiled and recorded in it.
+"""Time the guide's epoch from its first step, with all compilation and recording in it.
 
     python lab/first_epoch.py OUT.json [--steps 128] [--loop trainer] [--loop plain]
 
-BERT-large, 4 x 512, clip 1.0: each contender in a process of its own, twice: cold, with empty caches of
-Triton and Inductor, and warm, with those of the first. From the beginning of the first step to the end of the
-last, imports and the building of the model apart."""
+The job is BERT-large, 4 x 512, clip 1.0. Each contender runs twice, in a process of its own. The cold run has
+empty caches of Triton and Inductor, the warm run has those of the cold one. Seconds count from the beginning
+of the first step to the end of the last. Imports and the construction of the model are separate.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ CONTENDERS = (
 
 
 def epoch(loop: Any, recipe: str, steps: int) -> dict[str, Any]:
-    """Seconds of so many steps, and of the longest of them."""
+    """Return the seconds of so many steps, and of the longest of them."""
     import torch
 
     from snugfit.job.job import Job, Task
@@ -61,7 +62,7 @@ def epoch(loop: Any, recipe: str, steps: int) -> dict[str, Any]:
 
 
 def in_a_process(loop: str, recipe: str, steps: int, cache: str) -> dict[str, Any]:
-    """The same in a process with this folder for what compilers keep."""
+    """Time the epoch in a process with this folder for the compilers' caches."""
     variables = os.environ | {
         "TRITON_CACHE_DIR": f"{cache}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",

@@ -1,17 +1,19 @@
-"""Fits the host's constants of `prediction/rates.json` to the seconds of hosts with a drained device.
+"""Fit the host's constants of `prediction/rates.json` to the seconds of hosts with a drained device.
 
     python lab/fit_host.py OUT.json PROFILED.json [PROFILED.json ...]
 
 Every run of these files (`profile_kernels.py host` writes them) is rehearsed again. With the device drained
-before each step, a phase takes the host as long as asking for its kernels does, and that is linear in the
-constants of `HostLaunchCosts`: so many kernels of the forward pass, so many modules and views. The constants
-are those that make the sum of absolute errors smallest, each as a share of its whole step (of loading, as a
-share of loading, which is a hundredth of a step of text), and none of them is negative. Steps on a disturbed
-core are left out. What a wait costs beside the waiting is not seen in a drained step, and is kept; so is
-what none of these runs has: selective checkpointing, products of an optimizer, libraries' autograd Functions,
-compiled programs.
+before each step, the host's seconds in a phase are those of its kernel launches. They are linear in the
+constants of `HostLaunchCosts`: so many kernels of the forward pass, so many modules and views. The fitted
+constants have the smallest sum of absolute errors, and none is negative. Each error is a share of its whole
+step. Errors of loading are a share of loading, which is a hundredth of a step of text. Steps on a disturbed
+core are left out.
 
-Fits that leave out one family each say how well a family's steps are predicted that was not fitted.
+Some constants keep their old values. A drained step does not show the cost of a wait beside its duration. The
+runs contain no selective checkpointing, no products of an optimizer, no autograd Functions of libraries and
+no compiled programs.
+
+Further fits leave out one family each. They report the errors of predictions for a family outside the fit.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ KEPT = (
 )
 FREE = tuple(name for name in NAMES if name not in KEPT)
 ROUNDS, MIN_ERROR = 60, 0.01
-"""Of reweighting, and the relative error below which an equation gains no more weight."""
+"""Rounds of reweighting, and the relative error below which an equation gains no more weight."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,12 @@ class Steps:
     family: str
     name: str
     counts: dict[str, Any]
-    """By phase, how often each constant of `FREE` is paid: an array of (constants,)."""
+    """Number of times that each phase pays each constant of `FREE`: an array of (constants,)."""
     seconds: dict[str, float]
-    """By phase, of the host with a drained device."""
+    """Seconds of the host by phase, with a drained device."""
 
     def rows(self) -> tuple[list[Any], list[float]]:
-        """Left and right sides of the equations: one of each phase, and one of the whole step."""
+        """Return the sides of the equations: one of each phase, and one of the whole step."""
         phases = [phase for phase in self.seconds if phase in self.counts]
         whole = sum(self.seconds[phase] for phase in phases)
         left: list[Any] = []
@@ -78,13 +80,14 @@ class Steps:
         return [*left, sum(self.counts[phase] for phase in phases) / whole], [*right, 1.0]
 
     def error(self, host: Any) -> float:
-        """Relative error of the whole step under these constants: predicted / measured - 1."""
+        """Return the relative error of the whole step under these constants: predicted / measured - 1."""
         left, _ = self.rows()
         return float(left[-1] @ host) - 1
 
 
 def equations_of(task: tuple[dict[str, Any], float]) -> Steps | str:
-    """A run's equations from its rehearsal and its undisturbed drained steps; or why there are none."""
+    """Return a run's equations from its rehearsal and its undisturbed drained steps, or the reason for
+    none."""
     run, slowest = task
     job, recipe = Job.from_json(run["job"]), Recipe.parse(run["recipe"])
     drained = [spent for pace, spent in run["drained"] if pace <= slowest]
@@ -113,8 +116,10 @@ def equations_of(task: tuple[dict[str, Any], float]) -> Steps | str:
 
 
 def fit(runs: list[Steps]) -> Any:
-    """The constants of `FREE` with the least absolute errors, an array of (constants,), by iteratively
-    reweighted least squares; one that would be negative is 0."""
+    """Return the constants of `FREE` with the least absolute errors, an array of (constants,).
+
+    The fit uses iteratively reweighted least squares. A constant that would be negative is 0.
+    """
     equations = [run.rows() for run in runs]
     left = np.array([side for rows, _ in equations for side in rows])
     right = np.array([value for _, values in equations for value in values])
@@ -133,13 +138,13 @@ def fit(runs: list[Steps]) -> Any:
 
 
 def quantiles(errors: Any) -> dict[str, float]:
-    """Median and 90th percentile of the absolute errors."""
+    """Return the median and the 90th percentile of the absolute errors."""
     sizes = np.abs(errors)
     return {"median": float(np.median(sizes)), "p90": float(np.quantile(sizes, 0.9))}
 
 
 def main() -> None:
-    """Fits the constants, prints them and writes them."""
+    """Fit the constants, print them and write them."""
     out, files = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
     measured = [run for file in files for run in json.loads(file.read_text())["runs"]]
     slowest = DISTURBED_RATIO * min(pace for run in measured for pace, _ in run["drained"])

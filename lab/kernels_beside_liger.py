@@ -1,11 +1,11 @@
-"""Our kernels and Liger's for the same part of a model, forward and backward, side by side on a GPU.
+"""Time our kernels and Liger's for the same part of a model, forward and backward, side by side on a GPU.
 
     python lab/kernels_beside_liger.py OUT.json
 
-Seconds are those of the device: all kernels of a call, by torch's profiler, so that neither side waits for
-its host. Sides take turns. The largest difference of results, as a share of the largest result, says that
-both computed the same; with dropout they draw other masks. Needs liger-kernel; parts that it has no kernel
-for have torch's on its side.
+Seconds are those of all kernels of a call on the device, by torch's profiler. So neither side waits for its
+host. Sides take turns. The row holds the largest difference of results, as a share of the largest result. It
+shows that both sides computed the same; with dropout they draw different masks. The script needs
+liger-kernel. Parts without a kernel of Liger's use torch's.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from snugfit.versions import versions
 CUDA, HALF = torch.device("cuda", 0), torch.bfloat16
 TURNS, CALLS = 5, 10
 CHUNK = 1024
-"""Tokens whose logits are there at once, on our side; Liger chooses its own."""
+"""Tokens with logits in memory at once, on our side. Liger chooses its own number."""
 
 
 class Shapes(NamedTuple):
-    """What a decoder's layer is made of."""
+    """Sizes of a decoder's layer."""
 
     name: str
     batch: int
@@ -63,17 +63,17 @@ class Side(NamedTuple):
     """One way to compute a part."""
 
     compute: Callable[..., Any]
-    """From the operands to one result or several."""
+    """Function from the operands to one result or several."""
     operands: Sequence[torch.Tensor]
 
 
 def made(*size: int, scale: float = 1.0) -> torch.Tensor:
-    """An operand whose gradient is asked for."""
+    """Return an operand that requires a gradient."""
     return (torch.randn(*size, device=CUDA, dtype=HALF) * scale).requires_grad_()
 
 
 def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
-    """Our side and Liger's of each part of a layer, and of the head with its loss."""
+    """Return our side and Liger's of each part of a layer, and of the head with its loss."""
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.ops.rope import LigerRopeFunction
@@ -87,7 +87,7 @@ def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
         made(inner, hidden, scale=0.02),
         made(hidden, inner, scale=0.02),
     )
-    lay_side_by_side([gate, up])  # as `fused` does with a model's weights, once
+    lay_side_by_side([gate, up])  # `fused` does this once with a model's weights
     counts = (shapes.queries, shapes.keys, shapes.keys)
     matrices = [made(count * shapes.width, hidden, scale=0.02) for count in counts]
     lay_side_by_side(matrices)
@@ -134,7 +134,7 @@ def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
 
 
 def parts_of_encoder() -> dict[str, tuple[Side, Side]]:
-    """Of BERT-large: what stands between its products, without and with dropout."""
+    """Return the parts of BERT-large between its products, without and with dropout."""
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     count, columns, inner = ENCODER
@@ -168,18 +168,18 @@ def parts_of_encoder() -> dict[str, tuple[Side, Side]]:
 
 
 def results_of(side: Side) -> tuple[torch.Tensor, ...]:
-    """What it computes."""
+    """Return the results of a side."""
     given = side.compute(*side.operands)
     return given if isinstance(given, tuple) else (given,)
 
 
 def run(side: Side, slopes: Sequence[torch.Tensor]) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     torch.autograd.grad(results_of(side), side.operands, slopes)
 
 
 def device_seconds(side: Side, slopes: Sequence[torch.Tensor]) -> float:
-    """Of all kernels of a call."""
+    """Return the seconds of all kernels of a call."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(CALLS):
             run(side, slopes)
@@ -188,7 +188,7 @@ def device_seconds(side: Side, slopes: Sequence[torch.Tensor]) -> float:
 
 
 def peak_bytes(side: Side, slopes: Sequence[torch.Tensor]) -> int:
-    """What a call takes at its peak beside operands and slopes."""
+    """Return the peak bytes of a call beside its operands and output gradients."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -197,12 +197,12 @@ def peak_bytes(side: Side, slopes: Sequence[torch.Tensor]) -> int:
 
 
 def share_apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest number."""
+    """Return the largest difference as a share of the largest number."""
     return float((ours.detach() - theirs.detach()).abs().max() / theirs.detach().abs().max())
 
 
 def compare(job: str, part: str, sides: tuple[Side, Side]) -> dict[str, Any]:
-    """A row of the result."""
+    """Return a row of the result."""
     results = [results_of(side) for side in sides]
     apart = max(
         float((a.detach() - b.detach()).abs().max() / b.detach().abs().max())
@@ -222,7 +222,7 @@ def compare(job: str, part: str, sides: tuple[Side, Side]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compares all parts and writes the file that the command line names."""
+    """Compare all parts and write the output file."""
     torch.manual_seed(0)
     rows = []
     for shapes in DECODERS:

@@ -1,16 +1,19 @@
-"""Kills runs at random moments, in chains, and holds what comes of them to a run that nobody touched.
+"""Kill runs at random moments, in chains, and compare their results with those of an undisturbed run.
 
     python lab/kill_chains.py OUT.json [--kills 250] [--seeds 1 2] [--device cpu] [--only fit] [--bf16]
                                      [--techniques]
 
-Each configuration is drawn: the front-end (`train`, `fit`, `accelerate`), the data (lists, samples that
-draw, streams, generators and counters of their own, workers, loaders of the user's), adapters, the optimizer,
-the schedule, evaluations, micro-batches, bf16, how often a checkpoint is kept, and with `--techniques` a
-recipe and a decoder (`kill_techniques.py`). Dropout is on. First it runs whole. Then, in another folder, it
-is started and killed (SIGKILL four times of five, else SIGTERM), while it starts, steps, evaluates or writes,
-and started again, until a start comes to its end. Losses, norms, rates, evaluations and weights must then be
-the same, bit for bit. A configuration that is refused before its first step is counted as that; all else is a
-failure and listed.
+Each configuration is drawn:
+
+- the front-end: `train`, `fit` or `accelerate`
+- the data: lists, samples with random draws, streams, own generators and counters, workers, user's loaders
+- adapters, the optimizer, the schedule, evaluations, micro-batches, bf16 and the interval of checkpoints
+- a recipe and a decoder, with `--techniques` (`kill_techniques.py`)
+
+Dropout is on. First the configuration runs whole. Then it starts in another folder and is killed while it
+starts, steps, evaluates or writes. Four kills of five are SIGKILL, the others SIGTERM. It starts again until
+it runs to its end. Losses, norms, rates, evaluations and weights must then be equal, bit for bit. A
+configuration that is refused before its first step counts as refused. All else is a failure and is listed.
 """
 
 from __future__ import annotations
@@ -53,10 +56,10 @@ from snugfit.versions import versions
 
 STEPS = 12
 PAUSE_SECONDS = 0.01
-"""After each step, so that kills fall between steps too."""
+"""Pause after each step, so that kills also fall between steps."""
 
 MOST_KILLS = 6
-"""Of one chain; after so many it runs to its end."""
+"""Largest number of kills of one chain; then it runs to its end."""
 
 MOST_SECONDS = 120.0
 REFUSED = 3
@@ -64,11 +67,11 @@ REFUSED = 3
 Config = dict[str, Any]
 Sample = dict[str, Any]
 
-# ---- what is drawn ---------------------------------------------------------------------------------------
+# ---- draws -----------------------------------------------------------------------------------------------
 
 
 def samples(count: int = 18) -> list[Sample]:
-    """Samples of uneven length in two classes."""
+    """Return samples of uneven length in two classes."""
     draw = random.Random(0)
     return [
         {"input_ids": [draw.randrange(5, 90) for _ in range(draw.randrange(4, 12))], "labels": index % 2}
@@ -77,7 +80,7 @@ def samples(count: int = 18) -> list[Sample]:
 
 
 def padded(batch: list[Sample]) -> dict[str, torch.Tensor]:
-    """A batch, padded to its longest sample."""
+    """Return a batch, padded to its longest sample."""
     longest = max(len(sample["input_ids"]) for sample in batch)
     rows = [[*sample["input_ids"], *[0] * (longest - len(sample["input_ids"]))] for sample in batch]
     mask = [[1] * len(s["input_ids"]) + [0] * (longest - len(s["input_ids"])) for s in batch]
@@ -87,19 +90,19 @@ def padded(batch: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 def spoken(batch: list[Sample]) -> dict[str, torch.Tensor]:
-    """The same for a language model, whose labels are its tokens."""
+    """Return a padded batch for a language model, whose labels are its tokens."""
     made = padded(batch)
     return {**made, "labels": made["input_ids"].masked_fill(made["attention_mask"] == 0, -100)}
 
 
 def slowly_padded(batch: list[Sample]) -> dict[str, torch.Tensor]:
-    """The same, for evaluations that last."""
+    """Return a padded batch slowly, so that evaluations last."""
     time.sleep(0.02)
     return padded(batch)
 
 
 def slowly_spoken(batch: list[Sample]) -> dict[str, torch.Tensor]:
-    """The same for a language model."""
+    """Return a padded batch for a language model slowly."""
     time.sleep(0.02)
     return spoken(batch)
 
@@ -109,7 +112,7 @@ SLOW_COLLATORS = {"bert": slowly_padded, "llama": slowly_spoken}
 
 
 class Masking:
-    """A collator with a generator that it makes with its first batch."""
+    """A collator that makes its generator with its first batch."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -123,13 +126,13 @@ class Masking:
 
 
 class Drawing(Dataset[Any]):
-    """Samples that draw from the process's generators."""
+    """Samples with draws from the process's generators."""
 
     def __len__(self) -> int:
         return 18
 
     def drawn(self) -> list[int]:
-        """A token of each generator."""
+        """Return a token of each generator."""
         return [int(torch.randint(5, 90, ())), random.randrange(5, 90), int(numpy.random.randint(5, 90))]
 
     def __getitem__(self, index: int) -> Sample:
@@ -138,18 +141,18 @@ class Drawing(Dataset[Any]):
 
 
 class DrawingOwn(Drawing):
-    """Samples that draw from generators of the dataset's own."""
+    """Samples with draws from the dataset's own generators."""
 
     def __init__(self) -> None:
         self.numbers, self.choice = numpy.random.default_rng(3), random.Random(4)
 
     def drawn(self) -> list[int]:
-        """A token of each generator."""
+        """Return a token of each generator."""
         return [int(self.numbers.integers(5, 90)), self.choice.randrange(5, 90)]
 
 
 class Stream(IterableDataset[Any]):
-    """All samples but one, each with a token that it draws."""
+    """A stream of all samples but one, each with a drawn token."""
 
     def __iter__(self) -> Iterator[Sample]:
         for sample in samples()[:17]:
@@ -157,7 +160,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Counting(IterableDataset[Any]):
-    """A stream whose order depends on how often it was begun."""
+    """A stream whose order depends on the number of its iterations."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -168,7 +171,7 @@ class Counting(IterableDataset[Any]):
 
 
 def hub_stream() -> Any:
-    """A stream of `datasets`, shuffled by epoch."""
+    """Return a stream of `datasets`, shuffled by epoch."""
     return datasets.Dataset.from_list(samples()).to_iterable_dataset(num_shards=2).shuffle(5, buffer_size=8)
 
 
@@ -227,14 +230,14 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
 }
 TARGETS = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"]}
 WAYS = ("named mine", "second", "embeddings train too", "mixin")
-"""Besides an adapter that is called "default"."""
+"""Ways to add adapters, beside an adapter called "default"."""
 
 NOT_INJECTED = ("vera", "prompt", "prefix")
 """Adapters that transformers' own `add_adapter` refuses."""
 
 
 def draw_config(draw: random.Random, only: str | None, techniques: bool = False) -> Config:
-    """One configuration, with a recipe of drawn `techniques` where they are asked for."""
+    """Draw one configuration, with a recipe if `techniques` is set."""
     config = {"model": "bert", "parts": [], **draw_plainly(draw, only)}
     if not techniques:
         return config
@@ -251,7 +254,7 @@ def draw_config(draw: random.Random, only: str | None, techniques: bool = False)
 
 
 def draw_plainly(draw: random.Random, only: str | None) -> Config:
-    """One of no techniques; what a front-end does not know is left out."""
+    """Draw a configuration without techniques, and leave out options that its front-end does not have."""
     front_end = only or draw.choice(["train", "fit", "accelerate"])
     config: Config = {
         "front_end": front_end, "seed": draw.randrange(1000), "save_steps": draw.choice([1, 1, 2, 3]),
@@ -286,7 +289,7 @@ TASKS = {"bert": Task.SEQUENCE_CLASSIFICATION, "llama": Task.CAUSAL_LM}
 
 
 def job_of(config: Config) -> Job:
-    """A BERT or a Llama of two layers, with dropout."""
+    """Return the job of a BERT or a Llama of two layers, with dropout."""
     name = config["model"]
     facts = {
         "model_type": name, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96,
@@ -300,7 +303,7 @@ def job_of(config: Config) -> Job:
 
 
 def model_of(config: Config) -> Any:
-    """The model, with its adapters."""
+    """Return the model with its adapters."""
     torch.manual_seed(config["seed"])
     model: Any = instantiate(job_of(config), dtype="float32", attention="sdpa").train()
     if config.get("average"):
@@ -324,25 +327,25 @@ def model_of(config: Config) -> Any:
 
 
 def collator_of(config: Config, plain: dict[str, Any]) -> Any:
-    """The plain one of the model, or one that draws."""
+    """Return the model's plain collator, or one with random draws."""
     model = config["model"]
     return Masking(model) if config["data"] == "masking collator" else plain[model]
 
 
 def recipe_of(config: Config) -> str:
-    """The recipe of a `fit` or of a hand-written loop, in one line."""
+    """Return the recipe of a `fit` or of a custom loop, in one line."""
     parts = list(config["parts"]) or (["bf16"] if config["bf16"] else [])
     parts += [f"micro_batches({config['micro_batches']})"] if config["micro_batches"] > 1 else []
     return " + ".join(parts) or "plain"
 
 
 def optimizer_of(config: Config, model: Any) -> Any:
-    """The user's own, over what trains."""
+    """Return the user's own optimizer over the trainable weights."""
     return OPTIMIZERS[config["optimizer"]]([w for w in model.parameters() if w.requires_grad])
 
 
 def loader_of(config: Config) -> DataLoader[Any]:
-    """The loader of a hand-written loop, or of a user's own trainer."""
+    """Return the loader of a custom loop, or of a user's own trainer."""
     data = DATA[config["data"]]()
     own = torch.Generator().manual_seed(8) if config["data"] == "own loader" else None
     shuffle = None if isinstance(data, IterableDataset) else True
@@ -354,7 +357,7 @@ def loader_of(config: Config) -> DataLoader[Any]:
 
 
 def run_train(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any, Any]:
-    """Our own loop; gives the model and what its evaluation came to."""
+    """Run our own loop. Return the model and the result of its evaluation."""
     parts = [config["optimizer"] if config["optimizer"] != "adamw" else "plain", *config["parts"]]
     targets = "|".join(TARGETS[config["model"]])
     parts += [f"lora(r=2, targets={targets})"] if config["adapters"] == "lora" else []
@@ -377,23 +380,23 @@ def run_train(config: Config, folder: Path, watch: Any, device: str) -> tuple[An
 
 
 def stable(config: Config) -> dict[str, Any]:
-    """What one of the schedules must be told."""
+    """Return the extra arguments of one of the schedules."""
     return {"num_decay_steps": 4} if config["schedule"] == "warmup_stable_decay" else {}
 
 
 class OwnLoader(transformers.Trainer):  # type: ignore[misc]
-    """A trainer with a loader of the user's."""
+    """A trainer with the user's loader."""
 
     config: Config
 
     def get_train_dataloader(self) -> Any:
-        """None of accelerate's."""
+        """Return the user's loader, not accelerate's."""
         return loader_of(self.config)
 
 
 def run_fit(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any, Any]:
-    """A Trainer; gives the model and its log."""
-    named = recipe_of(config) if config.get("optim") == "" else None  # else the Trainer's own words
+    """Run a Trainer. Return the model and its log."""
+    named = recipe_of(config) if config.get("optim") == "" else None  # else by the Trainer's arguments
     model, micro = model_of(config), 1 if named else config["micro_batches"]
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=STEPS, per_device_train_batch_size=4 // micro, report_to="none",
@@ -425,7 +428,7 @@ def run_fit(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any,
 
 
 def run_accelerate(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any, Any]:
-    """A hand-written loop; gives the model."""
+    """Run a custom loop. Return the model."""
     model = model_of(config).to(device)
     optimizer, loader = optimizer_of(config, model), loader_of(config)
     run = snugfit.accelerate(
@@ -448,7 +451,7 @@ RUNS = {"train": run_train, "fit": run_fit, "accelerate": run_accelerate}
 
 
 def child(config: Config, folder: Path, device: str, stepped: int) -> int:
-    """One start of a run, in a process of its own; writes what it came to. Its exit code."""
+    """Run one start, write its results and return its exit code. The caller is a process of its own."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     for set_seed in (torch.manual_seed, random.seed, numpy.random.seed):
@@ -461,7 +464,7 @@ def child(config: Config, folder: Path, device: str, stepped: int) -> int:
 
     try:
         model, log = RUNS[config["front_end"]](config, folder, watch, device)
-    except (SnugfitError, ImportError) as refusal:  # the latter: an `optim` of a package that is missing
+    except (SnugfitError, ImportError) as refusal:  # ImportError: `optim` without its package
         (folder.parent / "refused.txt").write_text(f"{type(refusal).__name__}: {refusal}", encoding="utf-8")
         return REFUSED
     digest = hashlib.sha256()
@@ -479,7 +482,7 @@ def child(config: Config, folder: Path, device: str, stepped: int) -> int:
 
 
 def exit_code_of(config: Config, folder: Path, device: str, stepped: int) -> int:
-    """Runs one start in this process."""
+    """Run one start in this process and return its exit code."""
     try:
         return child(config, folder, device, stepped)
     except SystemExit as stopped:
@@ -517,11 +520,11 @@ class Start:
             os._exit(code)
 
     def wait_for_step(self, seconds: float) -> None:
-        """Until its first step, or for so long."""
+        """Wait until the first step, at most for so long."""
         select.select([self._stepped], [], [], seconds)
 
     def end(self, most: float = MOST_SECONDS) -> int | None:
-        """Its exit code, or minus the signal; None where it does not end."""
+        """Return the exit code, or minus the signal. Return None if the process does not end."""
         deadline = time.monotonic() + most
         while time.monotonic() < deadline:
             process, status = os.waitpid(self.process, os.WNOHANG)
@@ -533,7 +536,7 @@ class Start:
 
 
 def steps_of(folder: Path) -> dict[int, list[Any]]:
-    """Figures of each step that the journal holds; of one that was taken twice, the last."""
+    """Return the figures of each step in the journal. For a repeated step the last ones count."""
     if not (folder / "journal.jsonl").exists():
         return {}
     return {
@@ -544,21 +547,21 @@ def steps_of(folder: Path) -> dict[int, list[Any]]:
 
 
 def outcome_of(folder: Path) -> Any:
-    """What a finished run came to: figures of each step, evaluations, weights."""
+    """Return the results of a finished run: figures of each step, evaluations, weights."""
     steps = steps_of(folder)
     result = json.loads((folder.parent / "result.json").read_text(encoding="utf-8"))
     return {"steps": {str(step): figures for step, figures in sorted(steps.items())}, **result}
 
 
 def differences(whole: Any, killed: Any) -> list[str]:
-    """Where two outcomes differ, in words."""
+    """Describe the differences of two outcomes."""
     steps = [step for step in whole["steps"] if killed["steps"].get(step) != whole["steps"][step]]
     found = [f"steps {', '.join(steps)}"] if steps or len(whole["steps"]) != len(killed["steps"]) else []
     return found + [name for name in ("log", "weights") if whole[name] != killed[name]]
 
 
 def chain(config: Config, draw: random.Random, device: str, wanted: int) -> dict[str, Any]:
-    """One configuration, whole and then killed again and again; at most so many times."""
+    """Run one configuration whole, then kill it again and again, at most `wanted` times."""
     with tempfile.TemporaryDirectory() as place:
         whole_at, killed_at = Path(place) / "whole" / "out", Path(place) / "killed" / "out"
         start = Start(config, whole_at, device)
@@ -596,7 +599,7 @@ def chain(config: Config, draw: random.Random, device: str, wanted: int) -> dict
 
 
 def _said(folder: Path) -> str:
-    """Why it was refused, or the last line that was printed; without the path of the machine's own folder."""
+    """Return the refusal, or the last printed line, without the path of the machine's own folder."""
     refusal, output = folder.parent / "refused.txt", folder.parent / "output.txt"
     text = (refusal if refusal.exists() else output).read_text(encoding="utf-8").strip()
     last = text if refusal.exists() else text.rpartition("\n")[2]
@@ -604,7 +607,7 @@ def _said(folder: Path) -> str:
 
 
 def main() -> None:
-    """Draws configurations until so many kills are done, and writes what came of them."""
+    """Draw configurations until enough kills are done, and write the results."""
     if sys.argv[1:2] == ["--start"]:
         config, folder, device, stepped = json.loads(sys.argv[2])
         os._exit(exit_code_of(config, Path(folder), device, stepped))
@@ -636,7 +639,7 @@ def main() -> None:
 
 
 def draw_chains(seed: int, wanted: int, given: argparse.Namespace, part: Path) -> None:
-    """Chains of so many kills, each a line of the file when it is done."""
+    """Draw chains of so many kills, and write each as a line of the file when it ends."""
     draw, deadline, kills = random.Random(seed), time.monotonic() + 60 * given.minutes, 0
     part.write_text("", encoding="utf-8")
     while kills < wanted and time.monotonic() < deadline:
@@ -652,7 +655,7 @@ def draw_chains(seed: int, wanted: int, given: argparse.Namespace, part: Path) -
 
 
 def document_of(chains: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, Any]:
-    """What is kept of the chains so far."""
+    """Return the document of the chains so far."""
     by_front_end = Counter(dict.fromkeys(RUNS, 0))
     for entry in chains:
         by_front_end[entry["config"]["front_end"]] += entry["kills"]

@@ -1,14 +1,15 @@
-"""Kills processes of runs on several GPUs at random moments, and compares with a run that nobody touched.
+"""Kill processes of runs on several GPUs at random moments, and compare with an undisturbed run.
 
     python lab/kill_ranks.py OUT.json [--gpus 2] [--recipes fsdp "tensor(2)"] [--kills 30]
                                     [--device cuda] [--steps 400] [--minutes 600]
 
-For each recipe a small model with dropout (a BERT, or a Llama where ranks share layers, sequences or stages)
-is trained whole by `snugfit train --gpus N`. Then, in another folder, it is started again and again, and at
-a drawn moment (while it starts, steps or writes) one process of its ranks, or the launcher, gets a SIGKILL,
-or the launcher a SIGTERM. Once there were so many kills, or minutes, it runs to its end. Its losses, norms,
-rates and weights must be those of the whole run, bit for bit; each end must have said its cause in one line,
-and no process may be left. A recipe that is refused is listed with what was said.
+For each recipe `snugfit train --gpus N` trains a small model with dropout whole. The model is a BERT, or a
+Llama if ranks share layers, sequences or stages. Then it starts in another folder again and again. At a drawn
+moment (while it starts, steps or writes) one rank or the launcher gets a SIGKILL. Some launchers get a
+SIGTERM.
+After so many kills or minutes it runs to its end. Its losses, norms, rates and weights must equal those of
+the whole run, bit for bit. Each end must print its cause in one line, and no process may remain. A refused
+recipe is listed with its message.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from snugfit.training.journal import read_journal
 from snugfit.versions import versions
 
 SAVES = 20
-"""Checkpoints of a whole run."""
+"""Number of checkpoints of a whole run."""
 
 LEFT_SECONDS = 40.0
-"""How long ranks may outlive a kill: torch's launcher gives those that hang 30 s."""
+"""Seconds for which ranks may outlive a kill. torch's launcher gives hanging ranks 30 s."""
 
 BERT = {
     "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 256,
@@ -46,7 +47,7 @@ LLAMA = {
     "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
-"""On a CPU, where ranks share its cores."""
+"""Smaller sizes for a CPU, because ranks share its cores."""
 
 DECODERS = ("tensor", "context", "pipeline", "chunked_loss")
 """Parts of a recipe that are for decoders."""
@@ -55,11 +56,11 @@ LONG = 128
 """Tokens of the sequences that ranks share."""
 
 NO_DROPOUT = ("context", "captured")
-"""Those that refuse dropout of attention's weights."""
+"""Techniques that refuse dropout of attention's weights."""
 
 
 def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
-    """The job file, with its model and its data."""
+    """Write the job file with its model and its data, and return its path."""
     draw, speaks = random.Random(0), any(part in recipe for part in DECODERS)
     rows = [
         {"input_ids": [draw.randrange(5, 500) for _ in range(draw.randrange(8, 60))], "label": index % 2}
@@ -68,7 +69,7 @@ def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
     config: dict[str, Any] = {**(LLAMA if speaks else BERT), **(SMALL if device == "cpu" else {})}
     if speaks:
         rows = [{"input_ids": row["input_ids"]} for row in rows]
-        if "context" in recipe:  # which wants sequences without padding
+        if "context" in recipe:  # it needs sequences without padding
             rows = [{"input_ids": [draw.randrange(5, 500) for _ in range(LONG)]} for _ in rows]
         config["attention_dropout"] = 0.0 if any(part in recipe for part in NO_DROPOUT) else 0.1
     (folder / "config.json").write_text(json.dumps(config))
@@ -85,13 +86,13 @@ def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
 
 
 def command(job: Path, out: Path, recipe: str, gpus: int) -> list[str]:
-    """The words that start, or resume, a run."""
+    """Return the words that start or resume a run."""
     words = [sys.executable, "-m", "snugfit", "train", str(job), "--offline", "--no-predict"]
     return [*words, "--gpus", str(gpus), "--recipe", recipe, "--output-dir", str(out)]
 
 
 def figures(out: Path) -> dict[int, tuple[Any, ...]]:
-    """Loss, norm and rate of each step; of one that was taken again, the last."""
+    """Return loss, norm and rate of each step. For a repeated step the last ones count."""
     if not (out / "journal.jsonl").exists():
         return {}
     return {
@@ -102,7 +103,7 @@ def figures(out: Path) -> dict[int, tuple[Any, ...]]:
 
 
 def start_and_kill(words: list[str], draw: random.Random, longest: float, gpus: int) -> dict[str, Any]:
-    """One start, and how it ended; a single process is its own launcher."""
+    """Start a run, kill one of its processes and return its end. A single process is its own launcher."""
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + draw.uniform(0.0, longest)
     ranks: list[psutil.Process] = []
@@ -124,7 +125,7 @@ def start_and_kill(words: list[str], draw: random.Random, longest: float, gpus: 
 
 
 def chain(job: Path, folder: Path, recipe: str, given: argparse.Namespace) -> dict[str, Any]:
-    """A whole run and one that was killed so often, compared."""
+    """Compare a whole run with one that was killed several times."""
     whole, out, draw = folder / "whole", folder / "killed", random.Random(given.seed)
     began, deadline = time.monotonic(), time.monotonic() + 60 * given.minutes
     words = command(job, whole, recipe, given.gpus)
@@ -152,14 +153,14 @@ def chain(job: Path, folder: Path, recipe: str, given: argparse.Namespace) -> di
 
 
 def is_held(one: dict[str, Any]) -> bool:
-    """A chain that came to the whole run's end, or was refused by name before its first step."""
+    """Return True for a chain with the whole run's results, or one refused by name before its first step."""
     return bool(
         one.get("refused") or (one.get("same_figures") and one.get("same_weights") and not one["left"])
     )
 
 
 def main() -> int:
-    """Runs the chains, and writes what came of them."""
+    """Run the chains and write their results."""
     asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     asked.add_argument("out", type=Path)
     asked.add_argument("--gpus", type=int, default=2)

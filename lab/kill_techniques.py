@@ -1,8 +1,8 @@
-"""The techniques that a chain of kills draws beside its data (`kill_chains.py --techniques`).
+"""Draw the techniques of a chain of kills beside its data (`kill_chains.py --techniques`).
 
-A recipe of a drawn technique in some slots, each in the way of each front-end: a part of the recipe, the
-`optim` of a Trainer, or a setting of peft. What may not stand together is refused before the first step and
-counted as that.
+A recipe has a drawn technique in some slots, in the form of each front-end. The form is a part of the recipe,
+the `optim` of a Trainer, or a setting of peft. An unsupported combination is refused before the first step,
+and counts as refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 LIKELY = 0.4
-"""How often a slot has a technique that is not its default."""
+"""Probability that a slot has another technique than its default."""
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "precision": ("bf16", "bf16", "bf16_master", "bf16_master", "bf16_pure", "fp32"),
@@ -41,18 +41,18 @@ ADAPTERS = (
     "lora(r=2, targets={targets}, dropout=0.1)", "lora(r=2, targets={targets}, dora=true)",
     "lora(r=2, targets={targets}, rslora=true)", "lora(r=2, targets=all-linear)",
 )  # fmt: skip
-"""Those that a recipe names, in `train` and `fit`; a hand-written loop has peft's."""
+"""Adapters named by recipes, in `train` and `fit`. A custom loop has peft's."""
 
 TRAINER_OPTIMIZERS = (
     "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "lion_32bit", "lion_8bit", "paged_adamw_32bit",
     "ademamix", "ademamix_8bit", "rmsprop", "rmsprop_bnb", "adagrad", "sgd", "adafactor", "stable_adamw",
     "schedule_free_adamw", "grokadamw", "galore_adamw", "apollo_adamw", "lomo", "adalomo",
 )  # fmt: skip
-"""Of `TrainingArguments(optim=...)`; those of packages that are missing are refused."""
+"""Values of `TrainingArguments(optim=...)`. Values whose packages are missing are refused."""
 
 
 SELDOM = {"engine": 0.5, "allocator": 0.2}
-"""By slot, a factor of that."""
+"""Factors of `LIKELY` by slot."""
 
 MEETINGS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("precision", "bf16_master", "optimizer", ("", "adamw_fused", "adamw_compact(master_bits=24)")),
@@ -61,11 +61,11 @@ MEETINGS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("engine", "compiled", "kernels", ("",)),
     ("engine", "compiled", "offload", ("",)),
 )
-"""What fits beside a part of a recipe; one time of ten another may be drawn, which is refused."""
+"""Supported neighbours of a part of a recipe. One time of ten another may be drawn, which is refused."""
 
 
 def draw_techniques(draw: random.Random, front_end: str) -> dict[str, Any]:
-    """The model, the parts of its recipe, and what stands around it, in a configuration's words."""
+    """Draw the model, the parts of its recipe and its surroundings, as entries of a configuration."""
     model = draw.choice(["bert", "llama"])
     drawn = {
         slot: draw.choice(parts) if draw.random() < LIKELY * SELDOM.get(slot, 1.0) else ""
@@ -79,7 +79,7 @@ def draw_techniques(draw: random.Random, front_end: str) -> dict[str, Any]:
     for slot, value, meets, fitting in MEETINGS:
         if drawn[slot].startswith(value) and draw.random() < 0.9:
             drawn[meets] = draw.choice(fitting)
-    if front_end != "train" and draw.random() < 0.9:  # there both are refused
+    if front_end != "train" and draw.random() < 0.9:  # these front-ends refuse both
         drawn["gradients"] = ""
         drawn["precision"] = drawn["precision"].replace("bf16_master", "bf16")
     if drawn["kernels"] and drawn["attention"] == "eager" and draw.random() < 0.9:
@@ -111,14 +111,14 @@ class Average(torch.nn.Module):
             self.register_buffer(f"mean_{index}", weight.detach().clone())
 
     def move(self, model: torch.nn.Module) -> None:
-        """Moves each mean towards its weight."""
+        """Move each mean towards its weight."""
         weights = (weight for name, weight in model.named_parameters())
         for mean, weight in zip(self.buffers(), weights, strict=True):
             mean.lerp_(weight.detach().to(mean.dtype), 1 - self.decay)
 
 
 def add_average(model: torch.nn.Module) -> None:
-    """Gives the model a running mean of its weights (EMA)."""
+    """Add a running mean of its weights (EMA) to the model."""
     average = Average(model)
     model.add_module("average_of_weights", average)
 

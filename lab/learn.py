@@ -2,25 +2,25 @@
 
     python lab/learn.py VERIFIED.json [--workers 2]
 
-VERIFIED.json is what `snugfit plan ... --verify K --json` printed on this machine. The factors correct the
+VERIFIED.json is the output of `snugfit plan ... --verify K --json` on this machine. The factors correct the
 rates in this GPU's calibration file, which keeps the origin of each correction.
 
-How many times slower than its rates say is the host, and how many times the device? Nothing finer is fitted:
-a handful of runs of one job cannot identify more, and what they do not identify is left as it was.
+One factor is the slowness of the host relative to its rates, the other that of the device. Nothing finer is
+fitted, because a handful of runs of one job cannot identify more. Unidentified factors stay as they were.
 
-The fit is a robust one, by least absolute deviations of log(predicted / measured): a run that is far off
-weighs no more than its distance, and a run that is twice too slow as much as one twice too fast. The
-predictions are those of the queue of host and device (`prediction/seconds.py`), simulated again and again;
-there is no second formula. Two things make that cheap:
+The fit minimises absolute deviations of log(predicted / measured), so it is robust. An outlier weighs no more
+than its distance. A run that is twice too slow weighs as much as one twice too fast. The predictions are
+those of the queue of host and device (`prediction/seconds.py`), simulated again and again. There is no second
+formula. Two properties make that cheap:
 
 - A queue whose host *and* device take `c` times as long takes `c` times as long. So the seconds of a run for
-  any pair of factors follow from its seconds for each *ratio* of host to device: one curve a run, from one
-  rehearsal (`Curve`).
+  any pair of factors follow from its seconds for each *ratio* of host to device. One rehearsal gives one
+  curve for each run (`Curve`).
 - For one ratio the best factor of the device is a weighted median over the runs. So only the ratio is
-  searched, and on a grid, for the sum has several local minima.
+  searched. The search uses a grid, because the sum has several local minima.
 
-A prior at 1, as strong as a tenth of a run (`PRIOR_WEIGHT`), decides what the runs leave open: where the
-device bounds every run, nothing is learned about the host.
+A prior at 1 weighs as much as a tenth of a run (`PRIOR_WEIGHT`). It decides factors that the runs leave open.
+If the device bounds every run, the host's factor stays at 1.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from snugfit.prediction.worker_pool import map_in_processes
 from snugfit.rehearsal.rehearse import rehearse
 
 MIN_RUNS = 3
-"""Runs from which anything is learned: one more than there are factors."""
+"""Fewest runs of a fit: one more than there are factors."""
 
 MAX_SPREAD = 0.5
-"""Spread of a run's steps beyond which their mean says little. Steps that the host bounds vary by a fifth on
-a shared machine, and the mean of eight of them by less than half of that."""
+"""Largest spread of a run's steps for a meaningful mean. Steps that the host bounds vary by a fifth on a
+shared machine. The mean of eight varies by less than half of that."""
 
 MAX_FACTOR = 3.0
-"""A factor above it, or below 1 / it, is not believed: something else went wrong."""
+"""Largest plausible factor. A factor above it, or below 1 / it, has another cause."""
 
 MIN_GAIN = 0.005
-"""By what the mean |log| error must fall at least: each correction invalidates the cached plans."""
+"""Least decrease of the mean |log| error, because each correction invalidates the cached plans."""
 
 SEARCH_LIMIT = 12.0
-"""Largest factor of the search. It lies beyond `MAX_FACTOR`, so that such a factor is recognised."""
+"""Largest factor of the search. It is larger than `MAX_FACTOR`, so that such a factor is recognised."""
 
 PRIOR_WEIGHT = 0.1
 """Weight of each factor's |log| beside the runs' |log| errors."""
@@ -71,16 +71,16 @@ CURVE_TOLERANCE = 0.002
 """Largest distance, in logarithms, between a curve and its chord in the middle of an interval."""
 
 MIN_INTERVAL = 0.02
-"""Intervals of a curve, in logarithms of the ratio, that are not halved any more."""
+"""Shortest intervals of a curve, in logarithms of the ratio. They are not halved further."""
 
 RATIOS = 4_000
 """Size of the grid of ratios, even in logarithms: one every quarter of a per cent."""
 
 CORRECTED = "; corrected by "
-"""Between the source of the rates and what corrected them."""
+"""Separator between the source of the rates and the origins of their corrections."""
 
 ENTRIES = 20
-"""Corrections whose origin is stored; the rates hold all of them."""
+"""Largest number of corrections with a stored origin. The rates hold all of them."""
 
 Floats = NDArray[np.float64]
 
@@ -94,9 +94,9 @@ class Curve(NamedTuple):
     """Logarithms of the seconds, with the device's factor at 1."""
 
     def at(self, ratio: Floats | float) -> Floats:
-        """Logarithms of the seconds at these logarithms of the ratio, in their shape.
+        """Return logarithms of the seconds at these logarithms of the ratio, in their shape.
 
-        Linear between the points; beyond the ends the last segment goes on.
+        Values between the points are linear. Values beyond the ends continue the last segment.
         """
         ratios, seconds = np.array(self.ratios), np.array(self.seconds)
         right = np.clip(np.searchsorted(ratios, ratio), 1, len(ratios) - 1)
@@ -107,26 +107,26 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedFactors:
-    """What a handful of verified runs say about this machine."""
+    """The factors of this machine, fitted to a handful of verified runs."""
 
     host: float
-    """How many times slower than its rates the host is."""
+    """Factor of the host's seconds relative to its rates."""
     device: float
-    """How many times slower than its rates the device is."""
+    """Factor of the device's seconds relative to its rates."""
     before: tuple[float, ...]
     """Relative errors of the predicted seconds, one for each run."""
     after: tuple[float, ...]
     """The same with both factors applied."""
     why_not: str = ""
-    """Why the factors are not applied; empty when they are."""
+    """Reason to leave the factors unapplied, or an empty text."""
 
     @property
     def changes_rates(self) -> bool:
-        """Whether the factors are applied to the rates."""
+        """Return True if the factors are applied to the rates."""
         return not self.why_not
 
     def to_json(self) -> dict[str, Any]:
-        """The factors and errors as a JSON object."""
+        """Return the factors and errors as a JSON object."""
         return encode_fields(self)
 
 
@@ -138,9 +138,9 @@ def learn(
     workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
 ) -> LearnedFactors:
-    """The factors that these measured runs ask for, relative to `rates`.
+    """Return the factors that fit these measured runs, relative to `rates`.
 
-    Raises `SnugfitError` when one of them cannot be rehearsed.
+    Raises `SnugfitError` if one of them cannot be rehearsed.
     """
     usable = [run for run in runs if _is_usable(run)]
     if len(usable) < MIN_RUNS:
@@ -159,18 +159,18 @@ def learn(
 
 
 def nothing_learned(why: str) -> LearnedFactors:
-    """Factors of 1, and why nothing was learned."""
+    """Return factors of 1 with the reason."""
     return LearnedFactors(host=1.0, device=1.0, before=(), after=(), why_not=why.rstrip("."))
 
 
 def _is_usable(run: ComparedRun) -> bool:
-    """Whether its seconds are known, undisturbed by other processes, and steady."""
+    """Return True if its seconds are known, steady and undisturbed by other processes."""
     undisturbed = run.contaminated is None and run.crowded is None
     return run.seconds is not None and undisturbed and (run.spread or 0.0) <= MAX_SPREAD
 
 
 def _why_not(host: float, device: float, before: Sequence[float], after: Sequence[float]) -> str:
-    """Why these factors (logarithms) are not applied; empty when they are."""
+    """Return the reason to leave these factors (logarithms) unapplied, or an empty text."""
     too_large = [
         f"the {what} would have to be {math.exp(factor):.2f} times slower than its rates say"
         for what, factor in (("host", host), ("device", device))
@@ -184,14 +184,14 @@ def _why_not(host: float, device: float, before: Sequence[float], after: Sequenc
 
 
 def mean_log_error(errors: Sequence[float]) -> float:
-    """The mean of |log(predicted / measured)|, which the fit minimises, of relative errors."""
+    """Return the mean of |log(predicted / measured)| of relative errors, which the fit minimises."""
     return sum(abs(math.log(1 + error)) for error in errors) / len(errors)
 
 
 def _errors(
     curves: Sequence[Curve], measured: Sequence[float], host: float = 0.0, device: float = 0.0
 ) -> tuple[float, ...]:
-    """Relative errors of the predicted seconds under these factors; all arguments are logarithms."""
+    """Return relative errors of the predicted seconds under these factors. All arguments are logarithms."""
     pairs = zip(curves, measured, strict=True)
     return tuple(math.expm1(float(curve.at(host - device)) + device - seconds) for curve, seconds in pairs)
 
@@ -200,7 +200,7 @@ def _errors(
 
 
 def curve_of(gpu: Gpu, rates: Rates, run: ComparedRun) -> Curve:
-    """The seconds of this run by the ratio of its host's factor to its device's."""
+    """Return the seconds of this run by the ratio of its host's factor to its device's."""
     setup = run.recipe.setup()
     trace = rehearse(run.job, setup, policy_for(gpu, Software()))
     simulate = partial(step_seconds, trace, gpu, batch_size=run.job.batch_size, workers=setup.loader.workers)
@@ -212,7 +212,10 @@ def curve_of(gpu: Gpu, rates: Rates, run: ComparedRun) -> Curve:
 
 
 def sample_curve(seconds: Callable[[float], float]) -> Curve:
-    """The curve of a function of the ratio, with intervals halved until their chords are close to it."""
+    """Return the curve of a function of the ratio.
+
+    Intervals are halved until their chords are close to it.
+    """
     end = 2 * math.log(SEARCH_LIMIT)
     samples: dict[float, float] = {}
 
@@ -236,17 +239,17 @@ def sample_curve(seconds: Callable[[float], float]) -> Curve:
 
 
 class Factors(NamedTuple):
-    """Logarithms of how many times slower host and device are."""
+    """Logarithms of the factors of host and device."""
 
     host: float
     device: float
 
 
 def fit_factors(curves: Sequence[Curve], measured: Sequence[float]) -> Factors:
-    """The factors with the smallest sum of absolute errors.
+    """Return the factors with the smallest sum of absolute errors.
 
     `measured` are logarithms of seconds, one for each curve. The arrays below have one column for each ratio
-    of the grid, and one row for each run and for the prior of either factor.
+    of the grid. Their rows are the runs, and the prior of either factor.
     """
     limit = math.log(SEARCH_LIMIT)
     ratios = 2 * limit * (2 * np.arange(RATIOS + 1) / RATIOS - 1)
@@ -266,7 +269,7 @@ def fit_factors(curves: Sequence[Curve], measured: Sequence[float]) -> Factors:
 
 
 def slower(rates: Rates, *, host: float, device: float) -> Rates:
-    """The rates of a machine whose host and device take so many times as long for everything."""
+    """Return the rates of a machine whose host and device take so many times as long for everything."""
     products = {
         name: replace(rate, flops=rate.flops / device, start=rate.start * device, wave=rate.wave * device)
         for name, rate in rates.products.items()
@@ -316,7 +319,7 @@ def correct_calibration(learned: LearnedFactors, runs: Sequence[ComparedRun], gp
 
 
 def main() -> None:
-    """Learn from one verified plan."""
+    """Fit the factors to one verified plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("verified", type=Path)
     parser.add_argument("--workers", type=int, default=2)

@@ -38,7 +38,7 @@ class Record:
 
     folder: Path
     pid: int
-    """The process of the worker; in another one lines go to `file`."""
+    """The process of the worker. Lines of another process go to `file`."""
 
     lines: set[Line] | None = None
     file: int | None = None
@@ -73,7 +73,7 @@ def start(folder: Path) -> Record:
         if code.co_filename.startswith(ROOT):
             try:
                 record.note(code.co_filename[len(ROOT) :], line)
-            except OSError:  # a test closed the file, or took the folder's space
+            except OSError:  # a test closed the file or filled the disk
                 record.file = None
         return monitoring.DISABLE
 

@@ -1,12 +1,12 @@
-"""What a model has learned after thousands of steps, by recipe, on one GPU.
+"""Compare the losses of recipes after thousands of steps, on one GPU.
 
     python lab/long_run.py OUT.json [--steps N] --recipe 'RECIPE' --recipe ...
 
-GPT-2's twelve layers learn a language that is made here: a token is followed by one of sixteen, which are
-drawn once for each token and come with chances of 1 to 1/16, or, one time in four, by the token that came
-eight places before. No sample is seen twice, so the losses of the last steps are those of held-out data. Runs
-with one seed have the same weights to begin with, the same samples and the same learning rate, so recipes
-are compared seed by seed; how far seeds are apart says what a difference means.
+GPT-2's twelve layers learn a language that this script makes. Each token has sixteen drawn followers, with
+chances of 1 to 1/16. One token in four instead repeats the token eight places before it. No sample is seen
+twice, so the losses of the last steps are those of held-out data. Runs with one seed start with the same
+weights. They have the same samples and the same learning rate, so recipes are compared seed by seed. The
+distance between seeds shows the weight of a difference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CUDA = torch.device("cuda", 0)
 VOCABULARY, FOLLOWERS, BACK, COPIES = 4_096, 16, 8, 0.25
 SAMPLES, LENGTH = 16, 256
 LAST = 500
-"""Steps whose mean loss is what was learned."""
+"""Last steps, whose mean loss is the result."""
 
 SEEDS = (1, 2, 3)
 
@@ -46,7 +46,7 @@ def job() -> Job:
 
 
 def sentences(seed: int, steps: int) -> torch.Tensor:
-    """Token ids (steps, samples, length) on the host. The language is the same for every seed."""
+    """Return token ids (steps, samples, length) on the host. The language is the same for every seed."""
     language = torch.Generator("cuda").manual_seed(0)
     followers = torch.randint(VOCABULARY, (VOCABULARY, FOLLOWERS), generator=language, device=CUDA)
     chances = 1 / torch.arange(1, FOLLOWERS + 1, device=CUDA, dtype=torch.float32)
@@ -64,7 +64,7 @@ def sentences(seed: int, steps: int) -> torch.Tensor:
 
 
 def trained(recipe: str, seed: int, steps: int) -> list[float]:
-    """The losses of a run."""
+    """Return the losses of a run."""
     torch.manual_seed(seed)
     tokens = sentences(seed, steps)
     step: Any = open_step(job(), Recipe.parse(recipe).setup(), "plain", CUDA, keep_losses=True)

@@ -1,4 +1,4 @@
-"""Plant faults in snugfit and count how many of them each of two test suites notices.
+"""Plant faults in snugfit and count the faults that each of two test suites detects.
 
     python lab/mutants.py choose LINES.xz MUTANTS.json [--count 60] [--seed 46]
     python lab/mutants.py locate MUTANTS.json LOCATED.json
@@ -9,8 +9,8 @@ on a line that a test of that suite runs. The seed draws the lines, from each ro
 `locate` finds the same expressions in another state of the code, by the text of their lines.
 
 For each mutant only the tests that run its line start, the cheapest first, until one fails. Tests that fail
-without any mutant are left out. `--only` takes the mutants that survived another suite: a mutant that the
-smaller suite kills needs no second run where the larger suite contains the same tests.
+without any mutant are left out. `--only` runs the mutants that survived another suite. If the larger suite
+contains the tests of the smaller one, a mutant killed by the smaller suite needs no second run.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Mutant:
     before: str
     after: str
     text: str = ""
-    """The line as it is written."""
+    """The text of the line."""
 
     def apply(self, tree: Path) -> None:
         """Write the fault into a copy of the repository."""
         path = tree / "src" / "snugfit" / self.file
         source = path.read_bytes()
         assert source[self.start : self.end].decode() == self.before
-        path.unlink()  # a hard link to the file of the repository
+        path.unlink()  # it is a hard link to the repository's file
         path.write_bytes(source[: self.start] + self.after.encode() + source[self.end :])
 
 
@@ -198,7 +198,7 @@ def locate(mutants: Sequence[Mutant]) -> list[Mutant]:
 
 @dataclass
 class Trial:
-    """A mutant and what a suite made of it."""
+    """A mutant and its result under a suite."""
 
     mutant: Mutant
     tests: int
@@ -228,7 +228,7 @@ def run(mutants: Sequence[Mutant], suite: Suite, tree: Path, *, jobs: int, deadl
         trial = Trial(mutant, len(tests), round(sum(suite.tests[test]["wall"] for test in tests), 1))
         trials.append(trial)
         work += [(number, trial, chunk) for number, chunk in enumerate(_chunks(tests, suite))]
-    work.sort(key=lambda one: one[0])  # the cheapest tests of all mutants first
+    work.sort(key=lambda one: one[0])  # run the cheapest tests of all mutants first
     for _, trial, _ in work:
         trial.chunks += 1
         trial.unfinished += 1
@@ -292,7 +292,10 @@ def _by_file(tests: Sequence[str]) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, over: threading.Event) -> int | str | None:
-    """Return the exit code; "timeout" for a loop; None where another chunk killed the mutant already."""
+    """Return the exit code, or "timeout" for a loop.
+
+    Return None if another chunk killed the mutant already.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end and not over.is_set():
         if (code := process.poll()) is not None:

@@ -1,10 +1,11 @@
-"""FlashOptim's AdamW (arXiv 2602.23349) in a plain loop over transformers' model, measured as `measure` does.
+"""Time FlashOptim's AdamW (arXiv 2602.23349) in a plain loop over transformers' model, as `measure` does.
 
     python lab/peer_flashoptim.py '{"model": NAME, "task": TASK, ...}' [--bits 24] [--release]
 
-The arguments of a `Job` as JSON. Weights in bfloat16, moments in 8 bits, masters of 24 or 32 bits. It has no
-norm to clip by beside its release of gradients within the backward pass, so it does not clip there. Prints a
-row of `fastest_step.py`. Needs `pip install flashoptim`."""
+The argument holds the arguments of a `Job` as JSON. Weights are in bfloat16, moments in 8 bits, masters of 24
+or 32 bits. If it releases gradients within the backward pass, it has no norm to clip by and does not clip.
+The script prints a row of `fastest_step.py`. It needs `pip install flashoptim`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ WARM, STEPS = 5, 20
 
 
 def measured(job: Job, bits: int, *, release: bool) -> dict[str, Any]:
-    """The median of some steps, and what the allocator reserved at most."""
+    """Return the median of some steps, and the most bytes that the allocator reserved."""
     from flashoptim import FlashAdamW, cast_model, enable_gradient_release
 
     setup = Recipe.parse("plain").setup()

@@ -3,9 +3,9 @@
     python lab/plan_counts.py
     python lab/plan_counts.py --update --reason "TEXT"
 
-`make lint` runs it. A plan's seconds depend on the machine; these counts do not: each plan runs in this one
+`make lint` runs it. A plan's seconds depend on the machine, these counts do not. Each plan runs in this one
 process, with one worker. `lab/plan_counts.json` holds the counts and the reasons for each rise. Counts
-that fall are printed too: `--update` needs no reason for them. Seconds are measured by `plan_time.py`.
+that fall are printed too, and `--update` needs no reason for them. `plan_time.py` measures seconds.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ COUNTED = {
     "full simulations": ("snugfit.planning.cost.parts", "Parts.judge"),
     "programs lowered": ("snugfit.rehearsal.compiled.layers", "lower"),
 }
-"""By a count's name, the function whose calls are counted, in its module."""
+"""Counted functions with their modules, by the name of the count."""
 
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Counts the calls of the functions in `COUNTED`."""
+    """Count the calls of the functions in `COUNTED`."""
     calls: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
     patches = [
         patch(f"{module}.{path}", _counted(name, module, path, calls))
@@ -92,9 +92,9 @@ def _counted(name: str, module: str, path: str, calls: Counter[str]) -> Callable
 
 
 def count(question: Question) -> dict[str, int]:
-    """The counts of one plan."""
+    """Return the counts of one plan."""
     from snugfit import Job, Model
-    from snugfit.planning.search.search import plan  # the plan itself, and none that is stored
+    from snugfit.planning.search.search import plan  # this function reads no stored plan
 
     named = isinstance(question.model, str)
     model = Model.find(question.model) if named else Model.from_config(question.model, name="gpt2")
@@ -104,7 +104,7 @@ def count(question: Question) -> dict[str, int]:
 
 
 def main() -> int:
-    """Compare the counts with the table; 1 where one rose."""
+    """Compare the counts with the table. Return 1 if one rose."""
     asked = read_arguments(__doc__.splitlines()[0])
     logging.disable(logging.WARNING)
     counts = {name: count(question) for name, question in PLANS.items()}

@@ -1,17 +1,17 @@
-"""How long an answer takes: wall time, CPU time of all its processes and peak memory, cold and warm.
+"""Measure plans: wall time, CPU time of all their processes and peak memory, cold and warm.
 
     python lab/plan_time.py [NAME ...] [--output FILE]
 
-Plans for one GPU, for all GPUs of the table and for many at once, and the guide. Each command runs as a user
-starts it, with a cache of its own: first cold, then once more, when the answer is cached (the guide's never
-is). The processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all of
-the command's descendants are sampled by psutil while they run. What one used in its last moments is missing
-(`INTERVAL` seconds at most each).
+The commands are plans for one GPU, for all GPUs of the table and for many at once, and the guide. Each
+command runs as a user starts it, with a cache of its own. It runs cold, then once more with a cached result
+(the guide caches none). A fork server starts the rehearsing processes, so their CPU time is in no `wait`
+here. Therefore psutil samples all of the command's descendants while they run. The last moments of a process
+are missing (`INTERVAL` seconds at most each).
 
-Wall time means something only where the machine does nothing else: the load before and after stands beside
-it. CPU seconds suffer less, yet they too grow when the cores are shared.
+Wall time is meaningful only on an idle machine, so the row holds the load before and after. CPU seconds
+suffer less, yet they too grow on shared cores.
 
-Writes FILE, or results/plan-time-DATE.json, whole or not at all.
+The script writes FILE, or results/plan-time-DATE.json, atomically.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COUNTED = re.compile(
     r"([\d,]+) valid recipes, ([\d,]+) of them distinct, with ([\d,]+) distinct footprints; "
     r"([\d,]+) kinds of passes simulated, ([\d,]+) recipes"
 )
-"""The line in which a plan reports its search."""
+"""Pattern of the line in which a plan reports its search."""
 
 LLAMA = "plan Llama-3.1-8B --task causal-lm --gpu h200"
 BERT = "plan bert-large-uncased --task sequence-classification --gpu h200"
@@ -71,7 +71,7 @@ COMMANDS = {
 
 
 def cost(command: str, cache: Path) -> dict[str, Any]:
-    """What `snugfit COMMAND` takes; raises `RuntimeError` when it gives no answer."""
+    """Return the costs of `snugfit COMMAND`. Raises `RuntimeError` if it prints no result."""
     load, began = os.getloadavg()[0], time.perf_counter()
     program = str(Path(sys.executable).with_name("snugfit"))
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
@@ -97,7 +97,7 @@ def cost(command: str, cache: Path) -> dict[str, Any]:
 
 
 def _sample(child: psutil.Process, seconds: dict[tuple[int, float], float]) -> int:
-    """Records the CPU seconds of all living descendants, and returns the sum of their resident bytes."""
+    """Record the CPU seconds of all living descendants, and return the sum of their resident bytes."""
     resident = 0
     try:
         living = [child, *child.children(recursive=True)]
@@ -123,7 +123,7 @@ def _counts(answer: str) -> dict[str, Any]:
 
 
 def line(name: str) -> dict[str, Any]:
-    """The costs of one command, cold and warm."""
+    """Return the costs of one command, cold and warm."""
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = (cost(COMMANDS[name], Path(cache)) for _ in range(2))
     print(f"{name}: cold {cold}, warm {warm['wall_seconds']} s", file=sys.stderr)
@@ -131,7 +131,7 @@ def line(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and writes the day's file."""
+    """Measure the commands and write the day's file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(COMMANDS))
     parser.add_argument("--output", type=Path, help="the file to write")

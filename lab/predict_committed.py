@@ -1,15 +1,15 @@
-"""Predicts every run under results/ again, so that two states of the code can be laid side by side.
+"""Predict every run under results/ again, and compare two states of the code.
 
     python lab/predict_committed.py write OUT.json [EVERY]    # in the old state, then in the new one
     python lab/predict_committed.py compare OLD.json NEW.json
 
-A change that only moves or renames code must leave every figure of every prediction as it was: bytes and
-seconds, to the last digit. `compare` ends with 1 where a figure differs, and prints which. Sentences (the
-doubts under a prediction) are written for people and may be worded anew; they are compared apart, and only
-counted. Both files must be written with the same versions of torch and transformers on the same machine.
+A change that only moves or renames code must not change any figure of a prediction. Bytes and seconds are
+equal to the last digit. `compare` prints the figures that differ and then ends with 1. Sentences (the doubts
+under a prediction) are for people and may be reworded. They are compared separately, and only counted. Both
+files need the same versions of torch and transformers and the same machine.
 
-Predictions of one run take a second or two; all of them some twenty minutes on two cores. With EVERY, each
-run of that many is predicted.
+Predictions of one run take a second or two, all of them some twenty minutes on two cores. EVERY predicts one
+run of that many.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SENTENCES = ("doubts",)
 
 
 def committed_runs() -> list[str]:
-    """Each different run under results/ once, as the JSON text of what `predict` needs of it."""
+    """Return each different run under results/ once, as the JSON text of the inputs of `predict`."""
     runs = {
         json.dumps(run, sort_keys=True)
         for path in sorted((ROOT / "results").rglob("*.json"))
@@ -40,7 +40,7 @@ def committed_runs() -> list[str]:
 
 
 def _runs_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Runs of measurements, of accuracy draws and of verified plans, wherever they stand in a document."""
+    """Yield runs of measurements, accuracy draws and verified plans anywhere in a document."""
     if isinstance(value, list):
         for inner in value:
             yield from _runs_in(inner)
@@ -61,13 +61,13 @@ def _run(job: dict[str, Any], recipe: str, loop: str, gpu: str | None) -> dict[s
 
 
 def predict_run(text: str) -> dict[str, Any]:
-    """The prediction of one run, or the error that says why there is none."""
+    """Return the prediction of one run, or the error that prevents it."""
     from snugfit import Job, SnugfitError, predict
 
-    with contextlib.suppress(ImportError):  # older states import everything at once
+    with contextlib.suppress(ImportError):  # older states have no deferred imports
         from snugfit.deferred_imports import defer_imports
 
-        defer_imports()  # as the command does
+        defer_imports()  # the command does so too
     run = json.loads(text)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,7 +91,7 @@ def write(path: Path, every: int = 1) -> None:
 
 
 def compare(old_path: Path, new_path: Path) -> int:
-    """Prints each run whose figures differ; gives the exit code."""
+    """Print each run whose figures differ, and return the exit code."""
     old, new = (json.loads(path.read_text(encoding="utf-8")) for path in (old_path, new_path))
     shared = sorted(old.keys() & new.keys())
     different = [run for run in shared if _figures(old[run]) != _figures(new[run])]
@@ -117,7 +117,7 @@ def _sentences(prediction: dict[str, Any]) -> list[Any]:
 
 
 def _differences(old: Any, new: Any, at: str = "") -> Iterator[str]:
-    """The places in two JSON values that are not equal."""
+    """Yield the places in two JSON values that are not equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from _differences(old.get(key), new.get(key), f"{at}.{key}" if at else key)
@@ -129,7 +129,7 @@ def _differences(old: Any, new: Any, at: str = "") -> Iterator[str]:
 
 
 def main() -> None:
-    """Runs the command that the command line names."""
+    """Run `write` or `compare` from the command line."""
     match sys.argv[1:]:
         case ["write", path]:
             write(Path(path))

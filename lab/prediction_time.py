@@ -1,20 +1,20 @@
-"""How long a prediction takes: wall time, CPU time and peak resident memory of snugfit's own commands.
+"""Measure wall time, CPU time and peak resident memory of snugfit's predictions.
 
     python lab/prediction_time.py [REPEATS] [--output FILE]
 
 Each command runs in a fresh process, as a user starts it. A round runs them all, one after the other, and
-rounds are repeated, so that whatever else the machine does meets all of them alike; a first round, which
-fills the file cache, is not counted. The figures are medians over the rounds. In the same rounds stands what
-every tool of this kind pays before it begins, `import torch, transformers`: the ratio to it is what carries
-over to another machine.
+rounds are repeated. So other load of the machine affects all commands alike. A first round fills the file
+cache and is not counted. The figures are medians over the rounds. Each round also times
+`import torch, transformers`, the fixed cost of every tool of this kind. The ratio to it is comparable with
+other machines.
 
-Peak memory is the kernel's `ru_maxrss` of the child. Linux hands that figure through fork and exec, so that
-the child of a large parent reports its parent's size. This script therefore imports nothing large, and
-refuses a figure that is not above its own.
+Peak memory is the kernel's `ru_maxrss` of the child. Linux passes that figure through fork and exec, so the
+child of a large parent reports its parent's size. Therefore this script imports nothing large, and rejects a
+figure that is not above its own.
 
-Each command has a store of answers of its own, and runs in it twice: first, and again.
+Each command has a store of results of its own, and runs in it twice: first, and again.
 
-Writes results/prediction-time-DATE.json, or the file that is named, whole or not at all.
+The script writes results/prediction-time-DATE.json, or the named file, atomically.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from snugfit.versions import versions
 REPEATS = 5
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ALLOWED = (0, 3)
-"""Exit codes of an answer: 3 says that the job does not fit."""
+"""Exit codes of a successful prediction. Code 3 means that the job does not fit."""
 
 BERT = "bert-large-uncased --task sequence-classification --gpu h200"
 BERT_ALONE = "bert-large-uncased --task sequence-classification"
@@ -68,15 +68,15 @@ COMMANDS = {
 }
 
 STORED = {f"{name}, again": name for name, command in COMMANDS.items() if " predict " in command}
-"""Those whose answer is stored, by the name of the second run."""
+"""Commands with stored results, by the name of the second run."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one process took."""
+    """Costs of one process."""
 
     wall_seconds: float
-    """From its start until its end was seen."""
+    """Seconds from its start until its end was seen."""
     cpu_seconds: float
     """User and system time, its own children's included."""
     peak_bytes: int
@@ -84,8 +84,10 @@ class Cost:
 
 
 def cost(command: str, store: str) -> Cost:
-    """What this command takes in a process of its own, with its answers in `store`; raises `RuntimeError`
-    when it gives no answer."""
+    """Return the costs of this command in a process of its own, with its results in `store`.
+
+    Raises `RuntimeError` if it prints no result.
+    """
     before = time.perf_counter()
     child = subprocess.Popen(
         arguments(command),
@@ -105,13 +107,13 @@ def cost(command: str, store: str) -> Cost:
 
 
 def arguments(command: str) -> list[str]:
-    """A command line for this Python: `snugfit` is the console script beside it."""
+    """Return a command line for this Python. `snugfit` is the console script beside it."""
     first, *rest = shlex.split(command)
     return [str(Path(sys.executable).with_name(first)), *rest]
 
 
 def rounds(repeats: int) -> dict[str, list[Cost]]:
-    """What each of `COMMANDS` took, and of those that are `STORED` the second run too, round by round."""
+    """Return the costs of each of `COMMANDS`, and of the second run of those in `STORED`, round by round."""
     costs: dict[str, list[Cost]] = {name: [] for name in (*COMMANDS, *STORED)}
     for number in range(repeats + 1):
         for name, command in COMMANDS.items():
@@ -127,7 +129,7 @@ def rounds(repeats: int) -> dict[str, list[Cost]]:
 
 
 def line(name: str, costs: Sequence[Cost], imports: Sequence[Cost]) -> dict[str, Any]:
-    """One command's figures, and how many times the imports' they are."""
+    """Return one command's figures, and their ratios to those of the imports."""
     wall, cpu = median(one.wall_seconds for one in costs), median(one.cpu_seconds for one in costs)
     walls = sorted(one.wall_seconds for one in costs)
     return {
@@ -144,7 +146,7 @@ def line(name: str, costs: Sequence[Cost], imports: Sequence[Cost]) -> dict[str,
 
 
 def record(repeats: int) -> dict[str, Any]:
-    """The document: the machine, its load, the versions, and a line for each command."""
+    """Return the document: the machine, its load, the versions, and a line for each command."""
     now, load = datetime.datetime.now(datetime.UTC), os.getloadavg()
     costs = rounds(repeats)
     return {
@@ -164,7 +166,7 @@ def record(repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and writes the day's file."""
+    """Measure the commands and write the day's file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("repeats", nargs="?", type=int, default=REPEATS)
     parser.add_argument("--output", type=Path)

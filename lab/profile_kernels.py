@@ -4,19 +4,19 @@
     python lab/profile_kernels.py device OUT.json ACCURACY.json
     python lab/profile_kernels.py host OUT.json SECONDS [newer]
 
-`device` runs drawn jobs (those of `draw_runs.py`) and some that are named below, one after the
-other in this process. Each is timed by events in its steady state (`step_seconds`, the median); then one step
-runs under `torch.profiler` with its operands' shapes, and what is kept is every operator with its sizes,
-dtypes and kernel, how often it ran and how long it took in all (`device_seconds`, their sum); two with the
-device drained show the host alone (`host_seconds_drained`, by phase). The rates of a device are fitted to
-such a file (`prediction/rates.json`). With a result of `snugfit accuracy` it runs those of its runs instead
-whose predicted seconds are off by more than `OFF`, though their steps were steady.
+`device` runs drawn jobs (those of `draw_runs.py`) and the jobs named below, one after the other in this
+process. Events time each job in its steady state (`step_seconds`, the median). Then one step runs under
+`torch.profiler` with its operands' shapes. The file holds every operator with its sizes, dtypes and kernel,
+its count and its total seconds (`device_seconds` is their sum). Further steps with the device drained show
+the host alone (`host_seconds_drained`, by phase). The rates of a device are fitted to such a file
+(`prediction/rates.json`). With a result of `snugfit accuracy`, `device` instead runs some of its steady runs.
+Those are the runs whose predicted seconds are off by more than `OFF`.
 
-`host` runs families in a small size under recipes, in a mixed order until the seconds are over: the device
-has next to nothing to do; with `newer` four families of text under techniques that came later. Steady steps
-are timed one after the other; then some with the device drained before each, and the clock is read at the
-boundaries of phases. Its thread keeps to quiet cores
-(`measurement/quiet_core.py`). Beside each drained step stands how long a loop of pure Python took.
+`host` runs families in a small size under recipes, in a mixed order, until the seconds are over. The device
+has next to nothing to do. `newer` runs four families of text under techniques that came later. Steady steps
+are timed one after the other. Some more follow with the device drained before each, and their clock is read
+at the boundaries of phases. The thread runs on quiet cores (`measurement/quiet_core.py`). Each drained step
+has the seconds of a loop of pure Python beside it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from snugfit.versions import versions
 WARMUP, TIMED, DRAINED = 4, 14, 4
 OFF = 0.08
 LOOP_ITERATIONS = 1_500
-"""Of the loop of pure Python."""
+"""Iterations of the loop of pure Python."""
 
 NAMED = (
     ("openai-community/gpt2", "causal-lm", 16, 1024, ("bf16", "fp16 + adamw_fused", "plain")),
@@ -84,7 +84,7 @@ NEWER_FAMILIES = ("llama", "qwen2", "gpt2", "mistral")
 
 
 class Watch:
-    """Times steps at their boundaries, profiles one, and reads the clock at the phases of drained ones."""
+    """An observer that times steps, profiles one, and reads the clock at the phases of drained ones."""
 
     def __init__(self, *, device: bool) -> None:
         self.boundaries: list[torch.cuda.Event] = []
@@ -92,23 +92,25 @@ class Watch:
         self.drained: list[tuple[float, dict[str, float]]] = []
         self.profiler: Any = None
         self.last = WARMUP + TIMED
-        """The steady steps end here; with a device this one is profiled."""
+        """Last steady step. With a device this one is profiled."""
         self.profiled = self.last if device else -1
         self.quiet = self.last + 1
-        """From here on the device is drained."""
+        """First step with a drained device."""
         self.core = None if device else QuietCore()
         self._loop_seconds = 0.0
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Does nothing: building is not timed."""
+        """Do nothing, because construction is not timed."""
 
     def phase(self, name: str) -> None:
-        """Records when a phase begins."""
+        """Record the beginning of a phase."""
         self.marks.append((name, time.perf_counter()))
 
     def step_begins(self, index: int) -> None:
-        """Marks a boundary; the profiled step begins with its profiler, the last ones with a drained
-        device."""
+        """Mark a boundary.
+
+        The profiled step begins with its profiler, the last ones with a drained device.
+        """
         if self.core and index:
             self.core.rebalance()
         if index == self.profiled or index >= self.quiet:
@@ -126,7 +128,7 @@ class Watch:
         self.marks = []
 
     def step_ends(self, index: int) -> None:
-        """Stops the profiler when the device has ended its work; records a drained step."""
+        """Stop the profiler after the device has ended its work, or record a drained step."""
         self.phase("end")
         if index == self.profiled:
             torch.cuda.synchronize()
@@ -139,7 +141,7 @@ class Watch:
 
 
 def time_loop() -> float:
-    """Seconds of a loop of pure Python."""
+    """Return the seconds of a loop of pure Python."""
     begin = time.perf_counter()
     for _ in range(LOOP_ITERATIONS):
         pass
@@ -147,7 +149,8 @@ def time_loop() -> float:
 
 
 def kernels(profiler: Any) -> list[list[Any]]:
-    """Lines of the profiled step: operator, sizes of its tensors, dtypes, kernel, count, microseconds."""
+    """Return lines of the profiled step: operator, sizes of its tensors, dtypes, kernel, count,
+    microseconds."""
     with tempfile.TemporaryDirectory() as room:
         file = Path(room) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -172,7 +175,7 @@ def kernels(profiler: Any) -> list[list[Any]]:
 
 
 def off_jobs(file: Path) -> Iterator[tuple[Job, Recipe]]:
-    """The steady runs of this result whose predicted seconds are off."""
+    """Yield the steady runs of this result whose predicted seconds are off."""
     for run in json.loads(file.read_text())["runs"]:
         predicted, measured = run["predicted_step_seconds"], run["step_seconds"]
         if not predicted or not measured or run["spread"] >= MAX_STABLE_SPREAD:
@@ -182,7 +185,7 @@ def off_jobs(file: Path) -> Iterator[tuple[Job, Recipe]]:
 
 
 def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
-    """The jobs of `NAMED`, and drawn ones."""
+    """Yield the jobs of `NAMED` and drawn ones."""
     for name, task, batch, length, recipes in NAMED:
         for recipe in recipes:
             sizes = {"batch_size": batch, "sequence_length": length}
@@ -194,7 +197,7 @@ def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
 
 
 def host_jobs(newer: bool) -> Iterator[tuple[Job, Recipe]]:
-    """Every family in a small size, in an order that no state of the host correlates with."""
+    """Yield every family in a small size, in an order without correlation with any state of the host."""
     families = [family for family in FAMILIES if not newer or family.name in NEWER_FAMILIES]
     recipes = NEWER_RECIPES if newer else RECIPES
     pairs = [(small_job(family), Recipe.parse(recipe)) for family in families for recipe in recipes]
@@ -203,7 +206,7 @@ def host_jobs(newer: bool) -> Iterator[tuple[Job, Recipe]]:
 
 
 def small_job(family: Family, depth: int = 6, heads: int = 6) -> Job:
-    """A job of this family that gives a device next to nothing to do."""
+    """Return a job of this family with next to nothing to do for a device."""
     facts, head = dict(read_preset(family.preset)), family.head_widths[0]
     sizes = {"depth": depth, "width": heads * head, "heads": heads, "inner": 2 * heads * head}
     for size, keys in family.keys:
@@ -224,7 +227,7 @@ def small_job(family: Family, depth: int = 6, heads: int = 6) -> Job:
 
 
 def run_profiled(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
-    """Runs one job under the watch and returns its row."""
+    """Run one job under the watch and return its row."""
     watch = Watch(device=device)
     step = open_step(job, recipe.setup(), "plain", torch.device("cuda"))
     step.run(watch.quiet + DRAINED, watch)
@@ -249,12 +252,12 @@ def run_profiled(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
 
 
 def by_phase(drained: list[tuple[float, dict[str, float]]]) -> dict[str, float]:
-    """Seconds of each phase, as the mean of the drained steps."""
+    """Return the seconds of each phase, as the mean of the drained steps."""
     return {name: statistics.mean(spent[name] for _, spent in drained) for name in drained[0][1]}
 
 
 def write(out: Path, what: str, runs: list[dict[str, Any]]) -> None:
-    """Writes the rows with the GPU, the date and the versions."""
+    """Write the rows with the GPU, the date and the versions."""
     document = {
         "schema": 1,
         "what": what,
@@ -267,7 +270,7 @@ def write(out: Path, what: str, runs: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Writes the file that the command line asks for."""
+    """Run the command and write its output file."""
     kind, out = sys.argv[1], Path(sys.argv[2])
     device = kind == "device"
     runs = []

@@ -1,11 +1,11 @@
-"""What torchtitan published of its memory, beside two predictions of each row, without a GPU.
+"""Compare the memory that torchtitan published with two predictions of each row, without a GPU.
 
     python lab/published_titan.py OUT.json
 
 Rows are those of `tests/data/published-titan.json`. The first prediction rehearses torchtitan's own model and
-loop (`tests/titan_llama.py`); the second is snugfit's for the nearest recipe, whose model is transformers'
-and whose loop is snugfit's own. That loop builds the whole model on the GPU before it is spread, as
-torchtitan does not: so what is in use at most is told of a step alone. Writes OUT.json and prints a table.
+loop (`tests/titan_llama.py`). The second is snugfit's for the nearest recipe, with transformers' model and
+snugfit's own loop. Unlike torchtitan, that loop builds the whole model on the GPU before it shards it. So the
+peak is that of a step alone. The script writes OUT.json and prints a table.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LLAMA_2_7B = {
     "num_hidden_layers": 32, "vocab_size": 32_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }  # fmt: skip
-"""As Meta published it."""
+"""Config as Meta published it."""
 
 TECHNIQUES = {"full": "every_layer", "selective op": "selective(every_other_product)"}
-"""What torchtitan recomputes, as a technique."""
+"""Techniques for torchtitan's names of recomputation."""
 
 
 def nearest(row: Mapping[str, Any]) -> tuple[Job, str]:
-    """The job and the recipe that are most alike."""
+    """Return the most similar job and recipe."""
     llama_2 = row["model"] == "7B"
     job = Job(
         model=Model.from_config(LLAMA_2_7B, name="Llama-2-7B") if llama_2 else Model.find("Llama-3.1-8B"),
@@ -56,7 +56,7 @@ def nearest(row: Mapping[str, Any]) -> tuple[Job, str]:
 
 
 def most_in_last_step(trace: Trace) -> int:
-    """Bytes that were requested at once in the last step, at most."""
+    """Return the peak of requested bytes in the last step."""
     begin = next(
         number
         for number, event in enumerate(trace.events)
@@ -71,7 +71,7 @@ def most_in_last_step(trace: Trace) -> int:
 
 
 def compare(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row beside both predictions."""
+    """Return one row beside both predictions."""
     from titan_llama import rehearsed
 
     trace = rehearsed(row)
@@ -98,7 +98,7 @@ def compare(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
+    """Return the rows in Markdown."""
     lines = [
         "| model, GPUs, a GPU's batch | layers | printed | own code | nearest recipe |",
         "|---|---|---|---|---|",
@@ -117,7 +117,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Compares every row, and writes the file that the command line names."""
+    """Compare every row, and write the output file."""
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     sys.path.insert(0, str(TESTS))

@@ -22,14 +22,14 @@ ACTIONS = ("alloc", "free_requested", "segment_alloc", "segment_free")
 
 
 def record(job: snugfit.Job, recipe: str, loop: str = "plain") -> dict[str, object]:
-    """The run's allocator events and its measurement."""
+    """Return the run's allocator events and its measurement."""
     with tempfile.TemporaryDirectory() as room:
         history = Path(room) / "history.pickle"
         measurement = snugfit.measure(
             job, recipe, loop=loop, warmup=2, steps=1, ledger=None, record_history=history
         )
         with history.open("rb") as file:
-            entries = pickle.load(file)["device_traces"][0]  # our own child wrote it a moment ago
+            entries = pickle.load(file)["device_traces"][0]  # this pickle is of our own child
     events = [
         [entry["action"], entry["addr"], entry["size"]] for entry in entries if entry["action"] in ACTIONS
     ]
@@ -37,13 +37,13 @@ def record(job: snugfit.Job, recipe: str, loop: str = "plain") -> dict[str, obje
 
 
 def compact(events: list[list[object]]) -> list[list[object]]:
-    """The events with addresses relative to the lowest."""
+    """Return the events with addresses relative to the lowest."""
     lowest = min(address for _, address, _ in events)  # type: ignore[type-var]
     return [[action, address - lowest, size] for action, address, size in events]  # type: ignore[operator]
 
 
 def main() -> None:
-    """Writes the file that the command line asks for."""
+    """Record the run and write the output file."""
     out, model, task, recipe = sys.argv[1:5]
     job = snugfit.Job(model=snugfit.Model.find(model), task=snugfit.Task.parse(task))
     with gzip.open(out, "wt") as file:

@@ -1,9 +1,9 @@
-"""Measures steps of three models at many sequence lengths, aligned and not: what `snugfit lengths` predicts.
+"""Measure steps of three models at many lengths, aligned and not, for comparison with `snugfit lengths`.
 
     python lab/steps_by_length.py OUT.json
 
-Each length is a job of its own, run one after the other in this process on quiet cores
-(`measurement/quiet_core.py`), its steady steps timed by events.
+Each length is a job of its own. Jobs run one after the other in this process on quiet cores
+(`measurement/quiet_core.py`). Events time their steady steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS = (
 
 
 def measure_length(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """Runs one job and returns its row."""
+    """Run one job and return its row."""
     core, device = QuietCore(), torch.device("cuda")
     stopwatch = Stopwatch(device, WARMUP, core=core)
     open_step(job, recipe.setup(), "plain", device).run(WARMUP + TIMED, stopwatch)
@@ -52,7 +52,7 @@ def measure_length(job: Job, recipe: Recipe) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the file that the command line asks for, and prints a line for each length."""
+    """Run the jobs, print a line for each length, and write the output file."""
     runs = []
     for name, task, batch, recipe, lengths in MODELS:
         for length in lengths:

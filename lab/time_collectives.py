@@ -1,9 +1,10 @@
-"""What NCCL takes on the GPUs of this host: seconds of each exchange by size, bytes outside the allocator,
-and what exchanges cost a matrix product that runs beside them.
+"""Time NCCL's exchanges on the GPUs of this host.
 
     torchrun --standalone --nproc-per-node N lab/time_collectives.py OUT.json
 
-Sizes are those of NCCL's own tests: of the whole tensor that is summed, gathered or scattered.
+The file holds seconds of each exchange by size, and bytes outside the allocator. It also holds the slowdown
+of a matrix product beside exchanges. Sizes are those of NCCL's own tests: the whole tensor that is summed,
+gathered or scattered.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ SIZES = [1 << power for power in range(10, 31, 2)]
 """Bytes of the whole tensor."""
 
 REPEATS = {True: 60, False: 12}
-"""How often an exchange is timed, of up to 16 MiB and above."""
+"""Number of timed exchanges of up to 16 MiB, and above."""
 
 PRODUCT = 8192
 """Rows and columns of the matrices whose products run beside exchanges."""
 
 
 Probes = dict[str, Callable[[int], Callable[[], Any]]]
-"""By name: from a size in bytes to one exchange of it."""
+"""Functions by name. Each returns one exchange of a size in bytes."""
 
 
 def main() -> None:
-    """Runs all probes on every rank; rank 0 writes what it saw."""
+    """Run all probes on every rank. Rank 0 writes its figures."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -72,14 +73,14 @@ def main() -> None:
 
 
 def used(device: torch.device) -> int:
-    """Bytes that are in use on the GPU, by whoever, less what torch's allocator has reserved."""
+    """Return the bytes in use on the GPU by any process, less those that torch's allocator has reserved."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def exchanges(device: torch.device, ranks: int) -> Probes:
-    """By name: from a size to one exchange of it."""
+    """Return functions by name. Each returns one exchange of a size."""
 
     def tensor(nbytes: int) -> torch.Tensor:
         return torch.zeros(max(1, nbytes // 4), device=device)
@@ -126,8 +127,8 @@ def exchanges(device: torch.device, ranks: int) -> Probes:
 
 
 def time_exchange(exchange: Callable[[], Any], size: int, device: torch.device) -> dict[str, float]:
-    """Medians: seconds on the device between events around one exchange and per exchange in a row of them,
-    and of the host to ask for one."""
+    """Return medians of seconds: on the device around one exchange, on it per exchange in a row, and of one
+    launch on the host."""
     repeats = REPEATS[size <= 16 << 20]
     for _ in range(5):
         exchange()
@@ -161,8 +162,8 @@ def time_exchange(exchange: Callable[[], Any], size: int, device: torch.device) 
 def time_beside(
     device: torch.device, probes: dict[str, Callable[[int], Callable[[], Any]]]
 ) -> dict[str, float]:
-    """Seconds of one product of matrices in bf16 alone, and beside exchanges that never pause; and of such
-    an exchange alone and beside products."""
+    """Return seconds of one bf16 product alone and beside incessant exchanges, and of such an exchange alone
+    and beside products."""
     matrix = torch.zeros(PRODUCT, PRODUCT, device=device, dtype=torch.bfloat16)
     side = torch.cuda.Stream(device)
     seconds: dict[str, float] = {}

@@ -1,11 +1,10 @@
-"""Times single kernels on a GPU: products whose rows are aligned and not, convolutions, attention, copies.
+"""Time single kernels on a GPU: products whose rows are aligned and not, convolutions, attention, copies.
 
     python lab/time_kernels.py OUT.json
 
-Each is queued behind a sleeping device and timed by events, the median of three times ten. The figures of an
-H200 are in `results/`, and the rates follow it where no profiled step shows enough
-(`prediction/rates.json`, `MatmulRate.unaligned`, convolutions in `prediction/kernel_seconds.py`,
-`LARGEST_SMALL_COPY`).
+Each kernel is queued behind a sleeping device and timed by events, the median of three times ten. The figures
+of an H200 are in `results/`. The rates follow them if no profiled step shows enough (`prediction/rates.json`,
+`MatmulRate.unaligned`, convolutions in `prediction/kernel_seconds.py`, `LARGEST_SMALL_COPY`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ VOCABULARIES = (50_257, 50_258, 50_260, 50_264, 30_522, 32_000, 1_001)
 SCORES = (((32, 16, 512, 64), False), ((8, 32, 1024, 64), True), ((2, 16, 2048, 128), True))
 SLEEP = 2_000_000
 LONG_SLEEP = 20_000_000
-"""Cycles for which the device is kept busy before a copy."""
+"""Cycles for which the device is busy before a copy."""
 
 
 def seconds(run: Callable[[], object], times: int = 10) -> float:
-    """Seconds of one kernel, with the host's part hidden behind a sleeping device."""
+    """Return the seconds of one kernel, with the host's part hidden behind a sleeping device."""
     for _ in range(3):
         run()
     rounds = []
@@ -53,8 +52,10 @@ def seconds(run: Callable[[], object], times: int = 10) -> float:
 
 
 def product(precision: str, rows: int, inner: int, columns: int, form: str) -> dict[str, Any]:
-    """One product of (rows, inner) and (inner, columns); `form` says which operand is transposed in memory,
-    as BLAS writes it: `NT TN NN`."""
+    """Return one product of (rows, inner) and (inner, columns).
+
+    `form` names the operand that is transposed in memory, in BLAS's terms: `NT TN NN`.
+    """
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     make = {"device": "cuda", "dtype": DTYPES[precision]}
     first = torch.randn(rows, inner, **make) if form[0] == "N" else torch.randn(inner, rows, **make).t()
@@ -68,7 +69,7 @@ def product(precision: str, rows: int, inner: int, columns: int, form: str) -> d
 
 
 def products() -> Iterator[dict[str, Any]]:
-    """A classifier over a vocabulary forward and backward, and sizes at random."""
+    """Yield the products of a classifier over a vocabulary, and products of random sizes."""
     for precision in DTYPES:
         for vocabulary in VOCABULARIES:
             for tokens, width in ((2048, 768), (8192, 1024)):
@@ -84,7 +85,10 @@ def products() -> Iterator[dict[str, Any]]:
 
 
 def convolutions() -> Iterator[dict[str, Any]]:
-    """Patches of pictures, a network's middle, sound: batch, channels, length, channels, width, stride."""
+    """Yield convolutions for patches of pictures, a network's middle and sound.
+
+    A shape is (batch, channels, length, channels, width, stride).
+    """
     shapes = (
         (8, 3, 224, 768, 16, 16),
         (32, 64, 56, 64, 3, 1),
@@ -114,7 +118,7 @@ def convolutions() -> Iterator[dict[str, Any]]:
 
 
 def attention() -> Iterator[dict[str, Any]]:
-    """Every kernel that torch has, causal and not: batch, heads, length, width of a head."""
+    """Yield every kernel of torch, causal and not. A shape is (batch, heads, length, width of a head)."""
     for kernel in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for precision in ("bf16", "fp32") if kernel is SDPBackend.EFFICIENT_ATTENTION else ("bf16",):
             for shape, causal in (
@@ -143,7 +147,10 @@ def attention() -> Iterator[dict[str, Any]]:
 
 
 def copies() -> Iterator[dict[str, Any]]:
-    """To a busy device, as the plain loop copies: does the host wait, and how fast is it?"""
+    """Yield seconds of copies to a busy device, as in the plain loop.
+
+    They show the speed, and the wait of the host.
+    """
     for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 21, 1 << 22, 1 << 25):
         for pinned in (False, True):
             host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=pinned)
@@ -161,7 +168,7 @@ def copies() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Writes the file that the command line asks for."""
+    """Time the kernels and write the output file."""
     document = {
         "schema": 1,
         "what": "timed-kernels",

@@ -1,10 +1,10 @@
-"""What the host takes for each phase of a step, on all ranks at once: one recipe beside another.
+"""Time the host's phases of a step, on all ranks at once, one recipe beside another.
 
     torchrun --standalone --nproc-per-node N lab/time_rank_phases.py RUNS.json OUT.json RECIPE...
 
-RUNS.json is a file of `snugfit accuracy`, whose jobs are taken with two samples on each GPU, so that the host
-decides. A recipe for one GPU runs on all of them, each by itself: what others cost that use the same host is
-then in both.
+RUNS.json is a file of `snugfit accuracy`. Its jobs run with two samples on each GPU, so that the host bounds
+them. A recipe for one GPU runs on all of them independently. So both recipes include the cost of other
+processes on the same host.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ STEPS, FIRST = 16, 4
 """Steps of a run, and the first of them that counts."""
 
 SAMPLES, LONGEST = 2, 128
-"""Samples of a GPU's micro-batch, and the most tokens of one."""
+"""Samples of a GPU's micro-batch, and the most tokens of a sample."""
 
 
 class Clock(Observer):
-    """When each phase of each step begins and ends on the host, which waits for nothing between them."""
+    """An observer that times each phase of each step on the host, without waits between them."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self._since, self._phase = 0.0, ""
 
     def step_begins(self, index: int) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self.steps.append({})
         self._since, self._phase = time.perf_counter(), ""
 
     def phase(self, name: str) -> None:
-        """A phase begins, and the one before it ends."""
+        """End the phase before this one, and begin this one."""
         self._close()
         self._phase = name
 
     def step_ends(self, index: int) -> None:
-        """The last phase ends."""
+        """End the last phase."""
         self._close()
 
     def _close(self) -> None:
@@ -66,14 +66,14 @@ class Clock(Observer):
         self._since = now
 
     def medians(self) -> dict[str, float]:
-        """Seconds of each phase in a steady step."""
+        """Return the seconds of each phase in a steady step."""
         steady = self.steps[FIRST:]
         names = sorted({name for step in steady for name in step})
         return {name: statistics.median(step.get(name, 0.0) for step in steady) for name in names}
 
 
 def main() -> None:
-    """Runs every recipe on every job; rank 0 writes its own phases and the length of a step on each rank."""
+    """Run every recipe on every job. Rank 0 writes its own phases and the length of a step on each rank."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def time_phases(job: Job, text: str, device: torch.device) -> dict[str, Any]:
-    """One recipe on one job, made small."""
+    """Time one recipe on one reduced job."""
     recipe, ranks = Recipe.parse(text), dist.get_world_size()
     setup = recipe.setup()
     gpus = ranks if setup.parallel else 1

@@ -1,19 +1,19 @@
-"""Checks on a GPU what training promises: the same numbers after a kill, in each front-end, and when memory
-runs out.
+"""Check the promises of training on a GPU: equal numbers after a kill, in each front-end, and out of memory.
 
     python lab/train_on_gpu.py OUT.json [--model bert-large-uncased] [--only resumed,doors,...]
 
-    resumed     a run that is killed in step 8 and resumed from step 5: which of 12 steps have the same loss
-                and norm, bit for bit, as those of a run that was not killed
-    elsewhere   the same through `fit` and `accelerate`
-    poisoned    a gradient that is infinite in step 6, which nobody waits for: what the run reports, and
-                whether the run that is resumed after it gives the numbers of one without it
-    doors       the front-ends `train`, `fit` and `accelerate` over the same samples in the same order, fp32,
-                no dropout: their losses, and the seconds of a step in each and in a plain Trainer
-    samples     16 x 512 samples that take 2 ms each to make, without workers: the seconds of a step in a
-                plain Trainer, through `fit` and through `accelerate`
-    exhausted   32 x 512 under a recipe that does not fit into 20 GiB, through `train` and `fit`: the recipe
-                that the run continues with, its losses beside those of a run that had all memory
+    resumed     Kill a run in step 8 and resume it from step 5. Report those of 12 steps whose loss and norm
+                equal an undisturbed run's, bit for bit.
+    elsewhere   The same through `fit` and `accelerate`.
+    poisoned    Make a gradient infinite in step 6, which no process waits for. Report the run's messages, and
+                compare a run resumed after it with one without it.
+    doors       Run the front-ends `train`, `fit` and `accelerate` over the same samples in the same order,
+                in fp32 and without dropout. Report their losses, and the seconds of a step in each one and in
+                a plain Trainer.
+    samples     Train on 16 x 512 samples that take 2 ms each to make, without workers. Report the seconds of
+                a step in a plain Trainer, through `fit` and through `accelerate`.
+    exhausted   Run 32 x 512 under a recipe that does not fit into 20 GiB, through `train` and `fit`. Report
+                the recipe of the continued run, and its losses beside those of a run with all memory.
 
 The weights are random and the samples synthetic.
 """
@@ -58,11 +58,11 @@ Steps = dict[int, tuple[float, float | None]]
 
 
 class Killed(BaseException):
-    """Stands in for the death of the process."""
+    """Exception in place of the process's death."""
 
 
 def free_memory() -> None:
-    """Collects garbage and empties the allocator's cache."""
+    """Collect garbage and empty the allocator's cache."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -71,7 +71,7 @@ def free_memory() -> None:
 def run_training(
     job: Job, recipe: str, folder: Path, steps: int, *, kill: int | None = None, **options: Any
 ) -> tuple[Steps, list[dict[str, Any]]]:
-    """Loss and norm of each step, and the other events."""
+    """Return loss and norm of each step, and the other events."""
     logged: Steps = {}
     events: list[dict[str, Any]] = []
 
@@ -97,7 +97,7 @@ def run_training(
 
 
 def check_resume(job: Job, folder: Path) -> list[dict[str, Any]]:
-    """Which steps of a killed and resumed run are those of a whole one, for each recipe."""
+    """Compare the steps of a killed and resumed run with those of a whole one, for each recipe."""
     rows = []
     for number, recipe in enumerate(RESUMED):
         whole, _ = run_training(job, recipe, folder / f"{number}-whole", 12, save_strategy="no")
@@ -110,7 +110,7 @@ def check_resume(job: Job, folder: Path) -> list[dict[str, Any]]:
 
 
 class Killing(transformers.TrainerCallback):
-    """Ends a Trainer's run after this step."""
+    """A callback that ends a Trainer's run after this step."""
 
     def __init__(self, step: int | None) -> None:
         self._step = step
@@ -121,7 +121,7 @@ class Killing(transformers.TrainerCallback):
 
 
 def check_resume_in_front_ends(job: Job, folder: Path) -> dict[str, Any]:
-    """Which steps of a killed and resumed run are those of a whole one, for `fit` and `accelerate`."""
+    """Compare the steps of a killed and resumed run with those of a whole one, for `fit` and `accelerate`."""
     recipe = "bf16 + micro_batches(2)"
 
     def by_trainer(name: str, kill: int | None = None, resume: bool = False) -> Steps:
@@ -155,7 +155,7 @@ def check_resume_in_front_ends(job: Job, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def infinite_gradient(step: int) -> Iterator[None]:
-    """One gradient becomes infinite in that step of `train`."""
+    """Make one gradient infinite in that step of `train`."""
     plain = TrainingStep._accumulate
 
     def accumulate(self: TrainingStep, built: Any) -> Any:
@@ -177,7 +177,7 @@ def infinite_gradient(step: int) -> Iterator[None]:
 
 
 def check_infinite_gradient(job: Job, folder: Path) -> list[dict[str, Any]]:
-    """What a run reports of an infinite gradient, and which steps are those of a run without one."""
+    """Report an infinite gradient's messages, and the steps that equal those of a run without one."""
     rows = []
     for number, clip in enumerate((None, 1.0)):
         clipped = replace(job, clip=clip)
@@ -196,7 +196,7 @@ def check_infinite_gradient(job: Job, folder: Path) -> list[dict[str, Any]]:
 
 
 def model_of(job: Job) -> Any:
-    """The job's model on the device, with the weights that `train` begins with."""
+    """Return the job's model on the device, with the initial weights of `train`."""
     torch.manual_seed(TrainOptions().seed)
     with torch.device(DEVICE):
         return instantiate(job, dtype="float32", attention="sdpa").train()
@@ -219,7 +219,7 @@ def trainer_of(job: Job, folder: Path, model: Any, steps: int, *, data: Any = No
 
 
 class Clock(transformers.TrainerCallback):
-    """Reads the wall clock at the ends of two steps."""
+    """A callback that reads the wall clock at the ends of two steps."""
 
     def __init__(self, first: int, last: int) -> None:
         self._at, self.seconds = (first, last), 0.0
@@ -235,7 +235,7 @@ class Clock(transformers.TrainerCallback):
 
 
 def seconds_of_a_step(trainer: Any, steps: int) -> float:
-    """Mean from the fifth step to the last but one."""
+    """Return the mean seconds from the fifth step to the last but one."""
     clock = Clock(5, steps - 1)
     trainer.add_callback(clock)
     trainer.train()
@@ -243,7 +243,7 @@ def seconds_of_a_step(trainer: Any, steps: int) -> float:
 
 
 def compare_front_ends(job: Job, folder: Path) -> dict[str, Any]:
-    """The losses of eight steps in each front-end; then the seconds of a step, twice by turns."""
+    """Compare the losses of eight steps in each front-end, then the seconds of a step, twice by turns."""
     own, _ = run_training(
         job, "plain", folder / "own", 8, save_strategy="no", weight_decay=0.0, lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
@@ -287,8 +287,10 @@ def custom_loop(
     logged: Steps | None = None,
     data: Any = None,
 ) -> tuple[list[float], float]:
-    """The losses through `snugfit.accelerate`, and the seconds of a step between the fifth and the last but
-    one."""
+    """Return the losses through `snugfit.accelerate`, and the seconds of a step.
+
+    The seconds are means from the fifth step to the last but one.
+    """
     model = model_of(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0, foreach=True)
     loader: Any = torch.utils.data.DataLoader(
@@ -322,7 +324,7 @@ def custom_loop(
 
 
 class Slow(SyntheticDataset):
-    """Samples that take time, as if they were tokenized or read."""
+    """Samples that take time, as with tokenization or reads."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.002)
@@ -330,7 +332,7 @@ class Slow(SyntheticDataset):
 
 
 def time_slow_samples(job: Job, folder: Path) -> dict[str, list[float]]:
-    """Seconds of a step over slow samples, in a plain Trainer, `fit` and `accelerate`; twice by turns."""
+    """Time a step over slow samples in a plain Trainer, `fit` and `accelerate`, twice by turns."""
     seconds: dict[str, list[float]] = {}
     recipe, data = "bf16 + adamw_fused", Slow(job, 512)
     for _ in range(2):
@@ -349,7 +351,7 @@ def time_slow_samples(job: Job, folder: Path) -> dict[str, list[float]]:
 
 
 def check_out_of_memory(job: Job, folder: Path) -> dict[str, Any]:
-    """How `train` and `fit` continue when memory runs out, and their losses."""
+    """Report the continuation of `train` and `fit` out of memory, and their losses."""
     whole, _ = run_training(job, "bf16", folder / "whole", 6, save_strategy="no")
     limit_memory(LIMIT_BYTES)
     limited, events = run_training(job, "bf16", folder / "train", 6, save_steps=3)
@@ -370,7 +372,7 @@ def check_out_of_memory(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def limit_memory(limit: int | None) -> None:
-    """Lets this process use so many bytes of the GPU, or all."""
+    """Limit this process to so many bytes of the GPU, or lift the limit."""
     free_memory()
     if CUDA:
         whole = torch.cuda.get_device_properties(0).total_memory
@@ -378,7 +380,7 @@ def limit_memory(limit: int | None) -> None:
 
 
 def main() -> None:
-    """Runs the parts that the command line names, and writes the file after each."""
+    """Run the parts of the command line, and write the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="bert-large-uncased")

@@ -1,22 +1,22 @@
-"""Measures what training costs over the bare loop and beside the HF Trainer: the same steps in one process.
+"""Measure the overhead of training over the bare loop, beside the HF Trainer, in one process.
 
     python lab/train_overhead.py OUT.json [--steps 40] [--turns 4] [--clip 1.0] [--loops bare,fit]
                                         [--no-checkpoints] [RECIPE ...]
 
-BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each recipe these
-loops take the same number of steps over the same synthetic samples, by turns, in one process:
+The job is BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each
+recipe these loops take the same number of steps over the same synthetic samples, by turns, in one process.
 
-    bare        the plain loop: no check of loss or gradients, no schedule, no journal, no checkpoint
-    snugfit     `training/run/session.py`: all of that without checkpoints (they are timed below)
-    trainer     the installed transformers.Trainer with the flags of the recipe (`step/trainer_loop.py`)
-    fit         the Trainer with the recipe, by `snugfit.fit`
-    accelerate  a custom loop with the recipe, by `snugfit.accelerate`
+    bare        The plain loop, without checks of loss or gradients, schedule, journal or checkpoint.
+    snugfit     `training/run/session.py` with all of that but checkpoints. They are timed below.
+    trainer     The installed transformers.Trainer with the flags of the recipe (`step/trainer_loop.py`).
+    fit         The Trainer with the recipe, by `snugfit.fit`.
+    accelerate  A custom loop with the recipe, by `snugfit.accelerate`.
 
-Seconds are those of the wall clock between two steps, after synchronising the device at both. Of the turns
-the fastest counts: other guests of a rented host can only slow one down.
+Seconds are those of the wall clock between two steps, after synchronising the device at both. The fastest
+turn counts, because other guests of a rented host can only slow one down.
 
-Then checkpoints: how long training waits for one of BERT-large with AdamW, and how long writing takes
-beside it. `--no-checkpoints` leaves that out.
+Checkpoints follow: the wait of the training for one of BERT-large with AdamW, and the duration of its write
+beside the training. `--no-checkpoints` leaves that out.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ def run_loop(job: Job, recipe: Recipe, loop: str, steps: int) -> float:
 
 
 def run_snugfit(job: Job, recipe: Recipe, steps: int) -> float:
-    """Seconds of a step between the events of two steps. The last step is not one of them: its event is the
-    only one that cannot come within the next step."""
+    """Return the seconds of a step between the events of two steps.
+
+    The last step is not one of them, because only its event cannot come within the next step.
+    """
     began, seconds = 0.0, 0.0
     core = QuietCore()
 
@@ -129,7 +131,7 @@ def train_with(job: Job, recipe: Recipe, steps: int, folder: Path, watch: Watch,
 
 
 class StepEnds(transformers.TrainerCallback):
-    """Passes a Trainer's steps to a clock."""
+    """A callback that passes a Trainer's steps to a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -192,7 +194,7 @@ LOOPS: dict[str, Callable[[Job, Recipe, int], float]] = {
 
 
 def free_memory() -> None:
-    """Collects garbage and empties the allocator's cache."""
+    """Collect garbage and empty the allocator's cache."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -214,7 +216,7 @@ def measure_recipe(job: Job, text: str, loops: Sequence[str], steps: int, turns:
 
 
 def checkpoints(job: Job) -> dict[str, list[dict[str, Any]]]:
-    """Two checkpoints of one run, 60 steps apart."""
+    """Time two checkpoints of one run, 60 steps apart."""
     saved: dict[str, list[dict[str, Any]]] = {"snugfit": [], "fit": []}
     keys = ("step", "bytes", "blocked_seconds", "seconds")
 
@@ -235,7 +237,7 @@ def checkpoints(job: Job) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Measures the recipes of the command line, and writes the file after each."""
+    """Measure the recipes of the command line, and write the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("recipes", nargs="*", default=RECIPES)
@@ -245,7 +247,7 @@ def main() -> None:
     parser.add_argument("--loops", default="bare,snugfit,trainer", help=f"of {', '.join(LOOPS)}")
     parser.add_argument("--no-checkpoints", action="store_true")
     arguments = parser.parse_intermixed_args()
-    for front_end in (custom_loop, step_timer):  # a prediction takes seconds, and is no part of a step
+    for front_end in (custom_loop, step_timer):  # a prediction takes seconds outside the steps
         front_end.run_predictor = lambda device: predict_nothing
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,

@@ -74,7 +74,7 @@ def check(feature: str, *, quick: bool) -> bool:
 
 
 def main() -> int:
-    """Check each feature; 1 where one cannot be deleted."""
+    """Check each feature. Return 1 if one cannot be deleted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("features", nargs="+")
     parser.add_argument("--quick", action="store_true")

@@ -1,12 +1,12 @@
-"""Writes what the documentation takes from the code, or says that it is out of date.
+"""Write the parts of the documentation that are generated from the code, or report that they are out of date.
 
     python lab/write_docs.py            # docs/techniques.md and docs/json.md
     python lab/write_docs.py answers    # and the answers in README and docs, by running their commands
 
-`docs/techniques.md` is the roster, `docs/json.md` the fields of the dataclasses whose `to_json` the commands
-print, with the sentences under them. What `to_json` adds to the fields stands in `ADDED`. An answer is a
-fenced block of the language `console`, whose first line is `$ snugfit ...`; `| head -20` behind the command
-shows the first 20 lines.
+`docs/techniques.md` lists the roster. `docs/json.md` lists the fields of the dataclasses whose `to_json` the
+commands print, with the sentences under them. `ADDED` holds the keys that `to_json` adds to the fields. An
+answer is a fenced block of the language `console`, whose first line is `$ snugfit ...`. `| head -20` behind
+the command shows the first 20 lines.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ DOCUMENTS: dict[str, type] = {
     "measure --predict --json": Comparison,
     "lengths --json": LengthPlan,
 }
-"""What each command of the core prints. `plan --lengths` prints a plan with `lengths` beside it."""
+"""Documents printed by the commands of the core. `plan --lengths` prints a plan with `lengths` beside it."""
 
 
 def documents() -> dict[str, type]:
@@ -195,7 +195,7 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     },
     Moment: {"counted_from": (int, "From which number steps count: 1. Documents without it count from 0.")},
 }
-"""What `to_json` writes beside the fields; an empty sentence is the property's own."""
+"""Keys that `to_json` writes beside the fields. An empty sentence stands for the property's own."""
 
 LEFT_OUT: dict[type, set[str]] = {
     Job: {"mixes_samples", "unclear_cut"},
@@ -203,7 +203,7 @@ LEFT_OUT: dict[type, set[str]] = {
     Model: {"facts", "module", "example", "batch_dims"},
     Lengths: {"counts"},
 }
-"""Fields that `to_json` does not write."""
+"""Fields that `to_json` omits."""
 
 SENTENCES = {
     "anatomy": "Where the bytes are at the peak, and which kernels the step runs.",
@@ -244,7 +244,7 @@ SENTENCES = {
     "uuid": "The GPU's, by NVML; null on a CPU.",
     "versions": "Packages that it was made with.",
 }
-"""Of fields whose name says it to who reads the code, and which have no sentence of their own there."""
+"""Sentences for fields without one of their own, because the code's readers understand their names."""
 
 UNITS = {
     "_bytes": "bytes",
@@ -272,12 +272,12 @@ UNITS = {
     "per_1000_samples": "USD",
     "run": "USD",
 }
-"""By the end of a number's name."""
+"""Units by the end of a number's name."""
 
 
 @cache
 def keys(owner: type) -> dict[str, tuple[Any, str]]:
-    """Every key of an object: its type and its sentences."""
+    """Return every key of an object with its type and its sentences."""
     own: dict[str, Any] = {}
     names: list[str] = []
     docs: dict[str, str] = {}
@@ -293,12 +293,12 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
-    """The types within a type: those of the members of a list, of values, of either."""
+    """Return the types within a type: those of the members of a list, of values, of either."""
     return tuple(one for one in typing.get_args(kind) if one not in (type(None), Ellipsis))
 
 
 def described_class(kind: Any) -> type | None:
-    """The object that a value of this type is, or is a list of; None for plain values."""
+    """Return the dataclass of a value of this type, or of its list. Return None for plain values."""
     if isinstance(kind, type) and kind is not Recipe and (is_dataclass(kind) or kind in ADDED):
         return kind
     inner = parts(kind)
@@ -306,7 +306,7 @@ def described_class(kind: Any) -> type | None:
 
 
 def type_words(kind: Any) -> str:
-    """A type in the words of JSON."""
+    """Return a type in JSON's terms."""
     origin, inner = typing.get_origin(kind), parts(kind)
     if origin in (types.UnionType, typing.Union):
         return f"{type_words(inner[0])} or null"
@@ -325,19 +325,19 @@ def type_words(kind: Any) -> str:
 
 
 def title(owner: type) -> str:
-    """A section's heading: the name of its class in small letters, words joined by dashes."""
+    """Return a section's heading: the name of its class in small letters, words joined by dashes."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", owner.__name__).lower()
 
 
 def unit(name: str, kind: Any) -> str:
-    """The unit of a number, by its name; empty where it has none."""
+    """Return the unit of a number by its name, or an empty text."""
     numbers = {int, float} & {kind, *parts(kind), *(one for part in parts(kind) for one in parts(part))}
     ending = next((end for end in UNITS if name == end or (end[0] == "_" and name.endswith(end))), "")
     return UNITS.get(ending, "") if numbers else ""
 
 
 def objects(roots: Iterable[type]) -> Iterator[type]:
-    """Yield every object of these documents, each once, in the order in which one meets them."""
+    """Yield every object of these documents once, in the order of first occurrence."""
     waiting, seen = list(roots), set[type]()
     while waiting:
         owner = waiting.pop(0)
@@ -348,19 +348,19 @@ def objects(roots: Iterable[type]) -> Iterator[type]:
 
 
 def cell(text: str) -> str:
-    """Words in a cell of a table, in one line."""
+    """Return words in a cell of a table, in one line."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def json_words(sentence: str) -> str:
-    """A sentence about Python's values, about those of JSON."""
+    """Return a sentence with JSON's values in place of Python's."""
     for python, name in {"None": "null", "True": "true", "False": "false"}.items():
         sentence = re.sub(rf"\b{python}\b", name, sentence)
     return sentence
 
 
 def json_page() -> str:
-    """The page about JSON."""
+    """Return the page about JSON."""
     lines = [
         "# The JSON of the answers",
         "",
@@ -399,11 +399,11 @@ MEMORY_AND_SPEED = {
     "allocator": ("memory lost in pieces", "nothing"),
     "loading": ("host memory", "waiting for batches"),
 }
-"""What a slot's techniques change: of the memory, and of the speed."""
+"""Changes by a slot's techniques: of the memory, and of the speed."""
 
 
 def techniques_page() -> str:
-    """The page of all techniques."""
+    """Return the page of all techniques."""
     lines = [
         "# Techniques",
         "",
@@ -446,7 +446,7 @@ def techniques_page() -> str:
 
 
 def setting_words(technique: type[Technique], line: SettingLine) -> str:
-    """A setting with its type, range, default and sentence."""
+    """Return a setting with its type, range, default and sentence."""
     metadata = next(entry.metadata for entry in fields(technique) if entry.name == line.name)
     bounds = f" from {metadata['low']:,} to {metadata['high']:,}" if metadata else ""
     default = "must be given" if line.default is None else f"default {line.default}"
@@ -454,7 +454,7 @@ def setting_words(technique: type[Technique], line: SettingLine) -> str:
 
 
 def needs(technique: type[Technique]) -> Iterator[str]:
-    """What must be installed, and what the GPU must have."""
+    """Return the required packages and the required abilities of the GPU."""
     if technique.needs:
         yield f'{", ".join(technique.needs)}: `pip install "snugfit[{technique.extra}]"`'
     if capability := technique.least_capability:
@@ -462,9 +462,9 @@ def needs(technique: type[Technique]) -> Iterator[str]:
 
 
 def elsewhere(technique: type[Technique]) -> Iterator[str]:
-    """What transformers and other libraries call it."""
+    """Return its names in transformers and other libraries."""
     for counterpart in technique.counterparts:
-        if counterpart.used == "to read":  # in words of our own
+        if counterpart.used == "to read":  # these names are our own
             continue
         pairs = (f"{name}={argument_words(value)}" for name, value in counterpart.arguments.items())
         if words := ", ".join(pairs):
@@ -474,7 +474,7 @@ def elsewhere(technique: type[Technique]) -> Iterator[str]:
 
 
 def argument_words(value: Any) -> str:
-    """An argument's value as Python writes it; the technique's setting by its name."""
+    """Return an argument's value in Python's notation, or the name of the technique's setting."""
     return value.name if isinstance(value, Setting) else repr(value)
 
 
@@ -482,12 +482,12 @@ CONSOLE = re.compile(r"^```console\n\$ ((?:[^\n]*\\\n)*[^\n]+)\n(.*?)^```$", re.
 
 
 def shown_answers() -> dict[str, str]:
-    """The answers that README and docs show, by their command."""
+    """Return the answers in README and docs, by their command."""
     return {command: shown for page in PAGES for command, shown in CONSOLE.findall(page.read_text())}
 
 
 def answer(command: str) -> str:
-    """What a shown command prints on stdout: all of it, or the first lines where it ends in `| head -N`."""
+    """Return the stdout of a shown command. `| head -N` limits it to the first lines."""
     asked, _, head = command.replace("\\\n", " ").partition(" | head -")
     words = [sys.executable, "-m", *shlex.split(asked)]
     with TemporaryDirectory() as folder:
@@ -500,7 +500,7 @@ def answer(command: str) -> str:
 
 
 def main() -> None:
-    """Writes the pages."""
+    """Write the pages."""
     if sys.argv[1:] == ["answers"]:
         new = {command: answer(command) for command in shown_answers()}
         for page in PAGES:
