@@ -5,8 +5,8 @@
 
 `docs/techniques.md` lists the roster. `docs/json.md` lists the fields of the dataclasses whose `to_json` the
 commands print, with the sentences under them. `ADDED` holds the keys that `to_json` adds to the fields. An
-answer is a fenced block of the language `console`, whose first line is `$ snugfit ...`. `| head -20` behind
-the command shows the first 20 lines.
+answer is a fenced block of the language `console`, whose first line is `$ snugfit ...`. A last line `...`
+replaces the rest of a long output.
 """
 
 from __future__ import annotations
@@ -478,6 +478,9 @@ def argument_words(value: Any) -> str:
     return value.name if isinstance(value, Setting) else repr(value)
 
 
+CUT = "...\n"
+"""The last line of a shown output that is cut."""
+
 CONSOLE = re.compile(r"^```console\n\$ ((?:[^\n]*\\\n)*[^\n]+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -486,23 +489,29 @@ def shown_answers() -> dict[str, str]:
     return {command: shown for page in PAGES for command, shown in CONSOLE.findall(page.read_text())}
 
 
-def answer(command: str) -> str:
-    """Return the stdout of a shown command. `| head -N` limits it to the first lines."""
-    asked, _, head = command.replace("\\\n", " ").partition(" | head -")
-    words = [sys.executable, "-m", *shlex.split(asked)]
+def answer(command: str, shown: str) -> str:
+    """Return the output of a shown command: all of it, or as many lines as are `shown` before `...`."""
+    words = [sys.executable, "-m", *shlex.split(command.replace("\\\n", " "))]
     with TemporaryDirectory() as folder:
         places = os.environ | {"XDG_CACHE_HOME": folder, "SNUGFIT_RATES": folder, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(words, capture_output=True, text=True, env=places, cwd=ROOT, check=False)
     if done.returncode not in (0, 3):
-        raise SystemExit(f"{asked}: {done.stderr}")
-    lines = [line.rstrip() for line in done.stdout.splitlines()]
-    return "\n".join(lines[: int(head)] if head else lines).strip("\n") + "\n"
+        raise SystemExit(f"{command}: {done.stderr}")
+    return as_shown(done.stdout, shown)
+
+
+def as_shown(output: str, shown: str) -> str:
+    """Return an output without spaces at line ends, cut where the `shown` text is."""
+    lines = [line.rstrip() for line in output.splitlines()]
+    if shown.endswith(CUT):
+        lines = [*lines[: shown.count("\n") - 1], CUT.strip()]
+    return "\n".join(lines).strip("\n") + "\n"
 
 
 def main() -> None:
     """Write the pages."""
     if sys.argv[1:] == ["answers"]:
-        new = {command: answer(command) for command in shown_answers()}
+        new = {command: answer(command, shown) for command, shown in shown_answers().items()}
         for page in PAGES:
             text = CONSOLE.sub(lambda one: f"```console\n$ {one[1]}\n{new[one[1]]}```", page.read_text())
             page.write_text(text)

@@ -44,7 +44,7 @@ def commands() -> list[str]:
     """Return the lines that call snugfit, each with its continuation."""
     texts = [*pieces(""), *pieces("console")]
     lines = [line.removeprefix("$ ") for text in texts for line in text.replace("\\\n", " ").splitlines()]
-    calls = {line.partition(" | head")[0] for line in lines if line.startswith("snugfit ")}
+    calls = {line for line in lines if line.startswith("snugfit ")}
     return sorted(" ".join(line.partition("snugfit ")[2].split()) for line in calls)
 
 

@@ -341,7 +341,7 @@ def test_weights_are_gathered_again_where_more_layers_are_kept_for_it(
         ]
         assert fits == [False, True]
     assert answer.recipe == "first_layers(3) + fsdp"
-    assert "and with every_layer + fsdp(reshard=none) it takes" in answer.why
+    assert "With every_layer + fsdp(reshard=none) it takes" in answer.why
 
 
 @pytest.mark.parametrize("keep", ["every_layer", "pipeline(2)"])
