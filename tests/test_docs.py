@@ -88,6 +88,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
     for text in (*pieces("yaml"), *(text for text in pieces("python") if text.startswith("# "))):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
 
 
