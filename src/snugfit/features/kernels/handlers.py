@@ -49,9 +49,9 @@ class FusedHandler(KernelsHandler):
 
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
         """Run plain torch in a simulation of a CPU."""
-        from snugfit.features.kernels.operations.operators import rehearsed_on_the_cpu
+        from snugfit.step.shapes_on_cpu import shapes_on_cpu
 
-        return None if value is None or on_gpu else rehearsed_on_the_cpu
+        return None if value is None or on_gpu else shapes_on_cpu
 
 
 class LigerHandler(KernelsHandler):

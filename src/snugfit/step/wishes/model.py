@@ -66,12 +66,12 @@ class AttentionHandler(Handler):
         """Return the context of a rehearsal: a CPU has no such kernels, and those of a package have no
         shapes.
         """
+        from snugfit.step.shapes_on_cpu import shapes_on_cpu
         from snugfit.step.wishes.flash import FLASH, on_shapes
-        from snugfit.step.wishes.padding_free.attention import rehearsed_on_the_cpu
 
         if value == FLASH:
             return on_shapes
-        return rehearsed_on_the_cpu if value == PADDING_FREE and not on_gpu else None
+        return shapes_on_cpu if value == PADDING_FREE and not on_gpu else None
 
     def set_process(self, value: str, device: torch.device) -> None:
         """Raise an error for a missing package before the model is built."""

@@ -8,36 +8,24 @@ their first launch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.step.shapes_on_cpu import is_on_cpu
 
 if TYPE_CHECKING:
     import torch
 
 NAMESPACE = "triton"
 
-_ON_CPU: list[bool] = []
-
 
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Return True if a kernel computes with it: on a GPU, or in the simulation of one. Elsewhere plain torch
     does."""
-    return tensor.is_cuda or (tensor.is_meta and not _ON_CPU)
-
-
-@contextlib.contextmanager
-def rehearsed_on_the_cpu() -> Iterator[None]:
-    """Route shapes through plain torch, as on a CPU, within this context."""
-    _ON_CPU.append(True)
-    try:
-        yield
-    finally:
-        _ON_CPU.pop()
+    return tensor.is_cuda or (tensor.is_meta and not is_on_cpu(tensor))
 
 
 def activation_dtype(x: torch.Tensor) -> torch.dtype:

@@ -6,12 +6,12 @@ the same operator, without dropout). No matrix of a mask is made.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.step.shapes_on_cpu import is_on_cpu
 from snugfit.techniques.setup import PADDING_FREE
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def attend(
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     dtype = _dtype(value)
     query, key, value = (operand.to(dtype) for operand in (query, key, value))
-    if query.device.type == "cpu" or (query.is_meta and _ON_CPU):
+    if is_on_cpu(query):
         out = _one_by_one(query, key, value, cu_seq_lens_q, dropout, scaling, causal, window)
         return out.transpose(1, 2), None
     width = query.size(-1)
@@ -151,16 +151,3 @@ def _window(length: int, window: int, causal: bool, device: torch.device) -> tor
     places = torch.arange(length, device=device)
     apart = places[:, None] - places[None, :]
     return (apart < window) & (apart >= (0 if causal else 1 - window))
-
-
-_ON_CPU: list[bool] = []
-
-
-@contextlib.contextmanager
-def rehearsed_on_the_cpu() -> Iterator[None]:
-    """Compute shapes as on a CPU inside of this context."""
-    _ON_CPU.append(True)
-    try:
-        yield
-    finally:
-        _ON_CPU.pop()

@@ -1,0 +1,27 @@
+"""Shapes that code with kernels of a GPU takes for tensors of a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_ON_CPU: list[bool] = []
+
+
+def is_on_cpu(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor of the CPU, and for a shape within `shapes_on_cpu`."""
+    return tensor.device.type == "cpu" or (tensor.is_meta and bool(_ON_CPU))
+
+
+@contextlib.contextmanager
+def shapes_on_cpu() -> Iterator[None]:
+    """Compute shapes as on a CPU, with plain torch, within this context."""
+    _ON_CPU.append(True)
+    try:
+        yield
+    finally:
+        _ON_CPU.pop()
