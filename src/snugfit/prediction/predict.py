@@ -301,7 +301,7 @@ def _seconds(
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
     if setup.compile is not None and setup.compile.backend == CompileWish.backend:
-        doubts = (*doubts, WHOLE_SECONDS if setup.compile.what == "model" else COMPILED_SECONDS)
+        doubts = (*doubts, WHOLE_SECONDS if setup.compile.is_one_program else COMPILED_SECONDS)
     workers = setup.loader.workers
     if pipelined is not None:
         alone = step_seconds(

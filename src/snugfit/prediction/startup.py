@@ -157,7 +157,7 @@ def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
 
     It is 0 where layers are compiled or nothing is.
     """
-    if setup.compile is None or setup.compile.what != "model":
+    if setup.compile is None or not setup.compile.is_one_program:
         return 0
     return sum(kernel.compiled for kernel in kernels) // setup.micro_batches
 

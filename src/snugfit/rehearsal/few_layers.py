@@ -47,7 +47,7 @@ With fewer layers, writing the trace takes as long as the simulation.
 """
 
 WRITTEN_SHARE = 0.5
-"""Seconds to write the trace of a layer, per second to simulate it (Llama-3.1-8B and GPT-2 XL, measured)."""
+"""Seconds to write the trace of a layer, per second to simulate it (chosen)."""
 
 IN_TURNS = 2
 """Number of neighbouring layers whose buffers alternate between the same places."""
@@ -69,7 +69,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
 
     Return None if equality is not certain, or if shallow models save no work.
     """
-    is_one_program = setup.compile is not None and setup.compile.what == "model"
+    is_one_program = setup.compile is not None and setup.compile.is_one_program
     if not is_one_program and (setup.capture is not None or not _is_deep(job)):
         return None
     passes = passes_from_few_layers(job, setup, policy)
@@ -101,7 +101,7 @@ def passes_from_few_layers(
     checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
-    is_one_program = setup.compile is not None and setup.compile.what == "model"
+    is_one_program = setup.compile is not None and setup.compile.is_one_program
     written = 0 if is_one_program else depth.layers * WRITTEN_SHARE
     if 2 * layers + period + written >= depth.layers:
         return None
@@ -124,7 +124,7 @@ def _repeats_layers(setup: Setup) -> bool:
 def _compiles_layers_alike(wish: CompileWish) -> bool:
     """Return True if `torch.compile` uses its defaults, and no memory budget spans all layers."""
     has_defaults = (wish.backend, wish.mode) == (CompileWish.backend, CompileWish.mode)
-    return has_defaults and (wish.what == "layers" or wish.budget >= 1)
+    return has_defaults and (not wish.is_one_program or wish.budget >= 1)
 
 
 def _shallow_layers(layers: int, period: int) -> int:

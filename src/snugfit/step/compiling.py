@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
     """Compile the layers or the whole model in place, as `wish` specifies."""
-    if wish.what == "model":
+    if wish.is_one_program:
         _compile_model(model, wish)
     else:
         compile_layers(model, wish)
@@ -124,7 +124,7 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     )
     before = bounded if wish.budget < 1 else ()
     how = ", ".join(f'{name}="{value}"' for name, value in compile_arguments(wish).items())
-    if wish.what == "model":
+    if wish.is_one_program:
         return (*before, *_model_lines(wish, how, trainer=trainer))
     return (
         *before,

@@ -153,6 +153,11 @@ class CompileWish:
     """
 
     @property
+    def is_one_program(self) -> bool:
+        """Return True where the whole model is compiled as one."""
+        return self.what == "model"
+
+    @property
     def records_graphs(self) -> bool:
         """Return whether its programs are recorded as CUDA graphs and replayed."""
         return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS

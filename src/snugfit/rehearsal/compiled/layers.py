@@ -141,7 +141,7 @@ class Compiler:
                 out = compiled(*arguments, **keywords)
             if self._run == before:
                 raise RehearsalError(NOT_COMPILED.format(name=name))
-            if wish.what == "model" and (beside := self._first_beside(kernels)):
+            if wish.is_one_program and (beside := self._first_beside(kernels)):
                 raise RehearsalError(_about_breaks(name, beside, counters["graph_break"] - breaks))
             return out
 
