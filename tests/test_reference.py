@@ -1,7 +1,7 @@
-"""Law 6: `docs/techniques.md` and `docs/json.md` equal the generated text.
+"""Law 6: `docs/techniques.md` equals the generated text.
 
-The keys of each answer are exactly those of the reference. The answers in README and docs equal the
-commands' output.
+The JSON of each answer is valid against `snugfit schema`, and has all of its keys. The answers in README and
+docs equal the commands' output.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
-import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +18,15 @@ from typing import Any
 import pytest
 
 import snugfit
+from json_schema_faults import faults
 from kept import REST
 from made_up import measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.planning.fleet.cards import document_of_cards
 from snugfit.planning.fleet.prices import Prices, document
+from snugfit.report.schema.json_schema import schema_of
+from snugfit.report.schema.tables import DOCUMENTS
 from snugfit.results.measurement import GpuClock, RankMeasured
 from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
@@ -44,15 +46,14 @@ def written() -> Any:
 def test_the_pages_are_those_of_the_code(written: Any) -> None:
     how = "run: python lab/write_docs.py"
     assert (ROOT / "docs/techniques.md").read_text() == written.techniques_page(), how
-    assert (ROOT / "docs/json.md").read_text() == written.json_page(), how
 
 
-def test_every_key_has_its_sentence(written: Any) -> None:
+def test_every_key_has_its_sentence() -> None:
     silent = [
-        f"{owner.__name__}.{name}"
-        for owner in written.objects(written.documents().values())
-        for name, (_, sentence) in written.keys(owner).items()
-        if not sentence
+        f"{owner}.{name}"
+        for owner, described in schema_of()["$defs"].items()
+        for name, value in described["properties"].items()
+        if not value.get("description")
     ]
     assert silent == []
 
@@ -61,34 +62,6 @@ def test_every_technique_of_the_roster_is_on_the_page(written: Any) -> None:
     page = written.techniques_page()
     for technique in written.techniques():
         assert page.count(f"| `{technique.name}`") == 1
-
-
-SOMETIMES = {("Plan", "lengths"), ("Model", "dtype"), ("GpuPlans", "run"), ("Way", "fits")}
-"""Keys that some objects lack: those of an option, or of a model with a declared dtype."""
-
-
-def walk(written: Any, kind: Any, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (object, key) of every object within a value of this type, and fail on a key that the
-    reference lacks."""
-    inner, owner = written.parts(kind), written.described_class(kind)
-    if value is None or owner is None:
-        return
-    if typing.get_origin(kind) is tuple:
-        for one in value:
-            yield from walk(written, inner[0], one)
-    elif typing.get_origin(kind) is Mapping:
-        for one in value.values():
-            yield from walk(written, inner[1], one)
-    elif inner:
-        yield from walk(written, inner[0], value)
-    else:
-        known = written.keys(owner)
-        assert set(value) <= set(known), f"{owner.__name__}: not in docs/json.md: {set(value) - set(known)}"
-        absent = {(owner.__name__, name) for name in set(known) - set(value)}
-        assert absent <= SOMETIMES, f"in docs/json.md, and not in the answer: {absent}"
-        for name, one in value.items():
-            yield owner.__name__, name
-            yield from walk(written, known[name][0], one)
 
 
 def answers() -> Iterator[tuple[str, Any]]:
@@ -138,29 +111,49 @@ def cards_with_everything(kept_slots: Any, refused: Any) -> dict[str, Any]:
 
 
 @pytest.mark.whole
-def test_answers_have_the_keys_of_the_reference(
-    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_valid_against_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    hold_to_reference(written, written.DOCUMENTS, answers())
+    hold_to_schema(DOCUMENTS, answers())
 
 
-def hold_to_reference(
-    written: Any, documents: Mapping[str, type], printed: Iterable[tuple[str, Any]]
-) -> None:
-    """Assert that printed answers have only the keys of `docs/json.md`, and that together they have all of
-    them."""
+def hold_to_schema(calls: Iterable[str], printed: Iterable[tuple[str, Any]]) -> None:
+    """Assert that printed answers are valid against the schema, and that together they have all of its
+    keys."""
     seen: set[tuple[str, str]] = set()
-    for command, answer in printed:
+    schemas = {call.split()[0]: schema_of(call.split()[0]) for call in calls}
+    for call, answer in printed:
         text = json.dumps(answer if isinstance(answer, dict) else answer.to_json(), allow_nan=False)
-        seen |= set(walk(written, documents[command], json.loads(text)))
+        found = faults(schemas[call.split()[0]], json.loads(text), seen)
+        assert found == [], f"{call}: {found[:5]}"
     known = {
-        (owner.__name__, name)
-        for owner in written.objects(documents.values())
-        for name in written.keys(owner)
+        (owner, name)
+        for schema in schemas.values()
+        for owner, described in schema["$defs"].items()
+        for name in described["properties"]
     }
-    assert known - seen == set(), "in docs/json.md, and in no answer"
+    assert known - seen == set(), "in the schema, and in no answer"
+
+
+def test_a_document_that_differs_from_the_schema_is_found() -> None:
+    schema, document = schema_of("gpus"), {"schema": 1, "what": "gpus", "gpus": []}
+    assert faults(schema, document, set()) == []
+    for change in ({"what": "plan"}, {"gpus": [{}]}, {"gpus": None}, {"schema": "1"}, {"surplus": 1}):
+        assert faults(schema, document | change, set())
+    assert faults(schema, {"schema": 1, "what": "gpus"}, set())
+
+
+def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", "predict"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == schema_of("predict")
+    assert [choice["$ref"] for choice in printed["anyOf"]] == [
+        "#/$defs/prediction",
+        "#/$defs/recipe-comparison",
+    ]
+    assert printed["$defs"]["prediction"]["properties"]["headroom_bytes"]["x-unit"] == "bytes"
+    assert run(["schema", "plans"]) == 2
+    assert "Try: snugfit schema plan" in capsys.readouterr().err
 
 
 INSTALLED = {name: version(name) for name in ("torch", "transformers")}

@@ -33,6 +33,7 @@ from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.predict import predict
+from snugfit.cli.schema import schema
 from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
@@ -68,7 +69,7 @@ app = typer.Typer(
 COMMANDS = (
     predict, plan, train, lengths, measure,
     *(command for commands in hooks("commands") for command in commands()),
-    accuracy, calibrate, gpus, techniques, doctor,
+    accuracy, calibrate, gpus, techniques, schema, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)

@@ -96,7 +96,7 @@ class Feature:
         return ()
 
     def documents(self) -> Mapping[str, type]:
-        """Return, by command, the class whose `to_json` it prints, for `docs/json.md`."""
+        """Return, by command, the class whose `to_json` it prints, for `snugfit schema`."""
         return {}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:

@@ -1,0 +1,1 @@
+"""JSON Schema of the documents that commands print with `--json`."""

@@ -1,0 +1,185 @@
+"""JSON Schema (draft 2020-12) of the documents that commands print with `--json`.
+
+The properties are the fields of the dataclasses, and their descriptions are the docstrings under the fields.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from inspect import getdoc
+from typing import Any, Literal
+
+from snugfit.errors import UsageError, nearest
+from snugfit.report.schema.tables import ADDED, DOCUMENTS, LEFT_OUT, OPTIONAL, SENTENCES, UNITS, heads
+from snugfit.techniques.feature import hooks
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.roster import field_docs
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+PLAIN: dict[Any, dict[str, Any]] = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    Any: {},
+}
+"""Schemas of types without parts; all further types are written as text."""
+
+
+def documents() -> dict[str, type]:
+    """Return the document class of each command and option, those of features last."""
+    return DOCUMENTS | {call: kind for entry in hooks("documents") for call, kind in entry().items()}
+
+
+def schema_of(command: str | None = None) -> dict[str, Any]:
+    """Return the schema of all documents, or of those of one command. Raises `UsageError`."""
+    chosen = {call: owner for call, owner in documents().items() if command in (None, call.split()[0])}
+    if not chosen:
+        known = sorted({call.split()[0] for call in documents()})
+        similar = nearest(command or "", known, count=1)
+        raise UsageError(
+            f"{command!r} has no JSON Schema. Commands with one: {', '.join(known)}. "
+            f"Try: snugfit schema{''.join(f' {name}' for name in similar)}"
+        )
+    owners = list(dict.fromkeys(chosen.values()))
+    calls = {owner: [f"snugfit {call}" for call, one in chosen.items() if one is owner] for owner in owners}
+    return {
+        "$schema": DIALECT,
+        "title": f"snugfit {command} --json" if command else "Documents of snugfit's commands with --json",
+        "anyOf": [{**reference(owner), "description": ", ".join(calls[owner])} for owner in owners],
+        "$defs": {title(owner): object_schema(owner) for owner in objects(owners)},
+    }
+
+
+def object_schema(owner: type) -> dict[str, Any]:
+    """Return the schema of one object. Later versions may add keys, so further keys are allowed."""
+    known = keys(owner)
+    return {
+        "type": "object",
+        "description": _one_line((getdoc(owner) or "").split("\n\n")[0]),
+        "properties": {name: property_schema(name, kind, text) for name, (kind, text) in known.items()},
+        "required": [name for name in known if name not in OPTIONAL.get(owner, ())],
+    }
+
+
+def property_schema(name: str, kind: Any, sentences: str) -> dict[str, Any]:
+    """Return the schema of a key's value, with its sentences and its unit."""
+    description = {"description": _json_words(_one_line(sentences))} if sentences else {}
+    measure = unit(name, kind)
+    return {**value_schema(kind), **description, **({"x-unit": measure} if measure else {})}
+
+
+def value_schema(kind: Any) -> dict[str, Any]:
+    """Return the schema of a value of this type."""
+    if described_class(kind):
+        return reference(kind)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return {"enum": [entry.value for entry in kind]}
+    return _schema_of_parts(kind) or PLAIN.get(kind, {"type": "string"})
+
+
+def _schema_of_parts(kind: Any) -> dict[str, Any]:
+    """Return the schema of a union, a literal, a list or a mapping; empty for other types."""
+    origin, arguments, inner = typing.get_origin(kind), typing.get_args(kind), parts(kind)
+    composed: dict[str, Any] = {}
+    if origin in (types.UnionType, typing.Union):
+        composed = _nullable([value_schema(one) for one in inner])
+    elif origin is Literal:
+        composed = {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}
+    elif origin is tuple and arguments[-1] is not Ellipsis:
+        size = len(inner)
+        entries = [value_schema(one) for one in inner]
+        composed = {"type": "array", "prefixItems": entries, "minItems": size, "maxItems": size}
+    elif origin in (tuple, list):
+        composed = {"type": "array", "items": value_schema(inner[0])}
+    elif origin in (Mapping, dict):
+        composed = {"type": "object", "additionalProperties": value_schema(inner[1])}
+    return composed
+
+
+def _nullable(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of a value that matches one of these or is null."""
+    if len(choices) == 1 and set(choices[0]) == {"type"}:
+        return {"type": [choices[0]["type"], "null"]}
+    return {"anyOf": [*choices, {"type": "null"}]}
+
+
+def reference(owner: type) -> dict[str, str]:
+    """Return a reference to the definition of an object."""
+    return {"$ref": f"#/$defs/{title(owner)}"}
+
+
+@cache
+def keys(owner: type) -> dict[str, tuple[Any, str]]:
+    """Return every key of an object with its type and its sentences."""
+    own: dict[str, Any] = {}
+    names: list[str] = []
+    docs: dict[str, str] = {}
+    if is_dataclass(owner):
+        own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
+        names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
+    is_document = owner in documents().values()
+    left_out, added = LEFT_OUT.get(owner, set()), ADDED.get(owner, heads(str) if is_document else {})
+    written = {name: (own[name], docs.get(name, "")) for name in names if name not in left_out | set(added)}
+    more = {name: (kind, text or getdoc(getattr(owner, name)) or "") for name, (kind, text) in added.items()}
+    first = [name for name in ("schema", "what") if name in more]
+    return {name: more[name] for name in first} | written | more
+
+
+def objects(roots: Iterable[type]) -> Iterator[type]:
+    """Yield every object of these documents once, in the order of first occurrence."""
+    waiting, owners = list(roots), set[type]()
+    while waiting:
+        owner = waiting.pop(0)
+        if owner not in owners:
+            owners.add(owner)
+            yield owner
+            waiting += [one for kind, _ in keys(owner).values() for one in described_classes(kind)]
+
+
+def parts(kind: Any) -> tuple[Any, ...]:
+    """Return the types within a type: those of the entries of a list, of values, of choices."""
+    return tuple(one for one in typing.get_args(kind) if one not in (type(None), Ellipsis))
+
+
+def described_classes(kind: Any) -> Iterator[type]:
+    """Yield the dataclasses of a value of this type, of its entries and of its choices."""
+    if described := described_class(kind):
+        yield described
+    for part in parts(kind):
+        yield from described_classes(part)
+
+
+def described_class(kind: Any) -> type | None:
+    """Return the class itself if its values are objects with keys of their own, else None."""
+    is_object = isinstance(kind, type) and kind is not Recipe and (is_dataclass(kind) or kind in ADDED)
+    return kind if is_object else None
+
+
+def title(owner: type) -> str:
+    """Return the name of an object's definition: that of its class in small letters, joined by dashes."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", owner.__name__).lower()
+
+
+def unit(name: str, kind: Any) -> str:
+    """Return the unit of a number by its name, or an empty text."""
+    numbers = {int, float} & {kind, *parts(kind), *(one for part in parts(kind) for one in parts(part))}
+    ending = next((end for end in UNITS if name == end or (end[0] == "_" and name.endswith(end))), "")
+    return UNITS.get(ending, "") if numbers else ""
+
+
+def _json_words(sentence: str) -> str:
+    """Return a sentence with JSON's values in the place of Python's."""
+    for python, name in {"None": "null", "True": "true", "False": "false"}.items():
+        sentence = re.sub(rf"\b{python}\b", name, sentence)
+    return sentence
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
