@@ -251,7 +251,7 @@ def compare_peak(measured: int) -> int:
     print(f"   predicted {predicted:>11,}   the step simulated without data, as torch computes it on a CPU")
     print(f"   measured  {measured:>11,}   by torch's profiler; the prediction differs by {error:+.2%}")
     print("   Buffers inside the CPU's kernels are not predicted. Reserved bytes and seconds are predicted")
-    print("   for GPUs alone: docs/accuracy-by-draw.md has them beside measurements.\n")
+    print("   for GPUs alone: docs/accuracy.md has them beside measurements.\n")
     return predicted
 
 

@@ -25,7 +25,7 @@ from committed_counts import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".json")
-FOLDERS = ("src", "tests", "lab", "benchmarks", "docs")
+FOLDERS = ("src", "tests", "lab", "docs", "dev")
 PACKAGE = Path("src/snugfit")
 
 MOST_WORDS = 26
@@ -36,6 +36,9 @@ LEAST_WORDS = 3
 
 MESSAGE_WORDS = 6
 """Words from which on a string counts as a message."""
+
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+"""A block of code in Markdown, with its blank lines."""
 
 RULES = {
     "riddle first": re.compile(r"^(What|Whether|Of|Where|Why|How|By|Which|Whose|In which|In them|So that)\b"),
@@ -112,8 +115,9 @@ def _message(line: int, text: str) -> Iterator[tuple[int, str]]:
 def markdown_texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and text of each paragraph, without tables, code and HTML."""
     line = 1
-    for block in re.split(r"(\n\s*\n)", path.read_text(encoding="utf-8")):
-        if block.strip() and not block.lstrip().startswith(("|", "```", "    ", "<")):
+    text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), path.read_text(encoding="utf-8"))
+    for block in re.split(r"(\n\s*\n)", text):
+        if block.strip() and not block.lstrip().startswith(("|", "    ", "<")):
             yield line, block
         line += block.count("\n")
 

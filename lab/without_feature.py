@@ -21,7 +21,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.feature import features
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("src", "tests", "docs", "conftest.py", "lab")
+COPIED = ("src", "tests", "docs", "dev", "conftest.py", "lab")
 PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200", "--no-cache"]
 
 

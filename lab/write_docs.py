@@ -1,10 +1,11 @@
 """Write the parts of the documentation that are generated from the code, or report that they are out of date.
 
-    python lab/write_docs.py            # docs/techniques.md
+    python lab/write_docs.py            # docs/techniques.md and docs/accuracy.md
     python lab/write_docs.py answers    # and the answers in README and docs, by running their commands
 
-`docs/techniques.md` lists the roster. An answer is a fenced block of the language `console`, whose first line
-is `$ snugfit ...`. A last line `...` replaces the rest of a long output.
+`docs/techniques.md` lists the roster, and `docs/accuracy.md` the committed results. An answer is a fenced
+block of the language `console`, whose first line is `$ snugfit ...`. A last line `...` replaces the rest of a
+long output.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import accuracy_table
 
 from snugfit.techniques.counterpart import Setting
 from snugfit.techniques.roster import SettingLine, setting_lines, techniques
@@ -48,75 +51,92 @@ MEMORY_AND_SPEED = {
 """Changes by a slot's techniques: of the memory, and of the speed."""
 
 
+MOST_NAMES = 2
+"""Further names of a technique on the page. `snugfit techniques --json` has all of them."""
+
+
 def techniques_page() -> str:
     """Return the page of all techniques."""
     lines = [
         "# Techniques",
         "",
-        "Written by `python lab/write_docs.py` from the roster, which `snugfit techniques` prints too."
-        " A recipe names at most one technique of each slot: `bf16 + every_layer + micro_batches(4)`. What it"
-        " does not name is the slot's default, which is plain PyTorch.",
+        "This page is written by `python lab/write_docs.py`. `snugfit techniques` prints the same list, and"
+        " `--json` all names in other libraries. A recipe has at most one technique of each slot:"
+        " `bf16 + every_layer + micro_batches(4)`. Other slots have their default, which is plain PyTorch.",
         "",
-        "**Fidelity**: `same` computes the same sums, `rounds` rounds differently, `learns` is another"
-        " algorithm that also learns. `snugfit plan --fidelity` says how far a plan may go.",
+        "**Fidelity**: `same` computes the same sums, `rounds` rounds differently, and `learns` is another"
+        " algorithm. `snugfit plan --fidelity` limits a plan.",
         "",
-        "| slot | its techniques change in memory | in speed |",
-        "| --- | --- | --- |",
+        "| slot | change in memory | change in speed |",
+        "|---|---|---|",
         *(
             f"| [{slot}](#{slot}) | {memory} | {speed} |"
             for slot, (memory, speed) in MEMORY_AND_SPEED.items()
         ),
+        "",
+        "*Elsewhere*: an argument of transformers, peft or another library with the same meaning, and further"
+        " names that a recipe accepts.",
     ]
-    slot = ""
+    slot, described = "", dict[str, str]()
     for technique in techniques():
         if technique.slot != slot:
             slot = str(technique.slot)
-            heads = ("technique", "what it does", "fidelity", "settings", "needs", "elsewhere")
-            lines += ["", f"## {slot}", "", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+            lines += [
+                "",
+                f"## {slot}",
+                "",
+                "| technique | fidelity | settings | elsewhere |",
+                "|---|---|---|---|",
+            ]
         default = " (default)" if technique.plain else ""
         row = (
-            f"`{technique.name}`{default}",
-            technique.summary(),
+            f"`{technique.name}`{default}: {' '.join([technique.summary(), *needs(technique)])}",
             str(technique.fidelity),
-            "<br>".join(setting_words(technique, line) for line in setting_lines(technique)),
-            "<br>".join(needs(technique)),
-            "<br>".join(elsewhere(technique)),
+            settings_words(technique, described),
+            "" if technique.plain else "<br>".join(elsewhere(technique)),
         )
         lines.append(f"| {' | '.join(map(cell, row))} |")
-    lines += [
-        "",
-        "*elsewhere*: the argument of transformers' `TrainingArguments` (or of peft) that means the same, and"
-        " words of other libraries that a recipe understands.",
-    ]
     return "\n".join(lines) + "\n"
 
 
+def settings_words(technique: type[Technique], described: dict[str, str]) -> str:
+    """Return the settings of a technique. Those that an earlier technique has described refer to it."""
+    words = {setting_words(technique, line): line.name for line in setting_lines(technique)}
+    lines = [text for text in words if text not in described]
+    for name in sorted({described[text] for text in words if text in described}):
+        same = ", ".join(f"`{setting}`" for text, setting in words.items() if described.get(text) == name)
+        lines.append(f"{same}: as for `{name}`.")
+    described.update({text: technique.name for text in words if text not in described})
+    return "<br>".join(lines)
+
+
 def setting_words(technique: type[Technique], line: SettingLine) -> str:
-    """Return a setting with its type, range, default and sentence."""
+    """Return a setting with its range or its words, its default and its sentence."""
     metadata = next(entry.metadata for entry in fields(technique) if entry.name == line.name)
-    bounds = f" from {metadata['low']:,} to {metadata['high']:,}" if metadata else ""
-    default = "must be given" if line.default is None else f"default {line.default}"
-    return f"`{line.name}`: {line.kind}{bounds}, {default}. {line.sentence}"
+    notes = [f"{metadata['low']:,} to {metadata['high']:,}"] if metadata else []
+    notes += [str(line.kind)] if " or " in line.kind and line.kind != "true or false" else []
+    notes += ["required"] if line.default is None else []
+    is_none = line.default == "none" and "none" not in str(line.kind).split()
+    notes += [f"default {line.default}"] if line.default is not None and not is_none else []
+    return f"`{line.name}`" + (f" ({', '.join(notes)})" if notes else "") + f": {line.sentence}"
 
 
 def needs(technique: type[Technique]) -> Iterator[str]:
-    """Return the required packages and the required abilities of the GPU."""
+    """Yield the extra with the required packages and the required compute capability."""
     if technique.needs:
-        yield f'{", ".join(technique.needs)}: `pip install "snugfit[{technique.extra}]"`'
+        yield f"Needs `snugfit[{technique.extra}]`."
     if capability := technique.least_capability:
-        yield f"compute capability {capability[0]}.{capability[1]}"
+        yield f"Needs compute capability {capability[0]}.{capability[1]}."
 
 
 def elsewhere(technique: type[Technique]) -> Iterator[str]:
-    """Return its names in transformers and other libraries."""
-    for counterpart in technique.counterparts:
-        if counterpart.used == "to read":  # these names are our own
-            continue
-        pairs = (f"{name}={argument_words(value)}" for name, value in counterpart.arguments.items())
-        if words := ", ".join(pairs):
-            yield f"`{words}`{' (' + counterpart.note + ')' if counterpart.note else ''}"
+    """Yield its names in transformers and other libraries."""
+    readable = (one for one in technique.counterparts if one.arguments and one.used != "to read")
+    if first := next(readable, None):
+        pairs = (f"{name}={argument_words(value)}" for name, value in first.arguments.items())
+        yield f"`{', '.join(pairs)}`{' (' + first.note + ')' if first.note else ''}"
     if technique.elsewhere:
-        yield ", ".join(f"`{word}`" for word in technique.elsewhere)
+        yield ", ".join(f"`{word}`" for word in technique.elsewhere[:MOST_NAMES])
 
 
 def argument_words(value: Any) -> str:
@@ -130,9 +150,9 @@ CUT = "...\n"
 CONSOLE = re.compile(r"^```console\n\$ ((?:[^\n]*\\\n)*[^\n]+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def shown_answers() -> dict[str, str]:
-    """Return the answers in README and docs, by their command."""
-    return {command: shown for page in PAGES for command, shown in CONSOLE.findall(page.read_text())}
+def shown_answers() -> list[tuple[str, str]]:
+    """Return the commands in README and docs with their answers."""
+    return [found for page in PAGES for found in CONSOLE.findall(page.read_text())]
 
 
 def answer(command: str, shown: str) -> str:
@@ -157,11 +177,13 @@ def as_shown(output: str, shown: str) -> str:
 def main() -> None:
     """Write the pages."""
     if sys.argv[1:] == ["answers"]:
-        new = {command: answer(command, shown) for command, shown in shown_answers().items()}
         for page in PAGES:
-            text = CONSOLE.sub(lambda one: f"```console\n$ {one[1]}\n{new[one[1]]}```", page.read_text())
+            text = CONSOLE.sub(
+                lambda one: f"```console\n$ {one[1]}\n{answer(*one.groups())}```", page.read_text()
+            )
             page.write_text(text)
     (ROOT / "docs" / "techniques.md").write_text(techniques_page())
+    (ROOT / "docs" / "accuracy.md").write_text(accuracy_table.page())
 
 
 if __name__ == "__main__":

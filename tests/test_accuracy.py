@@ -30,7 +30,6 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 
 RESULTS = Path(__file__).parents[1] / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 
 
 # ---- figures of one run -----------------------------------------------------------------------------------
@@ -284,12 +283,10 @@ def test_every_run_is_on_the_page_with_foreign_words_as_data() -> None:
         assert f"{100 * share:g} %" in page
 
 
-def test_the_page_tells_the_committed_results() -> None:
+def test_the_committed_results_make_a_page() -> None:
     files = sorted(RESULTS.glob("accuracy-*.json"))
-    if not files:
-        assert not PAGE.exists(), "docs/accuracy.md shows figures that are in no committed result"
-        pytest.skip("no draw is committed under results/ yet")
     for file in files:
         for recipe in re.findall(r'"recipe": "([^"]+)"', file.read_text()):
             needs_techniques(recipe)
-    assert PAGE.read_text() == document([read(file) for file in files])
+    page = document([read(file) for file in files])
+    assert page.count("\n## Seed") + page.count("\n## Named jobs") == len(files)

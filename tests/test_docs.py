@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prose import sentences
 
 import snugfit
 from made_up import measurement, prediction
@@ -26,6 +27,7 @@ from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_several_gpus_plan import made_up as several
 from test_verify import planned
+from test_words import texts_of
 from tiers import slow_but
 
 ROOT = Path(__file__).parents[1]
@@ -145,7 +147,82 @@ def _of_ours(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id == "snugfit"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+MISTAKES = re.compile(r"^\$ (snugfit [^\n]+)\n(.*)", re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"), [found for text in pieces("text") for found in MISTAKES.findall(text)]
+)
+def test_a_shown_error_is_the_command_s_own(
+    command: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run(shlex.split(command)[1:]) == 2
+    printed, shown = " ".join(capsys.readouterr().err.split()), " ".join(message.split())
+    begins, cut, _ = shown.partition(" ...")
+    assert begins in printed if cut else printed.endswith(shown)
+
+
+def test_phrases_of_messages_are_in_the_source() -> None:
+    phrases = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    texts = [text for path in (ROOT / "src").rglob("*.py") for _, text in texts_of(path.read_text())]
+    assert len(phrases) > 10
+    assert [phrase for phrase in phrases if not any(phrase in text for text in texts)] == []
+
+
+MOST_WORDS = 15_000
+"""Words of all pages for users together, without the bars of tables."""
+
+LONGEST_PARAGRAPH = 100
+"""Words of a paragraph or of an entry of a list."""
+
+SENTENCE_WORDS = 18
+"""Mean number of words of a sentence."""
+
+USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def paragraphs(page: Path) -> list[str]:
+    """Return the paragraphs of a page and the entries of its lists, without tables and code."""
+    text = FENCE.sub("", page.read_text())
+    blocks = re.split(r"\n\s*\n|\n(?=- |[0-9]+\. )", text)
+    return [block for block in blocks if not block.lstrip().startswith(("|", "#"))]
+
+
+def test_docs_are_short() -> None:
+    words = [word for page in USER_PAGES for word in page.read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
+def test_paragraphs_are_short(page: Path) -> None:
+    assert [text[:60] for text in paragraphs(page) if len(text.split()) > LONGEST_PARAGRAPH] == []
+
+
+def test_sentences_are_short() -> None:
+    lengths = [
+        len(sentence.split())
+        for page in USER_PAGES
+        for text in paragraphs(page)
+        for sentence in sentences(text)
+    ]
+    assert sum(lengths) / len(lengths) <= SENTENCE_WORDS
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "dev").glob("*.md"))], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}

@@ -465,8 +465,8 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
 
 
 def test_the_documented_example_is_the_real_file() -> None:
-    """docs/add-a-technique.md shows a complete technique, which must be an existing file."""
-    text = (SOURCE.parents[1] / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
+    """dev/add-a-technique.md shows a complete technique, which must be an existing file."""
+    text = (SOURCE.parents[1] / "dev" / "add-a-technique.md").read_text(encoding="utf-8")
     example = text.split("```python\n")[1].split("```")[0]
     assert example == (SOURCE / "techniques" / "optimizer" / "sgd.py").read_text(encoding="utf-8")
 
@@ -475,7 +475,7 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
     import re
 
     root = SOURCE.parents[1]
-    for page in [*root.glob("*.md"), *(root / "docs").glob("*.md")]:
+    for page in [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "dev").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 

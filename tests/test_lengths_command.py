@@ -238,15 +238,18 @@ def test_foreign_words_are_data() -> None:
     assert "<script>" not in page
 
 
-def test_the_tables_of_the_docs_are_the_command_s_own() -> None:
-    """docs/lengths.md shows exactly the output of `snugfit lengths --json` under results/."""
+def test_the_table_of_the_docs_is_the_command_s_own() -> None:
+    """docs/plan.md shows a part of the output of `snugfit lengths --json` under results/."""
     root = Path(__file__).parents[1]
     written = json.loads((root / "results/lengths-2026-11-20/gpt2-large.json").read_text())
-    page = (root / "docs/lengths.md").read_text()
+    page = (root / "docs/plan.md").read_text()
     plan = LengthPlan.from_json(written)
     assert plan.lengths == replace(
         Lengths.read(root / "results/lengths-2026-11-20/lengths.json"), source=plan.lengths.source
     )
     assert answer(plan) in page
-    for table in tables(plan):
-        assert table.markdown().rstrip() in page
+    shown = [
+        line for line in page.splitlines() if line.startswith(("| one length", "| at random", "| grouped"))
+    ]
+    assert len(shown) == 3
+    assert set(shown) <= set(next(iter(tables(plan))).markdown().splitlines())

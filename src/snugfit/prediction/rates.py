@@ -431,7 +431,7 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
     The kernel reaches `rate` where the bandwidth allows `bandwidth`. The other GPU has `wider` times that
     bandwidth and `busier` times its instructions. The time that bytes do not take is that of instructions. On
     H100s the update of 26 bytes a weight moves 2.9 TB/s, and 2.89 by this
-    (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four models: `docs/log.md`.
+    (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four models: `dev/log.md`.
     """
     if rate >= bandwidth:
         return rate * wider

@@ -20,7 +20,7 @@ ANY_BOUND = 0.170
 
 SCALED = 0.35
 """For a GPU with rates scaled by data sheet. The guide's published speeds of a V100 are within it
-(docs/seconds.md)."""
+(dev/seconds.md)."""
 
 _ERRORS = {"host": HOST_BOUND, "loading": HOST_BOUND, "": ANY_BOUND}
 

@@ -256,7 +256,7 @@ def give_back_whole_weights(device: str) -> None:
 
     Otherwise the memory of whole layers stays in pieces of their sizes, and later requests fill them only in
     part. More would be reserved than by loops that never have whole weights (torchtitan's,
-    docs/several-gpus.md).
+    dev/several-gpus.md).
     """
     import torch
 

@@ -71,5 +71,5 @@ class AdamWCompact(Technique):
         """Yield the limits of the comparison with AdamW."""
         yield (
             "what it learns was compared with AdamW in 5,000 steps of a GPT-2 on a made language and in 300 "
-            "of BERT-large (docs/log.md), and in no longer run."
+            "of BERT-large (dev/log.md), and in no longer run."
         )

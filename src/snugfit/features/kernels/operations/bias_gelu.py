@@ -14,7 +14,7 @@ from snugfit.features.kernels.operations.column_sums import add_partials, empty_
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
-"""Columns that a program computes, at most: with 512 its backward kernel took longer (docs/log.md)."""
+"""Columns that a program computes, at most: with 512 its backward kernel took longer (dev/log.md)."""
 
 BLOCK_ROWS = 2
 """Rows in a tile (chosen)."""

@@ -39,7 +39,7 @@ SETTINGS = LaunchSettings()
 
 COMPACT_SETTINGS = LaunchSettings(block=512, warps=4, exact=False)
 """Settings for 8-bit moments: the fastest of eleven on an H100. It takes 1.95 ms for BERT-large, and with
-blocks of 1,024 and 8 warps 2.17 (docs/log.md).
+blocks of 1,024 and 8 warps 2.17 (dev/log.md).
 """
 
 NORM_PROGRAMS = 2048

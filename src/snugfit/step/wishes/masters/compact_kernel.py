@@ -1,7 +1,7 @@
 """The update of a block with 8-bit moments (`compact.py`, which is its reference), in Triton.
 
 It moves half the bytes of the update with whole moments, so its arithmetic decides its time. With roots and
-quotients rounded to the nearest it took as long as that one (docs/log.md). Those of the hardware are off by a
+quotients rounded to the nearest it took as long as that one (dev/log.md). Those of the hardware are off by a
 unit or two in the last place. A code's root may then be the whole number above or below the nearest one.
 There chance decides between the same two codes.
 

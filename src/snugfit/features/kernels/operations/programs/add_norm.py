@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Warps of 32 threads of a program of the backward kernel: with 8 it took twice as long (docs/log.md)."""
+"""Warps of 32 threads of a program of the backward kernel: with 8 it took twice as long (dev/log.md)."""
 
 FORWARD_TILE = 1024
 """Elements in a tile of the forward kernel (chosen)."""

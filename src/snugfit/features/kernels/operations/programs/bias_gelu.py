@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Warps of 32 threads of one program: with 8 the backward kernel took twice as long (docs/log.md)."""
+"""Warps of 32 threads of one program: with 8 the backward kernel took twice as long (dev/log.md)."""
 
 
 @triton.jit
