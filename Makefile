@@ -4,7 +4,7 @@
 # the slow tier and all recorded runs: about two hours. Run it before an issue is called resolved.
 #
 # Installing goes into a .venv of its own, with the versions of constraints.txt. torch comes first, so that a
-# machine with another build of it (CUDA, ROCm) can put its own there before: see README, "Another torch".
+# machine with another build of it (CUDA, ROCm) can put its own there before: see docs/quickstart.md, "Install".
 # Nothing that follows exchanges it: constraints.txt holds its version, and Triton is the one that it asks for.
 # `make demo` predicts, plans and trains on the CPU: one screen and a picture in half a minute. It needs neither
 # the developer's tools nor Triton, Liger, torchao and DeepSpeed, and installs none; `make install` adds them, the

@@ -1,5 +1,5 @@
-"""`docs/accuracy.md`: the claim, the method, a histogram of all errors, the worst with causes, and all
-runs."""
+"""The page of `snugfit accuracy --show`: the claim, the method, a histogram of all errors, the worst with
+causes, and all runs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ Written by `snugfit accuracy --show FOLDER --format markdown` from the files in 
 A seed draws models, jobs and recipes over {families} families; each is predicted, then measured in a process
 of its own. All runs are shown. The largest allowed errors: {band}. Errors are
 `predicted / measured - 1`, of the peak over the whole run and of the mean steady step. The
-measurement of a run is described in [measuring.md](measuring.md), the prediction of seconds in
-[seconds.md](seconds.md).
+measurement of a run is described in `dev/measuring.md`, the prediction of seconds in `dev/seconds.md`.
 """
 
 
