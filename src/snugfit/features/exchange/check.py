@@ -30,7 +30,7 @@ from snugfit.errors import did_you_mean
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.dialect import as_word, dialect, flatten
 from snugfit.features.exchange.document import Document, open_document
-from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.python.values import Unknown
 from snugfit.features.exchange.values import wrong_values
 from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words

@@ -17,7 +17,7 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.dialect import dialect
-from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.python.values import Unknown
 from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
 

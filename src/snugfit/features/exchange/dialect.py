@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer")
+DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer", "loop")
 """Dialects in the order of recognition: the more specific keys first."""
 
 

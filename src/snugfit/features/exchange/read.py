@@ -34,7 +34,7 @@ from snugfit.features.exchange.processes import (
     SHARDS,
     read_processes,
 )
-from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.python.values import Unknown
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import advice
@@ -51,16 +51,18 @@ def read_arguments(
     *,
     options: Collection[str] = (),
     gpus: int | None = None,
+    bfloat16: bool | None = None,
 ) -> Reading:
     """Return the job and the recipe in a user's file and in transformers' arguments on the command line.
 
     The command line overrides the file. `options` are the arguments that the run itself uses, and that become
-    settings. `gpus` overrides the number in the file. Raises `UsageError` if the kind of file is unknown.
+    settings. `gpus` overrides the number in the file. `bfloat16` is the named GPU's support for it. Raises `UsageError` if the kind of file is unknown.
 
     A key without a counterpart raises nothing here: the result lists it in `refused`.
     """
     document = Document(path=Path("the command line"), format="shell", dialect="script", values={})
-    return _Reader(open_document(path) if path else document, flags or {}, options, gpus).reading()
+    document = open_document(path, bfloat16=bfloat16) if path else document
+    return _Reader(document, flags or {}, options, gpus).reading()
 
 
 def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
@@ -79,7 +81,11 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         return None
     gpus = settings.get("gpus")
     reading = read_arguments(
-        flags.get("arguments_file"), given, options=options, gpus=gpus if type(gpus) is int else None
+        flags.get("arguments_file"),
+        given,
+        options=options,
+        gpus=gpus if type(gpus) is int else None,
+        bfloat16=_has_bfloat16(settings.get("gpu")),
     )
     reading.refuse(settings)
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
@@ -111,6 +117,7 @@ class _Reader:
     differs: list[Line] = field(default_factory=list)
     ignored: list[Line] = field(default_factory=list)
     refused: list[Line] = field(default_factory=list)
+    unread: list[Line] = field(default_factory=list)
 
     def reading(self) -> Reading:
         table = dialect(self.document.dialect)
@@ -136,6 +143,7 @@ class _Reader:
             if key in self.origins and key not in decided:
                 self._account(key, value)
         self.settings.setdefault("loop", table.loop)
+        self._statements()
         return Reading(
             path=str(self.document.path),
             title=table.title,
@@ -146,7 +154,18 @@ class _Reader:
             differs=tuple(dict.fromkeys(self.differs)),
             ignored=tuple(dict.fromkeys(self.ignored)),
             refused=tuple(dict.fromkeys(self.refused)),
+            unread=tuple(dict.fromkeys(self.unread)),
         )
+
+    def _statements(self) -> None:
+        """Add a script's statements that are not read or not predicted, and the defaults of its options."""
+        for line, text in self.document.unread:
+            self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
+        for line, text, why in self.document.refused:
+            self.refused.append(Line(key=f"line {line}, {text}", value="", says=why, instead="recipe"))
+        for name, value in self.document.defaults.items():
+            kind = "environment variable" if name.startswith("$") else "option of the script"
+            self.took.append(Line(key=name, value=f"{as_word(value)} (default)", says=f"an {kind}"))
 
     def _translate(self, key: str, value: Any, table: Dialect, given: Mapping[str, Any]) -> None:
         """Add a key to the common vocabulary, or to one of the accounts."""
@@ -161,7 +180,8 @@ class _Reader:
             self._line(self.ignored, key, value, f"it has no effect without {needed}")
             return
         meaning = table.translate(key, value)
-        if meaning is None and self._is_an_argument(key, table):
+        of_script = self.document.format == "python" and key not in self.flags
+        if meaning is None and (of_script or self._is_an_argument(key, table)):
             meaning = dialect("trainer").translate(key, value)
         if meaning is not None:
             newer = [name for name in meaning if name in given and given[name] is not None and name != key]
@@ -173,7 +193,7 @@ class _Reader:
             return
         if note := table.differs.get(key, {}).get(as_word(value)):
             self._line(self.differs, key, value, note)
-        elif table.of_trainer or self._is_an_argument(key, table):
+        elif table.of_trainer or of_script or self._is_an_argument(key, table):
             if value is not None or key not in self.arguments:
                 self.arguments[key], self.origins[key] = value, (key, value)
         else:
@@ -354,6 +374,15 @@ class _Reader:
     def _line(lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe") -> None:
         shown = str(value) if isinstance(value, Unknown) else as_word(value)
         lines.append(Line(key=key, value=shown, says=says, instead=instead))
+
+
+def _has_bfloat16(gpu: Any) -> bool | None:
+    """Return the named GPU's support for bfloat16; None without a named GPU."""
+    if gpu is None:
+        return None
+    from snugfit.job.gpu import find_gpu
+
+    return find_gpu(gpu).capability >= (8, 0)
 
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
