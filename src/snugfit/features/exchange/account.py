@@ -36,7 +36,7 @@ class Line:
     """Key of a job file, or flag, that replaces a refused key."""
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.says}"
+        return f"{self.key}={self.value}: {self.says}" if self.value else f"{self.key}: {self.says}"
 
 
 @dataclass(frozen=True, kw_only=True)

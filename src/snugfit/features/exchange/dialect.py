@@ -79,9 +79,6 @@ class Dialect:
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     """Keys with the library's own values for files without them."""
 
-    unknown_keys: str = ""
-    """Reason why a key outside the table may be ignored; empty where it may not."""
-
     note: str = ""
     """Difference here that is always present; empty for none."""
 

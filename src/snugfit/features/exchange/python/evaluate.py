@@ -1,14 +1,15 @@
 """Evaluate a script's statements in order, without executing anything.
 
-Names have the value of their last assignment before a use. Functions of the script run where it calls them.
-Of a condition with a known value, one branch runs. Otherwise both run, and a name that they set differently is
-unknown afterwards. Loops run once. Parsed arguments have their defaults. Every call of another library is
+Names have the value of their last assignment before a use. The script's functions run where it calls them.
+Of a condition with a known value, one branch runs. Otherwise both run, and names that they set differently
+are unknown afterwards. Loops run once. Parsed arguments have their defaults. Every call of another library is
 recorded with the values of its arguments.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,9 @@ _BUILTINS: Mapping[str, Callable[..., Any]] = {
     "round": round, "list": list, "tuple": tuple,
 }  # fmt: skip
 
+USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
+"""Names of objects in an excerpt that does not make them, and in functions' parameters."""
+
 _OF_GPU = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
 """Functions of torch, unsloth and transformers that are true on a GPU with bfloat16."""
 
@@ -92,7 +96,9 @@ def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
     """Return what the script does. `bfloat16` is the GPU's support for it; None if no GPU is named."""
     evaluator = _Evaluator(bfloat16)
     names: Environment = {"__name__": "__main__"}
-    evaluator.block(tree.body, names)
+    for statement in tree.body:  # a script that ends early is read to its end
+        with contextlib.suppress(_Returns):
+            evaluator.quiet_block([statement], names)
     evaluator.run_uncalled()
     evaluator.done.globals = names
     return evaluator.done
@@ -115,7 +121,7 @@ class _Evaluator:
             self.statements += 1
             if self.statements > MOST_STATEMENTS:
                 raise _Stops
-            method = getattr(self, f"do_{type(statement).__name__}", None)
+            method = getattr(self, f"run_{type(statement).__name__}", None)
             if method is not None:
                 method(statement, names)
             else:
@@ -144,23 +150,23 @@ class _Evaluator:
             if function.node not in self.called:
                 self.call_own(function, (), {})
 
-    def do_Import(self, node: ast.Import, names: Environment) -> None:
+    def run_Import(self, node: ast.Import, names: Environment) -> None:
         for one in node.names:
             top = one.name.partition(".")[0]
             names[one.asname or top] = Name(one.name if one.asname else top)
 
-    def do_ImportFrom(self, node: ast.ImportFrom, names: Environment) -> None:
+    def run_ImportFrom(self, node: ast.ImportFrom, names: Environment) -> None:
         for one in node.names:
             names[one.asname or one.name] = Name(f"{node.module or ''}.{one.name}")
 
-    def do_FunctionDef(self, node: ast.FunctionDef, names: Environment) -> None:
+    def run_FunctionDef(self, node: ast.FunctionDef, names: Environment) -> None:
         function = Function(node, names)
         names[node.name] = function
         self.functions.append(function)
 
-    do_AsyncFunctionDef = do_FunctionDef
+    run_AsyncFunctionDef = run_FunctionDef
 
-    def do_ClassDef(self, node: ast.ClassDef, names: Environment) -> None:
+    def run_ClassDef(self, node: ast.ClassDef, names: Environment) -> None:
         made = Class(node, tuple(self.value(base, names) for base in node.bases), names)
         names[node.name] = made
         self.done.classes.append(made)
@@ -168,29 +174,29 @@ class _Evaluator:
             if isinstance(one, ast.FunctionDef):
                 self.functions.append(Function(one, names))
 
-    def do_Assign(self, node: ast.Assign, names: Environment) -> None:
+    def run_Assign(self, node: ast.Assign, names: Environment) -> None:
         value = self.value(node.value, names)
         for target in node.targets:
             self.assign(target, value, names, node)
 
-    def do_AnnAssign(self, node: ast.AnnAssign, names: Environment) -> None:
+    def run_AnnAssign(self, node: ast.AnnAssign, names: Environment) -> None:
         if node.value is not None:
             self.assign(node.target, self.value(node.value, names), names, node)
 
-    def do_AugAssign(self, node: ast.AugAssign, names: Environment) -> None:
+    def run_AugAssign(self, node: ast.AugAssign, names: Environment) -> None:
         value = self.value(ast.BinOp(_as_read(node.target), node.op, node.value), names)
         self.assign(node.target, value, names, node)
 
-    def do_Expr(self, node: ast.Expr, names: Environment) -> None:
+    def run_Expr(self, node: ast.Expr, names: Environment) -> None:
         self.value(node.value, names)
 
-    def do_Return(self, node: ast.Return, names: Environment) -> None:
+    def run_Return(self, node: ast.Return, names: Environment) -> None:
         raise _Returns(self.value(node.value, names) if node.value else None)
 
-    def do_Raise(self, node: ast.Raise, names: Environment) -> None:
+    def run_Raise(self, node: ast.Raise, names: Environment) -> None:
         raise _Stops
 
-    def do_If(self, node: ast.If, names: Environment) -> None:
+    def run_If(self, node: ast.If, names: Environment) -> None:
         test = self.value(node.test, names)
         if is_known(test):
             self.block(node.body if test else node.orelse, names)
@@ -223,7 +229,7 @@ class _Evaluator:
             else:
                 names[name] = values[0]
 
-    def do_For(self, node: ast.For, names: Environment) -> None:
+    def run_For(self, node: ast.For, names: Environment) -> None:
         items = self.value(node.iter, names)
         if isinstance(items, list | tuple) and len(items) == 1:
             item = items[0]
@@ -238,22 +244,22 @@ class _Evaluator:
         self.quiet_block(node.body, names)
         self.quiet_block(node.orelse, names)
 
-    do_AsyncFor = do_For
+    run_AsyncFor = run_For
 
-    def do_While(self, node: ast.While, names: Environment) -> None:
+    def run_While(self, node: ast.While, names: Environment) -> None:
         self.value(node.test, names)
         self.quiet_block(node.body, names)
 
-    def do_With(self, node: ast.With, names: Environment) -> None:
+    def run_With(self, node: ast.With, names: Environment) -> None:
         for item in node.items:
             value = self.value(item.context_expr, names)
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value, names, node)
         self.block(node.body, names)
 
-    do_AsyncWith = do_With
+    run_AsyncWith = run_With
 
-    def do_Try(self, node: ast.Try, names: Environment) -> None:
+    def run_Try(self, node: ast.Try, names: Environment) -> None:
         if self.quiet_block(node.body, names):
             self.block(node.orelse, names)
         else:
@@ -292,7 +298,7 @@ class _Evaluator:
 
     def value(self, node: ast.expr, names: Environment) -> Any:
         """Return an expression's value, and record the calls in it."""
-        method = getattr(self, f"of_{type(node).__name__}", None)
+        method = getattr(self, f"value_of_{type(node).__name__}", None)
         if method is not None:
             return method(node, names)
         for child in ast.iter_child_nodes(node):
@@ -300,13 +306,15 @@ class _Evaluator:
                 self.value(child, names)
         return Unknown(ast.unparse(node))
 
-    def of_Constant(self, node: ast.Constant, names: Environment) -> Any:
+    def value_of_Constant(self, node: ast.Constant, names: Environment) -> Any:
         return node.value if is_known(node.value) else Unknown(ast.unparse(node))
 
-    def of_Name(self, node: ast.Name, names: Environment) -> Any:
-        return names.get(node.id, Name(node.id))
+    def value_of_Name(self, node: ast.Name, names: Environment) -> Any:
+        if node.id in names:
+            return names[node.id]
+        return Unknown(node.id) if node.id in USUAL_NAMES else Name(node.id)
 
-    def of_Attribute(self, node: ast.Attribute, names: Environment) -> Any:
+    def value_of_Attribute(self, node: ast.Attribute, names: Environment) -> Any:
         of = self.value(node.value, names)
         if isinstance(of, Name):
             return Name(f"{of.dotted}.{node.attr}")
@@ -317,15 +325,15 @@ class _Evaluator:
             return value
         return Member(of, node.attr) if not is_known(of) else Unknown(ast.unparse(node))
 
-    def of_List(self, node: ast.List, names: Environment) -> Any:
+    def value_of_List(self, node: ast.List, names: Environment) -> Any:
         return [self.value(one, names) for one in node.elts]
 
-    of_Set = of_List
+    value_of_Set = value_of_List
 
-    def of_Tuple(self, node: ast.Tuple, names: Environment) -> Any:
+    def value_of_Tuple(self, node: ast.Tuple, names: Environment) -> Any:
         return tuple(self.value(one, names) for one in node.elts)
 
-    def of_Dict(self, node: ast.Dict, names: Environment) -> Any:
+    def value_of_Dict(self, node: ast.Dict, names: Environment) -> Any:
         made: dict[str, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
             inner = self.value(value, names)
@@ -340,28 +348,28 @@ class _Evaluator:
             made[str(name)] = inner
         return made
 
-    def of_JoinedStr(self, node: ast.JoinedStr, names: Environment) -> Any:
+    def value_of_JoinedStr(self, node: ast.JoinedStr, names: Environment) -> Any:
         parts = [self.value(one, names) for one in node.values]
         return "".join(map(str, parts)) if all(map(is_known, parts)) else Unknown(ast.unparse(node))
 
-    def of_FormattedValue(self, node: ast.FormattedValue, names: Environment) -> Any:
+    def value_of_FormattedValue(self, node: ast.FormattedValue, names: Environment) -> Any:
         value = self.value(node.value, names)
         return value if node.format_spec is None else Unknown(ast.unparse(node.value))
 
-    def of_BinOp(self, node: ast.BinOp, names: Environment) -> Any:
+    def value_of_BinOp(self, node: ast.BinOp, names: Environment) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
         if isinstance(node.op, ast.Div) and isinstance(left, Member) and type(right) is int:
             self.done.divisions.append((left, right))
             return left
         return self.compute(node, type(node.op), left, right)
 
-    def of_UnaryOp(self, node: ast.UnaryOp, names: Environment) -> Any:
+    def value_of_UnaryOp(self, node: ast.UnaryOp, names: Environment) -> Any:
         value = self.value(node.operand, names)
         if isinstance(value, OfGpu) and isinstance(node.op, ast.Not):
             return OfGpu(ast.unparse(node), not value.holds)
         return self.compute(node, type(node.op), value)
 
-    def of_BoolOp(self, node: ast.BoolOp, names: Environment) -> Any:
+    def value_of_BoolOp(self, node: ast.BoolOp, names: Environment) -> Any:
         values = [self.value(one, names) for one in node.values]
         ends = isinstance(node.op, ast.Or)
         for value in values:
@@ -371,7 +379,7 @@ class _Evaluator:
                 return value
         return values[-1]
 
-    def of_Compare(self, node: ast.Compare, names: Environment) -> Any:
+    def value_of_Compare(self, node: ast.Compare, names: Environment) -> Any:
         left, values = self.value(node.left, names), [self.value(one, names) for one in node.comparators]
         if _is_capability(left) and len(values) == 1 and values[0] in (8, (8, 0)):
             above = isinstance(node.ops[0], ast.GtE)
@@ -380,7 +388,7 @@ class _Evaluator:
             return Unknown(ast.unparse(node))
         return self.compute(node, type(node.ops[0]), left, values[0])
 
-    def of_IfExp(self, node: ast.IfExp, names: Environment) -> Any:
+    def value_of_IfExp(self, node: ast.IfExp, names: Environment) -> Any:
         test = self.value(node.test, names)
         if is_known(test):
             return self.value(node.body if test else node.orelse, names)
@@ -389,23 +397,23 @@ class _Evaluator:
             return OfGpu(ast.unparse(node), test.holds)
         return yes if _same(yes, no) else Unknown(ast.unparse(node))
 
-    def of_Subscript(self, node: ast.Subscript, names: Environment) -> Any:
+    def value_of_Subscript(self, node: ast.Subscript, names: Environment) -> Any:
         of, key = self.value(node.value, names), self.value(node.slice, names)
         if isinstance(of, dict | list | tuple | str):
             try:
-                return of[str(key) if isinstance(of, dict) else key]  # type: ignore[index, call-overload]
+                return of[str(key) if isinstance(of, dict) else key]  # type: ignore[index]
             except (KeyError, IndexError, TypeError):
                 return Unknown(ast.unparse(node))
         if isinstance(of, Name):
             return Name(f"{of.dotted}[{key}]") if of.dotted != "os.environ" else Unknown(ast.unparse(node))
         return Member(of, f"[{key}]")
 
-    def of_NamedExpr(self, node: ast.NamedExpr, names: Environment) -> Any:
+    def value_of_NamedExpr(self, node: ast.NamedExpr, names: Environment) -> Any:
         value = self.value(node.value, names)
         names[node.target.id] = value
         return value
 
-    def of_Lambda(self, node: ast.Lambda, names: Environment) -> Any:
+    def value_of_Lambda(self, node: ast.Lambda, names: Environment) -> Any:
         function = Function(node, names)
         self.functions.append(function)
         return function
@@ -420,9 +428,9 @@ class _Evaluator:
         values = [self.value(one, inner) for one in parts]
         return values[-1] if isinstance(values[-1], Member) else Unknown(ast.unparse(node))
 
-    of_ListComp = of_SetComp = of_GeneratorExp = of_DictComp = comprehension
+    value_of_ListComp = value_of_SetComp = value_of_GeneratorExp = value_of_DictComp = comprehension
 
-    def of_Call(self, node: ast.Call, names: Environment) -> Any:
+    def value_of_Call(self, node: ast.Call, names: Environment) -> Any:
         function = self.value(node.func, names)
         positional: list[Any] = []
         for one in node.args:
@@ -454,36 +462,44 @@ class _Evaluator:
         self.done.events.append(call)
         return call
 
-    def evaluated(self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]) -> Any:
+    def evaluated(
+        self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
+    ) -> Any:
         """Return the value of a call that is known; `_NOT_KNOWN` for another one."""
+        value: Any = _NOT_KNOWN
         if isinstance(function, Member):
-            return self.method(node, function, positional, named)
-        if not isinstance(function, Name):
-            return _NOT_KNOWN
-        if function.dotted in ("os.environ.get", "os.getenv"):
-            value = [*positional[1:], *named.values()][:1] or [Unknown(ast.unparse(node))]
-            if is_known(value[0]) and positional:
-                self.done.defaults[f"${positional[0]}"] = value[0]
-            return value[0]
-        if function.last in _OF_GPU:
-            return self.of_gpu(node, True)
-        if function.dotted == "torch.cuda.is_available":
-            return True
-        if function.last == "ArgumentParser":
-            return Parser()
-        if function.last in _PARSERS:
-            kinds = [*positional, *named.values()][:1]
-            return Parser(kinds=tuple(kinds[0]) if kinds and isinstance(kinds[0], list | tuple) else tuple(kinds))
-        if function.dotted == "dict":
-            return dict(named) if not positional else Unknown(ast.unparse(node))
-        if function.dotted in _BUILTINS and positional and all(map(is_known, positional)) and not named:
-            try:
-                return _BUILTINS[function.dotted](*positional)
-            except (TypeError, ValueError, OverflowError):
-                return Unknown(ast.unparse(node))
-        return _NOT_KNOWN
+            value = self.method(node, function, positional, named)
+        elif not isinstance(function, Name):
+            pass
+        elif function.dotted in ("os.environ.get", "os.getenv"):
+            value = [*positional[1:], *named.values(), Unknown(ast.unparse(node))][0]
+            if is_known(value) and positional:
+                self.done.defaults[f"${positional[0]}"] = value
+        elif function.last in _OF_GPU:
+            value = self.of_gpu(node, True)
+        elif function.dotted == "torch.cuda.is_available":
+            value = True
+        elif function.last in ("ArgumentParser", *_PARSERS):
+            self.done.calls.append(Call(function, tuple(positional), named, node.lineno, _text(node)))
+            kinds = [] if function.last == "ArgumentParser" else [*positional, *named.values()][:1]
+            several = bool(kinds) and isinstance(kinds[0], list | tuple)
+            value = Parser(kinds=tuple(kinds[0]) if several else tuple(kinds))
+        elif function.dotted == "dict" and not positional:
+            value = dict(named)
+        elif function.dotted in _BUILTINS and positional and all(map(is_known, positional)) and not named:
+            value = self.built_in(node, function.dotted, positional)
+        return value
 
-    def method(self, node: ast.Call, function: Member, positional: list[Any], named: Mapping[str, Any]) -> Any:
+    def built_in(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
+        """Return the value of one of Python's own functions."""
+        try:
+            return _BUILTINS[name](*positional)
+        except (TypeError, ValueError, OverflowError):
+            return Unknown(ast.unparse(node))
+
+    def method(
+        self, node: ast.Call, function: Member, positional: list[Any], named: Mapping[str, Any]
+    ) -> Any:
         """Return the value of a method of a parser or a mapping; `_NOT_KNOWN` for another one."""
         of, name = function.of, function.name
         if not isinstance(of, Parser):

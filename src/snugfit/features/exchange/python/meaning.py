@@ -1,8 +1,8 @@
 """The meaning of a script's calls and assignments, as arguments of `TrainingArguments` and related calls.
 
-The arguments of related calls have the prefixes `model.` and `lora.`; facts of the job have `job.`. A
-statement that touches the model, trainer, optimizer, tokenizer or torch's switches, and has no meaning here, is
-listed as not read. So is a condition on the GPU without a named one.
+The arguments of related calls have the prefixes `model.` and `lora.`; facts of the job have `job.`. Some
+statements touch the model, trainer, optimizer or torch's switches, and have no meaning here.
+They are listed as not read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 from snugfit.errors import UsageError
 from snugfit.features.exchange.python.evaluate import Evaluation
 from snugfit.features.exchange.python.objects import (
-    ACCELERATOR,
-    CONFIG,
     LIGER,
     LOADER,
     LOADERS,
@@ -49,7 +47,7 @@ UNSLOTH_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 WIDENS = "prepare_model_for_kbit_training"
 """peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
 
-READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig", "Mxfp4Config")
+READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
 """Classes whose arguments are read where an argument has such an object."""
 
 OPTIMIZERS: Mapping[str, str] = {
@@ -68,7 +66,13 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", 
 
 NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
 
-_OVERRIDES = ("compute_loss", "training_step", "create_optimizer", "_inner_training_loop", "compute_loss_func")
+_OVERRIDES = (
+    "compute_loss",
+    "training_step",
+    "create_optimizer",
+    "_inner_training_loop",
+    "compute_loss_func",
+)
 """Methods of a Trainer that change its step."""
 
 
@@ -171,7 +175,9 @@ class _Meaning:
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
         if chosen := [call for call in main if any(call is value for value in used)]:
             main = chosen[:1] if len(set(map(id, chosen))) == 1 else chosen
-        parsed = [value for value in used if isinstance(value, Member) and "of the command line" in value.name]
+        parsed = [
+            value for value in used if isinstance(value, Member) and "of the command line" in value.name
+        ]
         of_parser = any(call.name in _PARSERS for call in self.calls)
         if parsed or (not main and of_parser):
             raise UsageError(
@@ -231,22 +237,17 @@ class _Meaning:
 
     def value(self, value: Any) -> Any:
         """Return a value in the form of a configuration file."""
-        if isinstance(value, Name):
-            last = value.last
-            if value.dotted.startswith("torch.") and last in DTYPES:
-                return {"half": "float16", "float": "float32"}.get(last, last)
-            if value.dotted.startswith("transformers.") or value.dotted.startswith("trl."):
-                return last.lower()  # a member of an enumeration
-            return Unknown(value.dotted)
-        if isinstance(value, Call):
-            return self.values(value) if value.name in READ_AS_VALUES else Unknown(value.text)
         if isinstance(value, Mapping):
             return {key: self.value(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(one) for one in value]
-        if is_known(value) or isinstance(value, Unknown):
-            return value
-        return Unknown(repr(value))
+        if isinstance(value, Name):
+            return _word(value)
+        if isinstance(value, Call) and value.name in READ_AS_VALUES:
+            return self.values(value)
+        if isinstance(value, Call) and value.name == "Mxfp4Config" and value.named.get("dequantize") is True:
+            return None  # the weights become 16-bit ones
+        return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
     def _of_model(self, call: Call) -> dict[str, Any]:
         """Return the arguments of the call that makes the model, and its task."""
@@ -264,15 +265,13 @@ class _Meaning:
         self._mark(call)
         if isinstance(name, Unknown) and (config := _config_name(call)):
             name = config
-        facts = {"job.task": task, **({"job.model": name} if isinstance(name, str) else {})}
+        facts: dict[str, Any] = {"job.task": task, **({"job.model": name} if isinstance(name, str) else {})}
         facts |= {f"model.{key}": value for key, value in inner.items() if key != "device_map"}
         if call.owner == LIGER:
             facts["use_liger_kernel"] = True
         if call.name != "from_pretrained" and not {"model.dtype", "model.torch_dtype"} & set(facts):
             read = any(one.name == "from_pretrained" and one.owner.endswith("Config") for one in self.calls)
             facts |= {} if read else {"job.dtype": "float32"}
-        if self.script.dialect in ("accelerate", "loop") or call.name != "from_pretrained":
-            pass
         return facts
 
     def _of_trainer(self, call: Call, old_sft: bool) -> None:
@@ -308,7 +307,11 @@ class _Meaning:
         if read is None:
             return
         self._mark(event)
-        if event.unsure and read and any(self.script.arguments.get(key, value) != value for key, value in read.items()):
+        if (
+            event.unsure
+            and read
+            and any(self.script.arguments.get(key, value) != value for key, value in read.items())
+        ):
             self.script.unread.append((event.line, event.text))
             return
         self.script.arguments |= read
@@ -319,43 +322,54 @@ class _Meaning:
     def _read_call(self, call: Call) -> dict[str, Any] | None:
         """Return the arguments that a call means; None for one without a meaning."""
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
+        read: Callable[[Call], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in UNSLOTH_DEFAULTS:
-            return self._of_unsloth(call)
-        if of == MODEL and call.name in _CHECKPOINTS:
-            options = call.named.get("gradient_checkpointing_kwargs", [*call.positional, None][0])
-            inner = options if isinstance(options, Mapping) else {}
-            kept = {f"gradient_checkpointing_kwargs.{key}": self.value(one) for key, one in inner.items()}
-            return {"gradient_checkpointing": True, **kept}
-        if of == MODEL and call.name == "gradient_checkpointing_disable":
-            return {"gradient_checkpointing": False}
-        if of == MODEL and call.name in ("half", "bfloat16", "float"):
-            dtypes = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
-            return {"job.dtype": dtypes[call.name]}
-        if of == MODEL and call.name == "to":
-            return self._cast(call)
-        if of in (MODEL, PART) and call.name == "requires_grad_":
-            return self._freeze(call, [*call.positional, call.named.get("requires_grad", True)][0])
-        if of == MODEL and call.name == "resize_token_embeddings":
-            return self._resize(call)
-        if call.name == "LoraConfig":
-            inner = self.values(call)
-            return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
-        if call.name in (WIDENS, "prepare_model_for_int8_training"):
-            on = call.named.get("use_gradient_checkpointing", True) is True
-            return {WIDENS: True, f"{WIDENS}.use_gradient_checkpointing": on}
-        if call.name.startswith("apply_liger_kernel_to"):
-            options = {key: value for key, value in self.values(call).items() if key in _LIGER_PARTS}
-            return {"use_liger_kernel": True, **{f"liger_kernel_config.{k}": v for k, v in options.items()}}
-        if call.name == "set_float32_matmul_precision" and call.positional:
-            return {"tf32": call.positional[0] != "highest"}
-        if call.name == "compile" or call.name == "convert_to_float8_training":
-            return self._of_compile(call) if call.name == "compile" else self._of_float8()
-        if call.name == "clip_grad_norm_":
-            clip = self.value([*call.positional[1:], call.named.get("max_norm", Unknown("max_norm"))][0])
-            return {"max_grad_norm": clip}
-        if call.name == "autocast":
-            return self._of_autocast(call)
-        return None
+            read = self._of_unsloth
+        elif of == MODEL and call.name in _METHODS:
+            read = getattr(self, _METHODS[call.name])
+        elif of in (MODEL, PART) and call.name == "requires_grad_":
+            read = self._of_freezing
+        elif call.name.startswith("apply_liger_kernel_to"):
+            read = self._of_liger
+        elif call.name in _FUNCTIONS:
+            read = getattr(self, _FUNCTIONS[call.name])
+        return read(call) if read else None
+
+    def _of_checkpointing(self, call: Call) -> dict[str, Any]:
+        options = call.named.get("gradient_checkpointing_kwargs", [*call.positional, None][0])
+        inner = options if isinstance(options, Mapping) else {}
+        kept = {f"gradient_checkpointing_kwargs.{key}": self.value(one) for key, one in inner.items()}
+        return {"gradient_checkpointing": call.name != "gradient_checkpointing_disable", **kept}
+
+    def _of_dtype(self, call: Call) -> dict[str, Any]:
+        dtypes = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
+        return {"job.dtype": dtypes[call.name]}
+
+    def _of_freezing(self, call: Call) -> dict[str, Any]:
+        return self._freeze(call, [*call.positional, call.named.get("requires_grad", True)][0])
+
+    def _of_lora(self, call: Call) -> dict[str, Any]:
+        inner = self.values(call)
+        return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
+
+    def _of_widening(self, call: Call) -> dict[str, Any]:
+        on = call.named.get("use_gradient_checkpointing", True) is True
+        return {WIDENS: True, f"{WIDENS}.use_gradient_checkpointing": on}
+
+    def _of_liger(self, call: Call) -> dict[str, Any]:
+        options = {key: value for key, value in self.values(call).items() if key in _LIGER_PARTS}
+        return {
+            "use_liger_kernel": True,
+            **{f"liger_kernel_config.{key}": one for key, one in options.items()},
+        }
+
+    def _of_precision(self, call: Call) -> dict[str, Any] | None:
+        return {"tf32": call.positional[0] != "highest"} if call.positional else None
+
+    def _of_clip(self, call: Call) -> dict[str, Any]:
+        return {
+            "max_grad_norm": self.value([*call.positional[1:2], *call.named.values(), Unknown("max_norm")][0])
+        }
 
     def _read_assignment(self, one: Assignment) -> dict[str, Any] | None:
         target = one.target
@@ -417,11 +431,17 @@ class _Meaning:
             key = "layers.compile"
         else:
             return None
-        said = {f"{key}_{name}": self.value(call.named[name]) for name in ("mode", "backend") if name in call.named}
+        said = {
+            f"{key}_{name}": self.value(call.named[name])
+            for name in ("mode", "backend")
+            if name in call.named
+        }
         return {key: True, **{k: v for k, v in said.items() if v not in (None, "default", "inductor")}}
 
-    def _of_float8(self) -> dict[str, Any]:
-        named = [call.positional[0] for call in self.calls if call.name == "from_recipe_name" and call.positional]
+    def _of_float8(self, call: Call) -> dict[str, Any]:
+        named = [
+            call.positional[0] for call in self.calls if call.name == "from_recipe_name" and call.positional
+        ]
         return {"layers.float8": self.value(named[0]) if named else "tensorwise"}
 
     def _of_autocast(self, call: Call) -> dict[str, Any] | None:
@@ -436,7 +456,7 @@ class _Meaning:
     # ---- facts from several statements ---------------------------------------------------------------------
 
     def _of_loop(self) -> None:
-        """Read the batch of a loop of its own: the first loader's, in as many pieces as the loss is divided by."""
+        """Read the batch of a loop: the first loader's, times the number by which the loss is divided."""
         if self.script.dialect not in ("accelerate", "loop"):
             return
         arguments = self.script.arguments
@@ -551,18 +571,49 @@ class _Meaning:
         return kind in (MODEL, PART, TRAINER, OPTIMIZER) and not _is_in(one.name, table["attributes"])
 
 
-_CHECKPOINTS = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+_METHODS: Mapping[str, str] = {
+    "gradient_checkpointing_enable": "_of_checkpointing",
+    "activation_checkpointing_enable": "_of_checkpointing",
+    "gradient_checkpointing_disable": "_of_checkpointing",
+    "half": "_of_dtype", "bfloat16": "_of_dtype", "float": "_of_dtype", "to": "_cast",
+    "resize_token_embeddings": "_resize", "compile": "_of_compile",
+}  # fmt: skip
+"""Readers of a model's methods."""
+
+_FUNCTIONS: Mapping[str, str] = {
+    "LoraConfig": "_of_lora", WIDENS: "_of_widening", "prepare_model_for_int8_training": "_of_widening",
+    "set_float32_matmul_precision": "_of_precision", "clip_grad_norm_": "_of_clip",
+    "compile": "_of_compile", "convert_to_float8_training": "_of_float8", "autocast": "_of_autocast",
+}  # fmt: skip
+"""Readers of functions, and of the methods of a model's parts."""
+
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_LIGER_PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cross_entropy", "cross_entropy")
+_LIGER_PARTS = (
+    "rope",
+    "rms_norm",
+    "swiglu",
+    "geglu",
+    "layer_norm",
+    "fused_linear_cross_entropy",
+    "cross_entropy",
+)
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
+
+
+def _word(name: Name) -> Any:
+    """Return a dtype, or a member of an enumeration, as configuration files write it."""
+    if name.dotted.startswith("torch.") and name.last in DTYPES:
+        return {"half": "float16", "float": "float32"}.get(name.last, name.last)
+    is_enumeration = name.dotted.startswith(("transformers.", "trl."))
+    return name.last.lower() if is_enumeration else Unknown(name.dotted)
 
 
 def _before_training(done: Evaluation) -> list[Call | Assignment]:
     """Return the statements before a trainer starts; all of a loop's."""
     for number, event in enumerate(done.events):
-        if isinstance(event, Call) and event.name == "train" and isinstance(event.function, Member):
-            if kind_of(event.function.of) == TRAINER:
-                return done.events[:number]
+        function = event.function if isinstance(event, Call) and event.name == "train" else None
+        if isinstance(function, Member) and kind_of(function.of) == TRAINER:
+            return done.events[:number]
     return done.events
 
 
@@ -604,23 +655,24 @@ def _is_in(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name, one) for one in patterns)
 
 
+_GENERATING = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD", "GKD", "MiniLLM", "GOLD")
+_PREFERRING = ("DPO", "KTO", "ORPO", "CPO", "Reward", "BCO", "IPO", "PRM", "SimPO")
+_OF_SCRIPTS = ("ModelConfig", "ScriptConfig", "DatasetConfig", "DatasetMixtureConfig")
+_OF_LORA = ("LoraConfig", "PeftConfig", "LoftQConfig", "EvaConfig", "CordaConfig")
+
+
 def _reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
     """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
-    stem = name.removesuffix("Trainer").removesuffix("Config")
-    is_config = name.endswith("Config") and name not in ("LoraConfig", "SFTConfig", "PeftConfig")
-    if library == "peft" and is_config and name not in ("LoftQConfig", "EvaConfig", "CordaConfig"):
+    if library == "peft" and name.endswith("Config") and name not in _OF_LORA:
         return "is not predicted. Of peft's methods only LoRA is: LoraConfig."
-    if not (is_trainer and name not in TRAINERS) and not (library == "trl" and is_config):
+    is_config = name.endswith("Config") and name not in (*_OF_SCRIPTS, "SFTConfig")
+    if not is_config and not (is_trainer and name not in TRAINERS):
         return None
-    if name.endswith("Config") and stem in ("Model", "Script", "Dataset", "DatasetMixture"):
-        return None
-    if stem in ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD", "GKD", "MiniLLM", "GOLD"):
+    stem = name.removesuffix("Trainer").removesuffix("Config")
+    if stem in _GENERATING:
         return "trains on texts that it generates, which snugfit does not support yet."
-    if stem in ("DPO", "KTO", "ORPO", "CPO", "Reward", "BCO", "IPO", "PRM", "SimPO"):
+    if stem in _PREFERRING:
         return "trains on preferences, which snugfit does not support yet."
-    if is_trainer:
-        return (
-            "runs passes of its own, which are not read. Read are "
-            f"{', '.join(TRAINERS)} and classes derived from them. {NO_PLAIN_LOOP}"
-        )
-    return None
+    read = f"Read are {', '.join(TRAINERS)} and classes derived from them."
+    own = f"runs passes of its own, which are not read. {read}"
+    return f"{own} {NO_PLAIN_LOOP}" if is_trainer else None

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from snugfit.features.exchange.python.values import Call, Class, Member, Name
+from snugfit.features.exchange.python.evaluate import USUAL_NAMES
+from snugfit.features.exchange.python.values import Call, Class, Member, Name, Unknown
 from snugfit.job.architectures import class_names, heads, model_types
 
 MODEL, PART, TRAINER, OPTIMIZER = "model", "part of the model", "trainer", "optimizer"
-TOKENIZER, LOADER, ACCELERATOR, CONFIG = "tokenizer", "loader", "accelerator", "config"
+TOKENIZER, LOADER, ACCELERATOR = "tokenizer", "loader", "accelerator"
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 """Classes of unsloth, with `from_pretrained` and `get_peft_model`."""
@@ -40,34 +41,38 @@ _TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor", "I
 def kind_of(value: Any) -> str:
     """Return the kind of an object; empty for any other value."""
     if isinstance(value, Call):
-        return _kind_of_call(value)
-    if not isinstance(value, Member):
-        return ""
-    of = value.of
-    if isinstance(of, Call) and value.name.startswith("["):
-        if of.name == "prepare" and kind_of(getattr(of.function, "of", None)) == ACCELERATOR:
-            number = value.name.strip("[]")
+        return _kind_of_method(value) if isinstance(value.function, Member) else _kind_of_function(value)
+    if isinstance(value, Unknown):
+        return value.text if value.text in USUAL_NAMES else ""
+    return _kind_of_member(value) if isinstance(value, Member) else ""
+
+
+def _kind_of_member(member: Member) -> str:
+    of = member.of
+    if isinstance(of, Call) and member.name.startswith("["):
+        prepared = of.name == "prepare" and kind_of(getattr(of.function, "of", None)) == ACCELERATOR
+        number = member.name.strip("[]")
+        if prepared:
             return kind_of(of.positional[int(number)]) if number.isdecimal() and of.positional else ""
         if of.owner in UNSLOTH:
-            return MODEL if value.name == "[0]" else TOKENIZER
+            return MODEL if number == "0" else TOKENIZER
     kind = kind_of(of)
-    if kind == TRAINER and value.name == "model":
+    if (kind, member.name) in ((TRAINER, "model"), (MODEL, "module")):
         return MODEL
-    if kind == MODEL and value.name == "module":
-        return MODEL
-    return {MODEL: PART, PART: PART}.get(kind, "")
+    return PART if kind in (MODEL, PART) else ""
 
 
-def _kind_of_call(call: Call) -> str:
-    if isinstance(call.function, Member):
-        of = kind_of(call.function.of)
-        if call.name == "prepare" and of == ACCELERATOR and len(call.positional) == 1:
-            return kind_of(call.positional[0])
-        if call.name in _WRAPPERS and of == ACCELERATOR:
-            return kind_of(call.positional[0]) if call.positional else ""
-        if of == MODEL:
-            return MODEL if call.name in _SAME_MODEL else PART
-        return of if of == PART else ""
+def _kind_of_method(call: Call) -> str:
+    of = kind_of(call.function.of)
+    if of == ACCELERATOR:
+        passes_on = call.name in _WRAPPERS or (call.name == "prepare" and len(call.positional) == 1)
+        return kind_of(call.positional[0]) if passes_on and call.positional else ""
+    if of == MODEL:
+        return MODEL if call.name in _SAME_MODEL else PART
+    return of if of == PART else ""
+
+
+def _kind_of_function(call: Call) -> str:
     if isinstance(call.function, Class):
         return TRAINER if base_trainer(call.function) else ""
     if call.owner in UNSLOTH or (call.name in LOADERS and is_model_class(call.owner)):
@@ -77,9 +82,8 @@ def _kind_of_call(call: Call) -> str:
         return kind_of(first[0]) if first else ""
     if call.name == "from_pretrained" and call.owner.endswith(_TOKENIZERS):
         return TOKENIZER
-    if call.name.endswith("Trainer"):
-        return TRAINER
-    return {"Accelerator": ACCELERATOR, "DataLoader": LOADER}.get(call.name, OPTIMIZER * is_optimizer(call))
+    kinds = {"Accelerator": ACCELERATOR, "DataLoader": LOADER}
+    return TRAINER if call.name.endswith("Trainer") else kinds.get(call.name, OPTIMIZER * is_optimizer(call))
 
 
 def base_trainer(made: Class) -> str:
@@ -94,7 +98,10 @@ def base_trainer(made: Class) -> str:
 
 def is_optimizer(call: Call) -> bool:
     """Return True for a call that makes an optimizer of a model's parameters."""
-    takes = [*call.positional[:1], *(call.named[key] for key in ("params", "parameters") if key in call.named)]
+    takes = [
+        *call.positional[:1],
+        *(call.named[key] for key in ("params", "parameters") if key in call.named),
+    ]
     return isinstance(call.function, Name) and call.name[:1].isupper() and any(map(_holds_parameters, takes))
 
 
@@ -147,7 +154,7 @@ def task_of_class(name: str) -> str | None:
 
 @cache
 def _classes() -> dict[str, str]:
-    """Return the tasks by class. If two tasks share a class (BART's), the pretraining objective is excluded."""
+    """Return the tasks by class. Of two tasks with one class (BART's), the masked one is left out."""
     tasks = sorted(heads(), key=lambda task: task != "masked-lm")
     return {
         name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)
