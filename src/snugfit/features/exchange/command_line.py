@@ -90,7 +90,7 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     commands: list[list[str]] = []
     for line in _lines(text):
         words = [word for word in _split(line, where) if word != "export"]
-        words = [one for word in words for one in _expanded(word, variables, where)]
+        words = [one for word in words for one in _expand(word, variables, where)]
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
             variables[assigned[1]] = assigned[2]
             words.pop(0)
@@ -129,7 +129,7 @@ def _split(line: str, where: str) -> list[str]:
         raise UsageError(f"{where}: a line is not a shell command ({error}): {line.strip()[:60]}") from None
 
 
-def _expanded(word: str, variables: Mapping[str, str], where: str) -> list[str]:
+def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
     """Return the words that a word becomes. A variable alone becomes the words of its value."""
     whole = _VARIABLE.fullmatch(word)
     filled = _with_variables(word, variables)

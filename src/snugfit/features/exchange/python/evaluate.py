@@ -17,9 +17,9 @@ from typing import Any
 
 from snugfit.features.exchange.python.values import (
     Assignment,
-    Call,
     Class,
     Environment,
+    ForeignCall,
     Function,
     Member,
     Name,
@@ -63,12 +63,12 @@ _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 """Parsers that fill dataclasses from the command line."""
 
 
-class _Returns(Exception):
+class _Return(Exception):
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-class _Stops(Exception):
+class _BlockEnds(Exception):
     """The rest of a block does not run."""
 
 
@@ -76,7 +76,7 @@ class _Stops(Exception):
 class Evaluation:
     """What a script does, in the order of its statements."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ForeignCall] = field(default_factory=list)
     """Calls of other libraries' functions and of objects' methods."""
     assignments: list[Assignment] = field(default_factory=list)
     """Attributes and elements of objects that are set."""
@@ -84,7 +84,7 @@ class Evaluation:
     """Classes of the script."""
     globals: Environment = field(default_factory=dict)
     """Names of the module at its end."""
-    events: list[Call | Assignment] = field(default_factory=list)
+    events: list[ForeignCall | Assignment] = field(default_factory=list)
     """Calls and assignments in one order."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of options and of environment variables that were used, by `--option` or `$VARIABLE`."""
@@ -97,7 +97,7 @@ def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
     evaluator = _Evaluator(bfloat16)
     names: Environment = {"__name__": "__main__"}
     for statement in tree.body:  # a script that ends early is read to its end
-        with contextlib.suppress(_Returns):
+        with contextlib.suppress(_Return):
             evaluator.quiet_block([statement], names)
     evaluator.run_uncalled()
     evaluator.done.globals = names
@@ -120,7 +120,7 @@ class _Evaluator:
         for statement in body:
             self.statements += 1
             if self.statements > MOST_STATEMENTS:
-                raise _Stops
+                raise _BlockEnds
             method = getattr(self, f"run_{type(statement).__name__}", None)
             if method is not None:
                 method(statement, names)
@@ -133,7 +133,7 @@ class _Evaluator:
         """Run a block that may not run to its end. Return True if it does."""
         try:
             self.block(body, names)
-        except _Stops:
+        except _BlockEnds:
             return False
         return True
 
@@ -167,9 +167,9 @@ class _Evaluator:
     run_AsyncFunctionDef = run_FunctionDef
 
     def run_ClassDef(self, node: ast.ClassDef, names: Environment) -> None:
-        made = Class(node, tuple(self.value(base, names) for base in node.bases), names)
-        names[node.name] = made
-        self.done.classes.append(made)
+        script_class = Class(node, tuple(self.value(base, names) for base in node.bases), names)
+        names[node.name] = script_class
+        self.done.classes.append(script_class)
         for one in node.body:
             if isinstance(one, ast.FunctionDef):
                 self.functions.append(Function(one, names))
@@ -191,10 +191,10 @@ class _Evaluator:
         self.value(node.value, names)
 
     def run_Return(self, node: ast.Return, names: Environment) -> None:
-        raise _Returns(self.value(node.value, names) if node.value else None)
+        raise _Return(self.value(node.value, names) if node.value else None)
 
     def run_Raise(self, node: ast.Raise, names: Environment) -> None:
-        raise _Stops
+        raise _BlockEnds
 
     def run_If(self, node: ast.If, names: Environment) -> None:
         test = self.value(node.test, names)
@@ -216,7 +216,7 @@ class _Evaluator:
             try:
                 if self.quiet_block(body, copy):
                     ends.append(copy)
-            except _Returns as returned:
+            except _Return as returned:
                 if is_known(returned.value) or returned.value is None:
                     continue  # an early return of some case
                 raise
@@ -334,19 +334,19 @@ class _Evaluator:
         return tuple(self.value(one, names) for one in node.elts)
 
     def value_of_Dict(self, node: ast.Dict, names: Environment) -> Any:
-        made: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
             inner = self.value(value, names)
             if key is None:
                 if not isinstance(inner, Mapping):
                     return Unknown(ast.unparse(node))
-                made |= inner
+                result |= inner
                 continue
             name = self.value(key, names)
             if not isinstance(name, str | int):
                 return Unknown(ast.unparse(node))
-            made[str(name)] = inner
-        return made
+            result[str(name)] = inner
+        return result
 
     def value_of_JoinedStr(self, node: ast.JoinedStr, names: Environment) -> Any:
         parts = [self.value(one, names) for one in node.values]
@@ -454,15 +454,15 @@ class _Evaluator:
             return self.call_own(function, tuple(positional), named)
         if isinstance(function, Class) and _is_dataclass(function):
             return self.instance(function, tuple(positional), named)
-        known = self.evaluated(node, function, positional, named)
+        known = self.known_value(node, function, positional, named)
         if known is not _NOT_KNOWN:
             return known
-        call = Call(function, tuple(positional), named, node.lineno, _text(node), self.unsure > 0)
+        call = ForeignCall(function, tuple(positional), named, node.lineno, _text(node), self.unsure > 0)
         self.done.calls.append(call)
         self.done.events.append(call)
         return call
 
-    def evaluated(
+    def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
         """Return the value of a call that is known; `_NOT_KNOWN` for another one."""
@@ -480,7 +480,7 @@ class _Evaluator:
         elif function.dotted == "torch.cuda.is_available":
             value = True
         elif function.last in ("ArgumentParser", *_PARSERS):
-            self.done.calls.append(Call(function, tuple(positional), named, node.lineno, _text(node)))
+            self.done.calls.append(ForeignCall(function, tuple(positional), named, node.lineno, _text(node)))
             kinds = [] if function.last == "ArgumentParser" else [*positional, *named.values()][:1]
             several = bool(kinds) and isinstance(kinds[0], list | tuple)
             value = Parser(kinds=tuple(kinds[0]) if several else tuple(kinds))
@@ -506,7 +506,7 @@ class _Evaluator:
             return _NOT_KNOWN
         if name.startswith("parse"):
             if of.kinds:
-                return tuple(map(self.parsed, of.kinds))
+                return tuple(map(self.parse_kind, of.kinds))
             parsed = Record(dict(of.defaults), of_options=True)
             return (parsed, []) if name == "parse_known_args" else parsed
         if name == "add_argument":
@@ -521,12 +521,12 @@ class _Evaluator:
             return None
         return of if name.startswith("add_") else Unknown(ast.unparse(node))
 
-    def parsed(self, kind: Any) -> Any:
+    def parse_kind(self, kind: Any) -> Any:
         """Return the instance of a dataclass that a parser fills from the command line."""
         if isinstance(kind, Class):
-            made = self.instance(kind, (), {})
-            made.of_options = True
-            return made
+            result = self.instance(kind, (), {})
+            result.of_options = True
+            return result
         name = kind.last if isinstance(kind, Name) else repr(kind)
         return Member(kind, f"{name} of the command line")
 
@@ -561,25 +561,29 @@ class _Evaluator:
             if isinstance(node, ast.Lambda):
                 return self.value(node.body, names)
             self.block(node.body, names)
-        except _Returns as returned:
+        except _Return as returned:
             return returned.value
-        except _Stops:
+        except _BlockEnds:
             return Unknown(getattr(node, "name", "a function"))
         finally:
             self.depth -= 1
         return None
 
-    def instance(self, made: Class, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Record:
+    def instance(self, script_class: Class, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Record:
         """Return an instance of a dataclass of the script."""
         record = Record()
-        for base in made.bases:
+        for base in script_class.bases:
             if isinstance(base, Class):
                 record.attributes |= self.instance(base, (), {}).attributes
-        for one in made.node.body:
+        for one in script_class.node.body:
             if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
                 continue
-            default = Unknown(one.target.id) if one.value is None else self.value(one.value, made.environment)
-            if isinstance(default, Call) and default.name == "field":
+            default = (
+                Unknown(one.target.id)
+                if one.value is None
+                else self.value(one.value, script_class.environment)
+            )
+            if isinstance(default, ForeignCall) and default.name == "field":
                 default = default.named.get("default", Unknown(one.target.id))
             record.attributes[one.target.id] = default
         record.attributes |= dict(zip(record.attributes, positional, strict=False))
@@ -617,11 +621,11 @@ def _one_of(name: str, values: Sequence[Any]) -> Any:
 def _is_capability(value: Any) -> bool:
     """Return True for a GPU's compute capability, or its first number."""
     inner = value.of if isinstance(value, Member) and value.name == "[0]" else value
-    return isinstance(inner, Call) and inner.name == "get_device_capability"
+    return isinstance(inner, ForeignCall) and inner.name == "get_device_capability"
 
 
-def _is_dataclass(made: Class) -> bool:
-    return any("dataclass" in ast.unparse(one) for one in made.node.decorator_list)
+def _is_dataclass(script_class: Class) -> bool:
+    return any("dataclass" in ast.unparse(one) for one in script_class.node.decorator_list)
 
 
 def _is_small(value: Any) -> bool:

@@ -33,7 +33,15 @@ from snugfit.features.exchange.python.objects import (
     kind_of,
     task_of_class,
 )
-from snugfit.features.exchange.python.values import Assignment, Call, Class, Member, Name, Unknown, is_known
+from snugfit.features.exchange.python.values import (
+    Assignment,
+    Class,
+    ForeignCall,
+    Member,
+    Name,
+    Unknown,
+    is_known,
+)
 from snugfit.job.architectures import heads
 
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
@@ -89,7 +97,6 @@ class Script:
     """Line, text and reason of statements that change the answer and are not predicted."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of the script's options that were used."""
-    found: list[str] = field(default_factory=list)
 
 
 def read_meaning(done: Evaluation, where: str) -> Script:
@@ -153,7 +160,7 @@ class _Meaning:
 
     # ---- what runs -----------------------------------------------------------------------------------------
 
-    def _refuse_other_loops(self, trainers: list[Call]) -> None:
+    def _refuse_other_loops(self, trainers: list[ForeignCall]) -> None:
         """Raise `UsageError` for a trainer whose step is not predicted."""
         for call in [*trainers, *self.calls]:
             name, library = (self._trainer_name(call) if call in trainers else call.name), call.library
@@ -163,13 +170,13 @@ class _Meaning:
             if reason:
                 self._refuse(call, f"{name} {reason}")
 
-    def _refuse(self, call: Call, why: str) -> None:
+    def _refuse(self, call: ForeignCall, why: str) -> None:
         raise UsageError(f"{self.where}, line {call.line}: {why}")
 
-    def _trainer_name(self, call: Call) -> str:
+    def _trainer_name(self, call: ForeignCall) -> str:
         return base_trainer(call.function) if isinstance(call.function, Class) else call.name
 
-    def _main_call(self, trainers: list[Call]) -> Call | None:
+    def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | None:
         """Return the call whose arguments the trainer has; None if there is no such call."""
         main = [call for call in self.calls if call.name in ARGUMENTS]
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
@@ -192,17 +199,17 @@ class _Meaning:
             )
         return main[0] if main else None
 
-    def _model(self, trainer: Call | None) -> Call | None:
+    def _model(self, trainer: ForeignCall | None) -> ForeignCall | None:
         """Return the call that makes the model that trains."""
-        made = [call for call in self.calls if _makes_model(call)]
+        models = [call for call in self.calls if _makes_model(call)]
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
             inner = [call for call in calls_in(given) if _makes_model(call)]
             if inner:
                 return inner[-1]
-        return made[0] if made else None
+        return models[0] if models else None
 
-    def _is_loop(self, model: Call | None) -> bool:
+    def _is_loop(self, model: ForeignCall | None) -> bool:
         trains = any(call.name in ("backward", "zero_grad") for call in self.calls)
         return model is not None and (trains or any(kind_of(call) == OPTIMIZER for call in self.calls))
 
@@ -223,7 +230,7 @@ class _Meaning:
 
     # ---- values --------------------------------------------------------------------------------------------
 
-    def values(self, call: Call, *, first: str = "") -> dict[str, Any]:
+    def values(self, call: ForeignCall, *, first: str = "") -> dict[str, Any]:
         """Return a call's arguments by name. `first` is the name of the first positional one."""
         arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
         for key, value in call.named.items():
@@ -243,13 +250,17 @@ class _Meaning:
             return [self.value(one) for one in value]
         if isinstance(value, Name):
             return _word(value)
-        if isinstance(value, Call) and value.name in READ_AS_VALUES:
+        if isinstance(value, ForeignCall) and value.name in READ_AS_VALUES:
             return self.values(value)
-        if isinstance(value, Call) and value.name == "Mxfp4Config" and value.named.get("dequantize") is True:
+        if (
+            isinstance(value, ForeignCall)
+            and value.name == "Mxfp4Config"
+            and value.named.get("dequantize") is True
+        ):
             return None  # the weights become 16-bit ones
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
-    def _of_model(self, call: Call) -> dict[str, Any]:
+    def _of_model(self, call: ForeignCall) -> dict[str, Any]:
         """Return the arguments of the call that makes the model, and its task."""
         if call.owner in UNSLOTH:
             return {}
@@ -274,7 +285,7 @@ class _Meaning:
             facts |= {} if read else {"job.dtype": "float32"}
         return facts
 
-    def _of_trainer(self, call: Call, old_sft: bool) -> None:
+    def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
         """Read the arguments of the trainer itself."""
         self._mark(call)
         arguments = self.script.arguments
@@ -301,9 +312,9 @@ class _Meaning:
 
     # ---- statements ----------------------------------------------------------------------------------------
 
-    def _read_event(self, event: Call | Assignment) -> None:
+    def _read_event(self, event: ForeignCall | Assignment) -> None:
         """Add the meaning of one statement."""
-        read = self._read_call(event) if isinstance(event, Call) else self._read_assignment(event)
+        read = self._read_call(event) if isinstance(event, ForeignCall) else self._read_assignment(event)
         if read is None:
             return
         self._mark(event)
@@ -316,13 +327,13 @@ class _Meaning:
             return
         self.script.arguments |= read
 
-    def _mark(self, event: Call | Assignment) -> None:
+    def _mark(self, event: ForeignCall | Assignment) -> None:
         self.read_events.add(id(event))
 
-    def _read_call(self, call: Call) -> dict[str, Any] | None:
+    def _read_call(self, call: ForeignCall) -> dict[str, Any] | None:
         """Return the arguments that a call means; None for one without a meaning."""
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
-        read: Callable[[Call], dict[str, Any] | None] | None = None
+        read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in UNSLOTH_DEFAULTS:
             read = self._of_unsloth
         elif of == MODEL and call.name in _METHODS:
@@ -335,38 +346,40 @@ class _Meaning:
             read = getattr(self, _FUNCTIONS[call.name])
         return read(call) if read else None
 
-    def _of_checkpointing(self, call: Call) -> dict[str, Any]:
+    def _of_checkpointing(self, call: ForeignCall) -> dict[str, Any]:
         options = call.named.get("gradient_checkpointing_kwargs", [*call.positional, None][0])
         inner = options if isinstance(options, Mapping) else {}
-        kept = {f"gradient_checkpointing_kwargs.{key}": self.value(one) for key, one in inner.items()}
-        return {"gradient_checkpointing": call.name != "gradient_checkpointing_disable", **kept}
+        inner_options = {
+            f"gradient_checkpointing_kwargs.{key}": self.value(one) for key, one in inner.items()
+        }
+        return {"gradient_checkpointing": call.name != "gradient_checkpointing_disable", **inner_options}
 
-    def _of_dtype(self, call: Call) -> dict[str, Any]:
+    def _of_dtype(self, call: ForeignCall) -> dict[str, Any]:
         dtypes = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
         return {"job.dtype": dtypes[call.name]}
 
-    def _of_freezing(self, call: Call) -> dict[str, Any]:
+    def _of_freezing(self, call: ForeignCall) -> dict[str, Any]:
         return self._freeze(call, [*call.positional, call.named.get("requires_grad", True)][0])
 
-    def _of_lora(self, call: Call) -> dict[str, Any]:
+    def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
         inner = self.values(call)
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
 
-    def _of_widening(self, call: Call) -> dict[str, Any]:
+    def _of_widening(self, call: ForeignCall) -> dict[str, Any]:
         on = call.named.get("use_gradient_checkpointing", True) is True
         return {WIDENS: True, f"{WIDENS}.use_gradient_checkpointing": on}
 
-    def _of_liger(self, call: Call) -> dict[str, Any]:
+    def _of_liger(self, call: ForeignCall) -> dict[str, Any]:
         options = {key: value for key, value in self.values(call).items() if key in _LIGER_PARTS}
         return {
             "use_liger_kernel": True,
             **{f"liger_kernel_config.{key}": one for key, one in options.items()},
         }
 
-    def _of_precision(self, call: Call) -> dict[str, Any] | None:
+    def _of_precision(self, call: ForeignCall) -> dict[str, Any] | None:
         return {"tf32": call.positional[0] != "highest"} if call.positional else None
 
-    def _of_clip(self, call: Call) -> dict[str, Any]:
+    def _of_clip(self, call: ForeignCall) -> dict[str, Any]:
         return {
             "max_grad_norm": self.value([*call.positional[1:2], *call.named.values(), Unknown("max_norm")][0])
         }
@@ -384,7 +397,7 @@ class _Meaning:
             return self._freeze(one, one.value)
         return None
 
-    def _of_unsloth(self, call: Call) -> dict[str, Any]:
+    def _of_unsloth(self, call: ForeignCall) -> dict[str, Any]:
         """Return the arguments of unsloth's `from_pretrained` or `get_peft_model`."""
         loads = call.name == "from_pretrained"
         inner = {**UNSLOTH_DEFAULTS[call.name], **self.values(call, first="model_name" if loads else "")}
@@ -394,12 +407,12 @@ class _Meaning:
             inner["load_in_4bit"] = True
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
-    def _cast(self, call: Call) -> dict[str, Any]:
+    def _cast(self, call: ForeignCall) -> dict[str, Any]:
         values = [self.value(one) for one in (*call.positional, *call.named.values())]
         dtypes = [one for one in values if isinstance(one, str) and one in DTYPES]
         return {"job.dtype": dtypes[0]} if dtypes else {}
 
-    def _freeze(self, event: Call | Assignment, value: Any) -> dict[str, Any]:
+    def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any]:
         """Refuse a script that freezes parameters, unless adapters are trained instead."""
         if value is not True and not any(call.name == "LoraConfig" for call in self.calls):
             self.script.refused.append(
@@ -407,7 +420,7 @@ class _Meaning:
             )
         return {}
 
-    def _resize(self, call: Call) -> dict[str, Any]:
+    def _resize(self, call: ForeignCall) -> dict[str, Any]:
         size = [*call.positional, *call.named.values()][:1]
         if size and type(size[0]) is int:
             says = (
@@ -419,7 +432,7 @@ class _Meaning:
             self.script.unread.append((call.line, call.text))
         return {}
 
-    def _of_compile(self, call: Call) -> dict[str, Any] | None:
+    def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
         """Return the use of torch.compile: of layers, of a model's forward pass, or of the model."""
         first = call.function.of if isinstance(call.function, Member) else [*call.positional, None][0]
         kind = kind_of(first)
@@ -438,13 +451,13 @@ class _Meaning:
         }
         return {key: True, **{k: v for k, v in said.items() if v not in (None, "default", "inductor")}}
 
-    def _of_float8(self, call: Call) -> dict[str, Any]:
+    def _of_float8(self, call: ForeignCall) -> dict[str, Any]:
         named = [
             call.positional[0] for call in self.calls if call.name == "from_recipe_name" and call.positional
         ]
         return {"layers.float8": self.value(named[0]) if named else "tensorwise"}
 
-    def _of_autocast(self, call: Call) -> dict[str, Any] | None:
+    def _of_autocast(self, call: ForeignCall) -> dict[str, Any] | None:
         if self.script.dialect != "loop":
             return None
         given = call.named.get("dtype", next((one for one in call.positional if isinstance(one, Name)), None))
@@ -475,7 +488,7 @@ class _Meaning:
     def _casts(self) -> None:
         """Note adapters that TRL's scripts cast to float32, as in the exported script."""
         widened = any(
-            one.name == "data" and isinstance(one.value, Call) and one.value.name == "float"
+            one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments
         )
         if self.script.dialect == "sft" and widened:
@@ -508,42 +521,44 @@ class _Meaning:
         if lengths:
             arguments["tokenizer.max_length"] = max(lengths)
 
-    def _optimizer(self, trainer: Call | None) -> None:
+    def _optimizer(self, trainer: ForeignCall | None) -> None:
         """Read the optimizer that a loop or the trainer uses."""
-        made: Any = None
+        optimizer: Any = None
         if trainer is not None:
             pair = trainer.named.get("optimizers")
-            made = pair[0] if isinstance(pair, list | tuple) and pair else None
-            if pair is not None and not isinstance(made, Call):
+            optimizer = pair[0] if isinstance(pair, list | tuple) and pair else None
+            if pair is not None and not isinstance(optimizer, ForeignCall):
                 self.script.unread.append((trainer.line, "optimizers=..."))
         elif self.script.dialect in ("accelerate", "loop"):
-            made = next((call for call in self.calls if kind_of(call) == OPTIMIZER), None)
-        if not isinstance(made, Call):
+            optimizer = next((call for call in self.calls if kind_of(call) == OPTIMIZER), None)
+        if not isinstance(optimizer, ForeignCall):
             return
-        self._mark(made)
-        optim = OPTIMIZERS.get(made.name)
+        self._mark(optimizer)
+        optim = OPTIMIZERS.get(optimizer.name)
         if optim is None:
-            self.script.refused.append((made.line, made.text, f"the optimizer {made.name} is not predicted"))
+            self.script.refused.append(
+                (optimizer.line, optimizer.text, f"the optimizer {optimizer.name} is not predicted")
+            )
             return
-        if optim == "adamw_torch" and made.named.get("fused") is True:
+        if optim == "adamw_torch" and optimizer.named.get("fused") is True:
             optim = "adamw_torch_fused"
         self.script.arguments["optim"] = optim
-        if "lr" in made.named and self.script.dialect in ("accelerate", "loop"):
-            self.script.arguments["learning_rate"] = self.value(made.named["lr"])
-        if optim == "sgd" and "momentum" in made.named:
-            self.script.arguments["optim_args.momentum"] = self.value(made.named["momentum"])
+        if "lr" in optimizer.named and self.script.dialect in ("accelerate", "loop"):
+            self.script.arguments["learning_rate"] = self.value(optimizer.named["lr"])
+        if optim == "sgd" and "momentum" in optimizer.named:
+            self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
 
     # ---- what was not read ---------------------------------------------------------------------------------
 
-    def _account(self, event: Call | Assignment) -> None:
+    def _account(self, event: ForeignCall | Assignment) -> None:
         """List a statement that may change the answer and has no meaning here."""
         if id(event) in self.read_events:
             return
-        touches = self._touches_call(event) if isinstance(event, Call) else self._touches(event)
+        touches = self._touches_call(event) if isinstance(event, ForeignCall) else self._touches(event)
         if touches:
             self.script.unread.append((event.line, event.text))
 
-    def _touches_call(self, call: Call) -> bool:
+    def _touches_call(self, call: ForeignCall) -> bool:
         table = _harmless()
         if isinstance(call.function, Member):
             of = kind_of(call.function.of)
@@ -608,22 +623,22 @@ def _word(name: Name) -> Any:
     return name.last.lower() if is_enumeration else Unknown(name.dotted)
 
 
-def _before_training(done: Evaluation) -> list[Call | Assignment]:
+def _before_training(done: Evaluation) -> list[ForeignCall | Assignment]:
     """Return the statements before a trainer starts; all of a loop's."""
     for number, event in enumerate(done.events):
-        function = event.function if isinstance(event, Call) and event.name == "train" else None
+        function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
         if isinstance(function, Member) and kind_of(function.of) == TRAINER:
             return done.events[:number]
     return done.events
 
 
-def _makes_model(call: Call) -> bool:
+def _makes_model(call: ForeignCall) -> bool:
     if call.owner in UNSLOTH:
         return call.name == "from_pretrained"
     return call.name in LOADERS and isinstance(call.function, Name) and is_model_class(call.owner)
 
 
-def _config_name(call: Call) -> str | None:
+def _config_name(call: ForeignCall) -> str | None:
     """Return the name of the config that a model is made from."""
     for value in (*call.positional, *call.named.values()):
         for one in calls_in(value):
@@ -636,7 +651,7 @@ def _file_of(value: Any) -> str | None:
     """Return the file from which a script loads these arguments."""
     for call in calls_in(value):
         for inner in (*call.positional, call):
-            if isinstance(inner, Call) and inner.name == "open" and inner.positional:
+            if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:
                 return inner.positional[0] if isinstance(inner.positional[0], str) else None
     return None
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from snugfit.features.exchange.python.evaluate import USUAL_NAMES
-from snugfit.features.exchange.python.values import Call, Class, Member, Name, Unknown
+from snugfit.features.exchange.python.values import Class, ForeignCall, Member, Name, Unknown
 from snugfit.job.architectures import class_names, heads, model_types
 
 MODEL, PART, TRAINER, OPTIMIZER = "model", "part of the model", "trainer", "optimizer"
@@ -40,7 +40,7 @@ _TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor", "I
 
 def kind_of(value: Any) -> str:
     """Return the kind of an object; empty for any other value."""
-    if isinstance(value, Call):
+    if isinstance(value, ForeignCall):
         return _kind_of_method(value) if isinstance(value.function, Member) else _kind_of_function(value)
     if isinstance(value, Unknown):
         return value.text if value.text in USUAL_NAMES else ""
@@ -49,7 +49,7 @@ def kind_of(value: Any) -> str:
 
 def _kind_of_member(member: Member) -> str:
     of = member.of
-    if isinstance(of, Call) and member.name.startswith("["):
+    if isinstance(of, ForeignCall) and member.name.startswith("["):
         prepared = of.name == "prepare" and kind_of(getattr(of.function, "of", None)) == ACCELERATOR
         number = member.name.strip("[]")
         if prepared:
@@ -62,7 +62,7 @@ def _kind_of_member(member: Member) -> str:
     return PART if kind in (MODEL, PART) else ""
 
 
-def _kind_of_method(call: Call) -> str:
+def _kind_of_method(call: ForeignCall) -> str:
     of = kind_of(call.function.of)
     if of == ACCELERATOR:
         passes_on = call.name in _WRAPPERS or (call.name == "prepare" and len(call.positional) == 1)
@@ -72,7 +72,7 @@ def _kind_of_method(call: Call) -> str:
     return of if of == PART else ""
 
 
-def _kind_of_function(call: Call) -> str:
+def _kind_of_function(call: ForeignCall) -> str:
     if isinstance(call.function, Class):
         return TRAINER if base_trainer(call.function) else ""
     if call.owner in UNSLOTH or (call.name in LOADERS and is_model_class(call.owner)):
@@ -86,9 +86,9 @@ def _kind_of_function(call: Call) -> str:
     return TRAINER if call.name.endswith("Trainer") else kinds.get(call.name, OPTIMIZER * is_optimizer(call))
 
 
-def base_trainer(made: Class) -> str:
+def base_trainer(script_class: Class) -> str:
     """Return the trainer of a library that a class of the script derives from; empty for none."""
-    for base in made.bases:
+    for base in script_class.bases:
         if isinstance(base, Class) and (name := base_trainer(base)):
             return name
         if isinstance(base, Name) and base.last.endswith("Trainer"):
@@ -96,7 +96,7 @@ def base_trainer(made: Class) -> str:
     return ""
 
 
-def is_optimizer(call: Call) -> bool:
+def is_optimizer(call: ForeignCall) -> bool:
     """Return True for a call that makes an optimizer of a model's parameters."""
     takes = [
         *call.positional[:1],
@@ -110,17 +110,17 @@ def _holds_parameters(value: Any) -> bool:
         return any(map(_holds_parameters, value.values()))
     if isinstance(value, list | tuple):
         return any(map(_holds_parameters, value))
-    if isinstance(value, Call) and value.name == "filter":
+    if isinstance(value, ForeignCall) and value.name == "filter":
         return any(map(_holds_parameters, value.positional))
     if isinstance(value, Member):
         return _holds_parameters(value.of)
-    return isinstance(value, Call) and value.name in ("parameters", "named_parameters")
+    return isinstance(value, ForeignCall) and value.name in ("parameters", "named_parameters")
 
 
-def calls_in(value: Any) -> Iterator[Call]:
+def calls_in(value: Any) -> Iterator[ForeignCall]:
     """Yield the calls that made an object, the outermost first."""
     while True:
-        if isinstance(value, Call):
+        if isinstance(value, ForeignCall):
             yield value
             first = [*value.positional, *value.named.values()][:1]
             is_wrapper = value.name in _WRAPPERS and isinstance(value.function, Name)
@@ -131,7 +131,7 @@ def calls_in(value: Any) -> Iterator[Call]:
                 value = value.function.of if is_method else None
         elif isinstance(value, Member):
             of = value.of
-            if isinstance(of, Call) and of.name == "prepare" and value.name.strip("[]").isdecimal():
+            if isinstance(of, ForeignCall) and of.name == "prepare" and value.name.strip("[]").isdecimal():
                 number = int(value.name.strip("[]"))
                 value = of.positional[number] if number < len(of.positional) else None
             else:

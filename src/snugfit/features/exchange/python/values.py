@@ -43,7 +43,7 @@ class Name:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Call:
+class ForeignCall:
     """A call of another library's function, which is not executed."""
 
     function: Any
@@ -137,7 +137,7 @@ class Assignment:
     """A value that the script gives to an attribute or an element of an object."""
 
     target: Any
-    """The object."""
+    """Object that receives the value."""
     name: str
     """Name of the attribute, or key of the element."""
     value: Any

@@ -24,8 +24,8 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("axolotl-harmless-keys/ax_null.yaml", {"model": "meta-llama/Llama-3.2-1B", "batch_size": 8}),
     ("axolotl-liger-plugin/ax_liger.yaml",
      {"recipe": "lora(r=16, targets=all-linear) + flash + bf16 + liger(rope=true, rms_norm=true, "
-      "swiglu=true, geglu=true, layer_norm=false, fused_linear_cross_entropy=true) + every_layer + micro_batches(4) + "
-      "adamw_fused + workers(n=1)"}),
+      "swiglu=true, geglu=true, layer_norm=false, fused_linear_cross_entropy=true) + "
+      "every_layer + micro_batches(4) + adamw_fused + workers(n=1)"}),
     ("llamafactory-by-script/lf2939.sh",
      {"model": "Qwen/Qwen2.5-72B", "sequence_length": 512, "gpus": 2, "batch_size": 4,
       "recipe": "qlora(r=128, targets=all-linear) + fp16 + every_layer + micro_batches(2) + adamw_fused + "
