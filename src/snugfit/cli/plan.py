@@ -142,6 +142,7 @@ def plan(
         "whole_front": everything,
     }
     chosen = _plan(request, asked, workers, fresh=fresh)
+    chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
     given.write_pictures(html, plot, chosen)
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
         page = render(chosen, everything=everything, configuration=request.configuration)

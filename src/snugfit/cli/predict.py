@@ -5,6 +5,7 @@ Exit code 3 when it does not fit, for use in scripts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -86,6 +87,10 @@ def predict(
         if largest
         else _predict_all(request, compare or [], fresh=fresh)
     )
+    if request.doubts:
+        predictions = [
+            replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=False) for one in predictions
+        ]
     _print(predictions, operators=operators, as_json=as_json)
     given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     if trace:

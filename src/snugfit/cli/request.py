@@ -155,6 +155,11 @@ class Request:
         return replace(self, recipe=recipe, has_auto=False)
 
     @property
+    def doubts(self) -> tuple[str, ...]:
+        """Sentences on parts of the configuration that were not read."""
+        return tuple(self.configuration.doubts) if self.configuration else ()
+
+    @property
     def stands_for_another(self) -> bool:
         """True if the job has the sizes of a preset other than the named model."""
         from snugfit.job.find import preset_named

@@ -45,6 +45,8 @@ SAME_SIZES = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": "Qwen/Qwen2.5-14B",
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": "Qwen/Qwen2.5-32B",
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "unsloth/llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "unsloth/llama-3-8b-Instruct": "meta-llama/Meta-Llama-3-8B",
     "unsloth/gemma-2-2b": "google/gemma-2-2b-it",
     "unsloth/gemma-2-9b": "google/gemma-2-9b-it",
     "unsloth/gemma-2-27b": "google/gemma-2-27b-it",

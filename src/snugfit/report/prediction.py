@@ -101,14 +101,19 @@ def verdict(prediction: Prediction) -> Text:
     spare, memory = prediction.spare_bytes, prediction.memory_bytes
     if spare is None or memory is None:
         return words("To see whether it fits, add --gpu NAME or --memory AMOUNT.")
+    condition = "" if prediction.read_in_full else ", if what was not read changes nothing"
     if prediction.tight:
         short = f"less than the headroom of {show_bytes(prediction.headroom_bytes)}"
         return words(
-            f"Fits, but tight: {show_bytes(spare)} of {show_bytes(memory)} to spare, {short}.", "bold yellow"
+            f"Fits, but tight: {show_bytes(spare)} of {show_bytes(memory)} to spare, {short}{condition}.",
+            "bold yellow",
         )
     if spare >= 0:
-        return words(f"Fits: {show_bytes(spare)} of {show_bytes(memory)} to spare.", "bold green")
-    return words(f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}.", "bold red")
+        colour = "bold green" if prediction.read_in_full else "bold yellow"
+        return words(f"Fits: {show_bytes(spare)} of {show_bytes(memory)} to spare{condition}.", colour)
+    return words(
+        f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}{condition}.", "bold red"
+    )
 
 
 def about_pace(prediction: Prediction) -> list[Text]:

@@ -129,6 +129,8 @@ class Prediction(Tabular):
     """Versions of the packages in the simulation."""
     doubts: tuple[str, ...] = ()
     """Sentences on the less certain parts of this prediction."""
+    read_in_full: bool = True
+    """False if parts of the user's configuration that may change the answer were not read."""
     timing: StepSeconds | None = None
     """Seconds of the steady step; None without a named GPU, or without rates of it."""
     headroom_bytes: int = 0

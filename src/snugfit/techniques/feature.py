@@ -70,6 +70,10 @@ class Configuration(Protocol):
     def settings(self) -> Mapping[str, Any]:
         """Return the job and the recipe that it describes, by the keys of a job file."""
 
+    @property
+    def doubts(self) -> Sequence[str]:
+        """Return sentences on parts that were not read and may change the answer."""
+
     def show(self) -> None:
         """Print on stderr how each key was used."""
 

@@ -15,6 +15,9 @@ from snugfit.report.text.terminal import show, words
 
 LONGEST_VALUE = 40
 
+MOST_DOUBTS = 3
+"""Unread statements that an answer repeats."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
@@ -33,7 +36,7 @@ class Line:
     """Key of a job file, or flag, that replaces a refused key."""
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.says}"
+        return f"{self.key}={self.value}: {self.says}" if self.value else f"{self.key}: {self.says}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,18 @@ class Reading:
     refused: tuple[Line, ...]
     """Keys without a counterpart."""
 
+    unread: tuple[Line, ...] = ()
+    """Statements and keys that may change the answer, and were not read."""
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Return sentences on what was not read, for the answer."""
+        if not self.unread:
+            return ()
+        shown = "; ".join(f"{one.key}: {one.value}" for one in self.unread[:MOST_DOUBTS])
+        more = len(self.unread) - MOST_DOUBTS
+        return (f"{self.path} was not read in full: {shown}{f'; and {more} more' if more > 0 else ''}.",)
+
     def refuse(self, otherwise: Collection[str] = ()) -> None:
         """Raise `UsageError` with the keys that have no counterpart.
 
@@ -90,6 +105,9 @@ def render_reading(reading: Reading) -> RenderableType:
     """Return the account of a file, key by key."""
     head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
     parts: list[RenderableType] = [head]
+    if reading.unread:
+        rows = [(one.key, one.value, one.says) for one in reading.unread]
+        parts.append(table(("Not read, may change the answer", "Statement", "Why"), rows))
     for lines, heads in (
         (reading.took, ("Taken", "Value", "Here")),
         (reading.differs, ("Not quite the same", "Value", "Why")),

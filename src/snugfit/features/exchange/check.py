@@ -30,7 +30,8 @@ from snugfit.errors import did_you_mean
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.dialect import as_word, dialect, flatten
 from snugfit.features.exchange.document import Document, open_document
-from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.python.meaning import WIDENS
+from snugfit.features.exchange.python.values import Unknown
 from snugfit.features.exchange.values import wrong_values
 from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words
@@ -44,6 +45,9 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
 """Conditions of rules on a value, given the rule's operand and all values in force."""
+
+OF_READER = (WIDENS, "adapters_dtype")
+"""Keys that the reader of scripts makes, and that are no arguments of a library."""
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
 """A number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the exponent."""
@@ -220,7 +224,7 @@ def _find_unknown(document: Document, facts: Mapping[str, Any]) -> Iterator[Find
     known_elsewhere = {"predict_with_generate", "sortish_sampler"}
     fine = known | reported | known_elsewhere
     for key in document.values:
-        if key in fine or "." in key or key.startswith(("*", "generation_")):
+        if key in fine or key in OF_READER or "." in key or key.startswith(("*", "generation_")):
             continue
         says = f"{_library(document.dialect)} has no such argument.{did_you_mean(key, known)}"
         yield Finding(kind="unknown", keys=(key,), says=says)
@@ -273,7 +277,8 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
     usual = _defaults_of(document.dialect)
     given = dict(_all_keys(given))
-    force = {**usual, **given, **_processes(document)}
+    adapters = any(key.startswith(("lora.", "unsloth.")) for key in document.values)
+    force = {**usual, **given, **_processes(document), "adapters": adapters}
     for rule in facts["rules"]:
         when = rule.get("when", {})
         named = rule.get("given", [])

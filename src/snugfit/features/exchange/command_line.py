@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.dialect import dialect
-from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.python.values import Unknown
 from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
 
@@ -35,6 +35,15 @@ TASKS = {
 LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed")
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 """Modules for `python -m` that start a script themselves."""
+
+_SCHEDULERS = ("srun", "mpirun", "singularity", "apptainer", "docker", "nohup", "time", "sudo", "env", "exec")
+"""Commands that start another command, after options of their own."""
+
+_NO_LAUNCH = ("pip", "pip3", "echo", "cd", "git", "conda", "source", "huggingface-cli", "mkdir", "uv")
+"""Commands that start no training, although they may name a launcher."""
+
+_NUMBERS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "nnodes")
+"""Launchers' options that set the number of processes."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -79,30 +88,72 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     when there is none, or more than one."""
     variables: dict[str, str] = {}
     commands: list[list[str]] = []
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise UsageError(
-                f"{where}: a line is not a shell command ({error}): {line.strip()[:60]}"
-            ) from None
-        words = [_with_variables(word, variables) for word in words if word != "export"]
+    for line in _lines(text):
+        words = [word for word in _split(line, where) if word != "export"]
+        words = [one for word in words for one in _expand(word, variables, where)]
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
             variables[assigned[1]] = assigned[2]
             words.pop(0)
-        names = [word.rpartition("/")[2] for word in words]
-        if any(name in LAUNCHERS for name in names[:4]) and any(word.startswith("--") for word in words):
-            commands.append(words)
+        if commanded := _training_command(words, where):
+            commands.append(commanded)
     if len(commands) != 1:
         many = f"{len(commands)}; keep one" if commands else "none"
         raise UsageError(
             f"{where}: a shell file must have one command that starts training ({', '.join(LAUNCHERS)}), "
             f"but this one has {many}."
         )
-    return _read_command(commands[0])
+    return _read_command(commands[0], variables.get("CUDA_VISIBLE_DEVICES", ""))
 
 
-def _read_command(words: list[str]) -> tuple[str, dict[str, Any]]:
+def _lines(text: str) -> list[str]:
+    """Return the lines of a shell file. A quoted text, or a backslash, continues a line."""
+    lines: list[str] = []
+    quote, current = "", ""
+    for line in text.replace("\\\n", " ").splitlines():
+        if not quote and line.lstrip().startswith("#"):
+            continue
+        current += (" " if quote else "") + line
+        for character in line:
+            if character in "'\"" and quote in ("", character):
+                quote = "" if quote else character
+        if not quote:
+            lines.append(current)
+            current = ""
+    return [*lines, current] if current else lines
+
+
+def _split(line: str, where: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise UsageError(f"{where}: a line is not a shell command ({error}): {line.strip()[:60]}") from None
+
+
+def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
+    """Return the words that a word becomes. A variable alone becomes the words of its value."""
+    whole = _VARIABLE.fullmatch(word)
+    filled = _with_variables(word, variables)
+    if whole and filled != word and " " in filled.strip():
+        return _split(filled, where)
+    return [filled]
+
+
+def _training_command(words: list[str], where: str) -> list[str]:
+    """Return the words of a command from its launcher on; empty where none is started."""
+    if not words or words[0] in _NO_LAUNCH:
+        return []
+    if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "..."
+        return _training_command(_split(words[words.index("-c") + 1], where), where)
+    names = [word.rpartition("/")[2] for word in words]
+    first = next((at for at, name in enumerate(names) if name in LAUNCHERS), None)
+    if first is None or not any(word.startswith("--") for word in words[first:]):
+        return []
+    if first > 3 and names[0] not in _SCHEDULERS:
+        return []
+    return words[first:]
+
+
+def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
     """Return the dialect and the arguments of one command: first the launcher's own, then the script's."""
     scripts = [
         at
@@ -113,11 +164,19 @@ def _read_command(words: list[str]) -> tuple[str, dict[str, Any]]:
     ]
     start = scripts[0] + (words[scripts[0]] == "-m") if scripts else 0
     name = words[start].rpartition("/")[2].removesuffix(".py")
-    arguments = {f"launcher.{key}": value for key, value in _flags(words[:start]).items()}
+    launcher = _flags(words[:start])
+    if type(include := launcher.get("include")) is str and ":" in include:
+        launcher["num_gpus"] = len(include.partition(":")[2].split(","))
+    alone = words[0] in ("python", "python3") and not {"nproc_per_node", "nproc-per-node"} & set(launcher)
+    if visible and not alone and not set(_NUMBERS) & set(launcher):
+        launcher["visible"] = len(visible.split(","))
+    arguments = {f"launcher.{key}": value for key, value in launcher.items()}
     arguments |= _flags(words[start + 1 :])
     if task := TASKS.get(name.removesuffix("_no_trainer")):
         arguments.setdefault("job.task", task)
-    if "llamafactory-cli" in words:
+    of_factory = set(dialect("llamafactory").known_by) - {"template", "dataset_dir"}
+    if "llamafactory-cli" in words or of_factory & set(arguments):
+        arguments.pop("job.task", None)
         return "llamafactory", arguments
     if name == "sft" and not {"dtype", "torch_dtype"} & set(arguments):
         arguments["job.dtype"] = "float32"  # the default of TRL's `ModelConfig`
@@ -166,6 +225,6 @@ def _scalar(name: str, text: str) -> Any:
         return text
 
 
-def _with_variables(word: str, variables: dict[str, str]) -> str:
+def _with_variables(word: str, variables: Mapping[str, str]) -> str:
     """Return the word with the variables that the file set to a plain value."""
     return _VARIABLE.sub(lambda one: variables.get(one[1] or one[2], one[0]), word)

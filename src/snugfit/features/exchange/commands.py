@@ -47,12 +47,12 @@ File = Annotated[
     ),
 ]
 ArgumentsFile = Annotated[
-    Path | None,
+    list[Path] | None,
     given.option(
         given.JOB,
         "Read your configuration: TrainingArguments or SFTConfig (JSON, YAML, .py), a shell script that "
-        "starts training, an unsloth script, or a config of accelerate, DeepSpeed, axolotl or "
-        "LLaMA-Factory.",
+        "starts training, a notebook, or a config of accelerate, DeepSpeed, axolotl or "
+        "LLaMA-Factory. Repeat it for the files of a launcher.",
         "--arguments",
     ),
 ]

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer")
+DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer", "loop")
 """Dialects in the order of recognition: the more specific keys first."""
 
 
@@ -78,9 +78,6 @@ class Dialect:
 
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     """Keys with the library's own values for files without them."""
-
-    unknown_keys: str = ""
-    """Reason why a key outside the table may be ignored; empty where it may not."""
 
     note: str = ""
     """Difference here that is always present; empty for none."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.command_line import read_shell
 from snugfit.features.exchange.dialect import DIALECTS, dialect, recognise
-from snugfit.features.exchange.python_call import read_script
+from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
 from snugfit.user_files import load_json, load_yaml, read_text
 
 FORMATS = {
     ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python", ".sh": "shell", ".bash": "shell",
-    ".sbatch": "shell", ".slurm": "shell",
+    ".sbatch": "shell", ".slurm": "shell", ".ipynb": "notebook",
 }  # fmt: skip
 
 
@@ -26,7 +27,7 @@ class Document:
     """Path of the file."""
 
     format: str
-    """`json`, `yaml`, `python` or `shell`."""
+    """`json`, `yaml`, `python` (notebooks too) or `shell`."""
 
     dialect: str
     """The library whose keys these are."""
@@ -34,11 +35,94 @@ class Document:
     values: dict[str, Any]
     """Keys and values of the file."""
 
+    unread: tuple[tuple[int, str], ...] = ()
+    """Line and text of statements of a script that may change the answer and were not read."""
 
-def open_document(path: Path) -> Document:
+    refused: tuple[tuple[int, str, str], ...] = ()
+    """Line, text and reason of statements that are not predicted."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of a script's own options that were used."""
+
+
+LAUNCHERS = ("accelerate", "deepspeed")
+"""Dialects of files that start a run and do not describe it."""
+
+NAMED_FILES = ("launcher.config_file", "launcher.deepspeed_config_file", "deepspeed", "fsdp_config")
+"""Keys whose value may be the path of another file."""
+
+_OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
+    "torchtune": ("_component_",),
+    "ms-swift": ("train_type", "sft_type", "swift"),
+    "NeMo": ("exp_manager",),
+    "torchtitan": ("job", "training", "parallelism"),
+    "unsloth's studio": ("training_type", "is_lora"),
+}
+"""Keys of configurations that are not read, by tool; `_component_` at any depth."""
+
+
+def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> list[Document]:
+    """Read the files of one run, and the files that they name. Launchers' files come first.
+
+    Raises `UsageError` as `open_document` does, and for two files that both describe a run.
+    """
+    opened = [open_document(path, bfloat16=bfloat16) for path in paths]
+    beside = [other for document in opened for other in _named_files(document)]
+    documents = [*opened, *beside]
+    runs = [one for one in documents if one.dialect not in LAUNCHERS or one.format == "python"]
+    if len(runs) > 1:
+        names = " and ".join(str(one.path) for one in runs[:2])
+        raise UsageError(f"{names} both describe a run. Give one of them, beside files of its launcher.")
+    last = runs[0] if runs else documents[-1] if documents else None
+    return [*(one for one in documents if one is not last), *([last] if last else [])]
+
+
+def _named_files(document: Document) -> Iterator[Document]:
+    """Yield the launcher's file that a document names. Other files become part of its values."""
+    for key in NAMED_FILES:
+        name = document.values.get(key)
+        if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
+            continue
+        places = (document.path.parent / name, Path(name), document.path.parent / Path(name).name)
+        path = next((one for one in places if one.is_file()), None)
+        if path is None:
+            continue
+        if key == "launcher.config_file":
+            del document.values[key]
+            yield open_document(path)
+            continue
+        values = (
+            load_json(read_text(path), str(path))
+            if path.suffix == ".json"
+            else load_yaml(read_text(path), str(path))
+        )
+        if not isinstance(values, dict):
+            raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
+        del document.values[key]
+        document.values["fsdp_config" if key == "fsdp_config" else "deepspeed"] = values
+
+
+def _other_tool(values: Mapping[str, Any]) -> str | None:
+    """Return the tool whose configuration this is, and which is not read."""
+    names = {key for key, _ in _every_key(values)}
+    for tool, keys in _OTHER_TOOLS.items():
+        if set(keys) <= (names if keys == ("_component_",) else set(values)):
+            return tool
+    return None
+
+
+def _every_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        yield key, value
+        if isinstance(value, Mapping):
+            yield from _every_key(value)
+
+
+def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
     """Read the file at `path`.
 
-    Raises `UsageError` when it is not a file, or when no supported library reads such files.
+    `bfloat16` is the named GPU's support for it, on which scripts depend; None if no GPU is named. Raises
+    `UsageError` when it is not a file, or when no supported library reads such files.
     """
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in FORMATS)
@@ -47,14 +131,35 @@ def open_document(path: Path) -> Document:
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, which says what it is.")
     text, kind = read_text(path), FORMATS[path.suffix.lower()]
-    if kind in ("python", "shell"):
-        caller, arguments = (read_script if kind == "python" else read_shell)(text, str(path))
+    if kind == "shell":
+        caller, arguments = read_shell(text, str(path))
         return Document(path=path, format=kind, dialect=caller, values=arguments)
+    if kind in ("python", "notebook"):
+        code = code_of_notebook(text, str(path)) if kind == "notebook" else text
+        script = read_script(code, str(path), bfloat16=bfloat16)
+        return Document(
+            path=path,
+            format="python",
+            dialect=script.dialect,
+            values=script.arguments,
+            unread=tuple(script.unread),
+            refused=tuple(script.refused),
+            defaults=script.defaults,
+        )
     values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
+    if tool := _other_tool(values):
+        raise UsageError(
+            f"{path}: this is a configuration of {tool}, which is not read. Give the model itself: snugfit "
+            "predict MODEL --task TASK --batch-size N --recipe ..."
+        )
     name = recognise(values)
     if name is None:
-        known = "; ".join(f"{dialect(name).title}: {dialect(name).known_by[0]}" for name in DIALECTS)
+        known = "; ".join(
+            f"{dialect(name).title}: {dialect(name).known_by[0]}"
+            for name in DIALECTS
+            if dialect(name).known_by
+        )
         raise UsageError(f"{path}: none of its keys belongs to a known configuration ({known}, ...).")
     return Document(path=path, format=kind, dialect=name, values=values)

@@ -12,8 +12,9 @@ the arguments. A key outside every table is refused too, because a guess could h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import Line, Reading
 from snugfit.features.exchange.command_line import parse_pairs
 from snugfit.features.exchange.dialect import Dialect, as_word, dialect, flatten
-from snugfit.features.exchange.document import Document, open_document
+from snugfit.features.exchange.document import Document, open_documents
 from snugfit.features.exchange.processes import (
     BY,
     COPIES,
@@ -34,33 +35,43 @@ from snugfit.features.exchange.processes import (
     SHARDS,
     read_processes,
 )
-from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.python.values import Unknown
+from snugfit.job.inputs import has_sequence
+from snugfit.job.names import unquantized_name
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import advice
 from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
 
+DEFAULT_LENGTH = 512
+"""Tokens of a sequence in a job without a length (`Job.sequence_length`)."""
+
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 _JOB = "job."
 
 
 def read_arguments(
-    path: Path | None,
+    paths: Path | Sequence[Path] | None,
     flags: Mapping[str, Any] | None = None,
     *,
     options: Collection[str] = (),
     gpus: int | None = None,
+    bfloat16: bool | None = None,
 ) -> Reading:
-    """Return the job and the recipe in a user's file and in transformers' arguments on the command line.
+    """Return the job and the recipe in a user's files and in transformers' arguments on the command line.
 
-    The command line overrides the file. `options` are the arguments that the run itself uses, and that become
-    settings. `gpus` overrides the number in the file. Raises `UsageError` if the kind of file is unknown.
+    The command line overrides the files, and a run's own file those of its launcher. `options` are the
+    arguments that the run itself uses, and that become settings. `gpus` overrides the number in the files.
+    `bfloat16` is the named GPU's support for it. Raises `UsageError` if the kind of file is unknown.
 
     A key without a counterpart raises nothing here: the result lists it in `refused`.
     """
-    document = Document(path=Path("the command line"), format="shell", dialect="script", values={})
-    return _Reader(open_document(path) if path else document, flags or {}, options, gpus).reading()
+    named = [paths] if isinstance(paths, Path) else list(paths or ())
+    documents = open_documents(named, bfloat16=bfloat16) or [
+        Document(path=Path("the command line"), format="shell", dialect="script", values={})
+    ]
+    return _Reader(documents, flags or {}, options, gpus).reading()
 
 
 def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
@@ -79,9 +90,17 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         return None
     gpus = settings.get("gpus")
     reading = read_arguments(
-        flags.get("arguments_file"), given, options=options, gpus=gpus if type(gpus) is int else None
+        flags.get("arguments_file"),
+        given,
+        options=options,
+        gpus=gpus if type(gpus) is int else None,
+        bfloat16=_has_bfloat16(settings.get("gpu")),
     )
     reading.refuse(settings)
+    if _lacks_length(reading, {**settings, **flags}):
+        says = f"no length in this file: {DEFAULT_LENGTH} tokens are assumed; set --sequence-length"
+        line = Line(key="sequence length", value="not given", says=says)
+        reading = replace(reading, unread=(*reading.unread, line))
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
         said_twice = flags.get(key) is not None or key == "recipe"
@@ -96,38 +115,40 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """Builder of a `Reading` from one file."""
+    """Builder of a `Reading` from the files of one run."""
 
-    document: Document
+    documents: Sequence[Document]
+    """The launcher's files first; the last one is the run's own."""
     flags: Mapping[str, Any]
     options: Collection[str]
     named_gpus: int | None
     gpus: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    tables: dict[str, Dialect] = field(default_factory=dict)
+    """Table by argument in which its key was read."""
     settings: dict[str, Any] = field(default_factory=dict)
     said_by: dict[str, str] = field(default_factory=dict)
     took: list[Line] = field(default_factory=list)
     differs: list[Line] = field(default_factory=list)
     ignored: list[Line] = field(default_factory=list)
     refused: list[Line] = field(default_factory=list)
+    unread: list[Line] = field(default_factory=list)
+
+    @property
+    def document(self) -> Document:
+        """The run's own file."""
+        return self.documents[-1]
 
     def reading(self) -> Reading:
+        for document in self.documents:
+            self._read(document)
         table = dialect(self.document.dialect)
-        written = dict(flatten(_with_parts(self.document.values)))
-        given = {**table.unsaid, **written}
-        for key, value in given.items():
-            if key in written or not table.idle(key, given):
-                self._translate(key, value, table, given)
-        for rule in table.together:
-            if all(given.get(key) == value for key, value in rule["when"].items()):
-                origin = next(iter(rule["when"].items()))
-                self.arguments |= rule["becomes"]
-                self.origins |= dict.fromkeys(rule["becomes"], origin)
         for key, value in self.flags.items():
             self._translate(key, value, dialect("script"), self.flags)
         if table.note:
             self.differs.append(Line(key=table.title, value="", says=table.note))
+        self._unquantized_model()
         self._fill_defaults(table)
         self._processes()
         decided = self._recipe()
@@ -136,6 +157,7 @@ class _Reader:
             if key in self.origins and key not in decided:
                 self._account(key, value)
         self.settings.setdefault("loop", table.loop)
+        self._statements()
         return Reading(
             path=str(self.document.path),
             title=table.title,
@@ -146,9 +168,52 @@ class _Reader:
             differs=tuple(dict.fromkeys(self.differs)),
             ignored=tuple(dict.fromkeys(self.ignored)),
             refused=tuple(dict.fromkeys(self.refused)),
+            unread=tuple(dict.fromkeys(self.unread)),
         )
 
-    def _translate(self, key: str, value: Any, table: Dialect, given: Mapping[str, Any]) -> None:
+    def _read(self, document: Document) -> None:
+        """Translate the keys of one file."""
+        table = dialect(document.dialect)
+        written = dict(flatten(_with_parts(document.values)))
+        unsaid = dialect("script").unsaid if document.format == "shell" else {}
+        given = {**unsaid, **table.unsaid, **written}
+        of_script = document.format == "python"
+        for key in sorted(given, key=lambda key: f"{key}[]" not in table.becomes):
+            of_key = dialect("script") if key.startswith("launcher.") else table
+            if key in written or not of_key.idle(key, given):
+                for name, value in _elements(key, given[key], of_key):
+                    self._translate(name, value, of_key, given, of_script=of_script)
+        for rule in table.together:
+            if all(given.get(key) == value for key, value in rule["when"].items()):
+                origin = next(iter(rule["when"].items()))
+                self.arguments |= rule["becomes"]
+                self.origins |= dict.fromkeys(rule["becomes"], origin)
+                self.tables |= dict.fromkeys(rule["becomes"], table)
+
+    def _unquantized_model(self) -> None:
+        """Read a name of bitsandbytes' 4-bit weights as the model in 16 bits with qlora."""
+        name = self.arguments.get("job.model")
+        if not isinstance(name, str) or "bnb-4bit" not in name.lower():
+            return
+        origin = self.origins["job.model"]
+        bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        words = {f"model.quantization_config.{key}": value for key, value in bits.items()}
+        self.arguments |= {"job.model": unquantized_name(name), **words}
+        self.origins |= dict.fromkeys(words, origin)
+
+    def _statements(self) -> None:
+        """Add a script's statements that are not read or not predicted, and the defaults of its options."""
+        for line, text in self.document.unread:
+            self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
+        for line, text, why in self.document.refused:
+            self.refused.append(Line(key=f"line {line}, {text}", value="", says=why, instead="recipe"))
+        for name, value in self.document.defaults.items():
+            kind = "environment variable" if name.startswith("$") else "option of the script"
+            self.took.append(Line(key=name, value=f"{as_word(value)} (default)", says=f"an {kind}"))
+
+    def _translate(
+        self, key: str, value: Any, table: Dialect, given: Mapping[str, Any], *, of_script: bool = False
+    ) -> None:
         """Add a key to the common vocabulary, or to one of the accounts."""
         if key in self.options:
             self.settings[key] = value
@@ -161,21 +226,23 @@ class _Reader:
             self._line(self.ignored, key, value, f"it has no effect without {needed}")
             return
         meaning = table.translate(key, value)
-        if meaning is None and self._is_an_argument(key, table):
+        if meaning is None and (of_script or self._is_an_argument(key, table)):
             meaning = dialect("trainer").translate(key, value)
         if meaning is not None:
             newer = [name for name in meaning if name in given and given[name] is not None and name != key]
             for name, one in meaning.items():
                 if name not in newer:
                     self.arguments[name], self.origins[name] = one, (key, value)
+                    self.tables[name] = table
             if note := table.differs.get(key, {}).get(as_word(value)):
                 self._line(self.differs, key, value, note)
             return
         if note := table.differs.get(key, {}).get(as_word(value)):
             self._line(self.differs, key, value, note)
-        elif table.of_trainer or self._is_an_argument(key, table):
+        elif table.of_trainer or of_script or self._is_an_argument(key, table):
             if value is not None or key not in self.arguments:
                 self.arguments[key], self.origins[key] = value, (key, value)
+                self.tables[key] = table
         else:
             self._account_in(table, key, value)
 
@@ -318,8 +385,7 @@ class _Reader:
         name, given = self.origins[key]
         if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
             return
-        table = dialect(self.document.dialect)
-        table = dialect("script") if name in self.flags else table
+        table = self.tables.get(key, dialect(self.document.dialect))
         self._account_in(table if table.of_trainer else dialect("trainer"), key, value, name, given)
 
     def _account_in(
@@ -333,16 +399,20 @@ class _Reader:
             self._line(self.refused, name, given, says)
         elif reason := table.reason_to_ignore(key):
             self._line(self.ignored, name, given, reason)
-        elif (
-            refusal is None
-            and table.unknown_keys
-            and key.split(".", maxsplit=1)[0] not in installed.defaults()
-        ):
-            self._line(self.ignored, name, given, table.unknown_keys)
         elif refusal is None:
-            known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
-            guess = did_you_mean(key, known) if key not in known else ""
-            self._line(self.refused, name, given, f"snugfit does not know this key.{guess}")
+            self._unknown(table, key, name, given)
+
+    def _unknown(self, table: Dialect, key: str, name: str, given: Any) -> None:
+        """Add a key of no table to the account. One whose name speaks of memory is refused."""
+        known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
+        guess = did_you_mean(key, known) if key not in known else ""
+        says = f"snugfit does not know this key.{guess}"
+        if given in (None, False, "", "None", "null") or given in ([], {}):
+            self._line(self.ignored, name, given, "it is empty or off, and sets nothing")
+        elif _OF_MEMORY.search(key.lower()):
+            self._line(self.refused, name, given, says)
+        else:
+            self._line(self.unread, name, given, says)
 
     def _is_default(self, key: str) -> bool:
         """Return True if an argument sets a value that is the default anyway."""
@@ -355,6 +425,38 @@ class _Reader:
         shown = str(value) if isinstance(value, Unknown) else as_word(value)
         lines.append(Line(key=key, value=shown, says=says, instead=instead))
 
+
+def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
+    """Return True for a file of a run on texts without their length."""
+    task = given.get("task") or reading.settings.get("task")
+    named = any(given.get(key) is not None for key in ("sequence_length", "lengths", "job_file"))
+    return bool(task) and has_sequence(str(task)) and not named and "sequence_length" not in reading.settings
+
+
+def _has_bfloat16(gpu: Any) -> bool | None:
+    """Return the named GPU's support for bfloat16; None without a named GPU."""
+    if gpu is None:
+        return None
+    from snugfit.job.gpu import find_gpu
+
+    capability = find_gpu(gpu).compute_capability
+    return None if capability is None else capability >= (8, 0)
+
+
+def _elements(key: str, value: Any, table: Dialect) -> Iterator[tuple[str, Any]]:
+    """Yield a key with its value, or with each element of a list whose elements the table translates."""
+    of_each = f"{key}[]"
+    if isinstance(value, list) and of_each in table.becomes:
+        yield from ((of_each, one) for one in value)
+    else:
+        yield key, value
+
+
+_OF_MEMORY = re.compile(
+    r"4bit|8bit|16bit|quant|lora|peft|flash|attn|attention|liger|offload|checkpoint|fsdp|deepspeed|tokens|resize|pack|"
+    r"freeze|frozen|bf16|fp16|fp8|zero|parallel|expert|compile"
+)
+"""Words in names of keys that change memory."""
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
 

@@ -192,7 +192,6 @@ REFUSED = [
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ({"fp16": True, "bf16": True}, "fp16"),
-    ({"per_device_train_batchsize": 4}, "per_device_train_batchsize"),
     ({"per_device_train_batch_size": 2.5}, "per_device_train_batch_size"),
 ]  # fmt: skip
 
@@ -225,7 +224,7 @@ def test_what_changes_memory_or_maths_is_refused_by_name(
          "dynamo_config.dynamo_backend"),
         ("q.yml", "base_model: gpt2\nadapter: qlora\nload_in_8bit: true", "load_in_8bit"),
         ("q.yml", "base_model: gpt2\ngradient_checkpointing: offload", "gradient_checkpointing"),
-        ("q.yml", "base_model: gpt2\nplugins: [axolotl.integrations.liger.LigerPlugin]", "plugins"),
+        ("q.yml", "base_model: gpt2\nplugins: [axolotl.integrations.kd.KDPlugin]", "plugins[]"),
         ("t.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', load_in_4bit=True)\n"
          "a = TrainingArguments('x')", "model.load_in_4bit"),
         ("t.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', load_in_8bit=True)\n"
@@ -307,7 +306,7 @@ def test_what_accelerate_itself_writes_is_understood_whole(tmp_path: Path, suffi
         ("a.yaml", "optim: sgd\noptim: sgd", "is given twice"),
         ("a.yaml", "fp16: 2026-13-45", "month"),
         ("a.py", "def f(:", "not valid Python"),
-        ("a.py", "x = 1", "does not call it"),
+        ("a.py", "x = 1", "a script must call TrainingArguments"),
         ("a.py", "a = TrainingArguments('x')\nb = TrainingArguments('y')", "lines 1, 2"),
         ("a.py", "a = DPOConfig(output_dir='x')", "DPOConfig trains on preferences"),
         ("a.py", "x\0 = TrainingArguments()", "not valid Python"),

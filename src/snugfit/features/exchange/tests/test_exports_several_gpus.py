@@ -371,7 +371,6 @@ CONFIG = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_
 @pytest.mark.parametrize(
     ("name", "content", "key"),
     [
-        ("a.yaml", "distributed_type: FSDP\nnum_processes: 4", "fsdp_config.fsdp_version"),
         ("a.yaml", CONFIG + "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "fsdp_config.fsdp_auto_wrap_policy"),
         ("a.yaml", CONFIG + "  fsdp_reshard_after_forward: FULL_SHARD",
          "fsdp_config.fsdp_reshard_after_forward"),
@@ -384,7 +383,6 @@ CONFIG = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_
         ("a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}",
          "distributed_type"),
         ("a.json", {**FSDP, "fsdp": "hybrid_shard"}, "fsdp"),
-        ("a.json", {**FSDP, "fsdp_config": {"version": 1}}, "fsdp_config.version"),
         ("a.json", {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
                     "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}},
          "zero_optimization.stage"),

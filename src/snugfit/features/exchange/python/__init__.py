@@ -1,0 +1,1 @@
+"""Training scripts and notebooks, read from their syntax trees."""

@@ -1,0 +1,645 @@
+"""Evaluate a script's statements in order, without executing anything.
+
+Names have the value of their last assignment before a use. The script's functions run where it calls them.
+Of a condition with a known value, one branch runs. Otherwise both run, and names that they set differently
+are unknown afterwards. Loops run once. Parsed arguments have their defaults. Every call of another library is
+recorded with the values of its arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from snugfit.features.exchange.python.values import (
+    Assignment,
+    Class,
+    Environment,
+    ForeignCall,
+    Function,
+    Member,
+    Name,
+    OfGpu,
+    Parser,
+    Record,
+    Unknown,
+    is_known,
+)
+
+MOST_STATEMENTS = 200_000
+"""Statements of one script that are evaluated. Generated code may call functions without end."""
+
+DEEPEST = 12
+"""Nested calls of the script's own functions."""
+
+LARGEST = 10**15
+"""Largest number, and longest text, that arithmetic may produce."""
+
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
+    ast.UAdd: operator.pos, ast.Not: operator.not_, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda one, many: one in many,
+    ast.NotIn: lambda one, many: one not in many,
+}  # fmt: skip
+
+_BUILTINS: Mapping[str, Callable[..., Any]] = {
+    "int": int, "float": float, "str": str, "bool": bool, "len": len, "max": max, "min": min, "abs": abs,
+    "round": round, "list": list, "tuple": tuple,
+}  # fmt: skip
+
+USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
+"""Names of objects in an excerpt that does not make them, and in functions' parameters."""
+
+_OF_GPU = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
+"""Functions of torch, unsloth and transformers that are true on a GPU with bfloat16."""
+
+_PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
+"""Parsers that fill dataclasses from the command line."""
+
+
+class _Return(Exception):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _BlockEnds(Exception):
+    """The rest of a block does not run."""
+
+
+@dataclass
+class Evaluation:
+    """What a script does, in the order of its statements."""
+
+    calls: list[ForeignCall] = field(default_factory=list)
+    """Calls of other libraries' functions and of objects' methods."""
+    assignments: list[Assignment] = field(default_factory=list)
+    """Attributes and elements of objects that are set."""
+    classes: list[Class] = field(default_factory=list)
+    """Classes of the script."""
+    globals: Environment = field(default_factory=dict)
+    """Names of the module at its end."""
+    events: list[ForeignCall | Assignment] = field(default_factory=list)
+    """Calls and assignments in one order."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Defaults of options and of environment variables that were used, by `--option` or `$VARIABLE`."""
+    divisions: list[tuple[Member, int]] = field(default_factory=list)
+    """Parts of objects that the script divides by a number."""
+
+
+def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
+    """Return what the script does. `bfloat16` is the GPU's support for it; None if no GPU is named."""
+    evaluator = _Evaluator(bfloat16)
+    names: Environment = {"__name__": "__main__"}
+    for statement in tree.body:  # a script that ends early is read to its end
+        with contextlib.suppress(_Return):
+            evaluator.quiet_block([statement], names)
+    evaluator.run_uncalled()
+    evaluator.done.globals = names
+    return evaluator.done
+
+
+class _Evaluator:
+    def __init__(self, bfloat16: bool | None) -> None:
+        self.bfloat16 = bfloat16
+        self.done = Evaluation()
+        self.functions: list[Function] = []
+        self.called: set[ast.AST] = set()
+        self.depth = 0
+        self.unsure = 0
+        self.statements = 0
+
+    # ---- statements ----------------------------------------------------------------------------------------
+
+    def block(self, body: Sequence[ast.stmt], names: Environment) -> None:
+        for statement in body:
+            self.statements += 1
+            if self.statements > MOST_STATEMENTS:
+                raise _BlockEnds
+            method = getattr(self, f"run_{type(statement).__name__}", None)
+            if method is not None:
+                method(statement, names)
+            else:
+                for child in ast.iter_child_nodes(statement):
+                    if isinstance(child, ast.expr):
+                        self.value(child, names)
+
+    def quiet_block(self, body: Sequence[ast.stmt], names: Environment) -> bool:
+        """Run a block that may not run to its end. Return True if it does."""
+        try:
+            self.block(body, names)
+        except _BlockEnds:
+            return False
+        return True
+
+    def run_uncalled(self) -> None:
+        """Run functions that the script calls nowhere, such as those it gives to `map`: callers first."""
+        used = {
+            node.id
+            for function in self.functions
+            for node in ast.walk(function.node)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        first = [one for one in self.functions if getattr(one.node, "name", "") not in used]
+        for function in [*first, *self.functions]:
+            if function.node not in self.called:
+                self.call_own(function, (), {})
+
+    def run_Import(self, node: ast.Import, names: Environment) -> None:
+        for one in node.names:
+            top = one.name.partition(".")[0]
+            names[one.asname or top] = Name(one.name if one.asname else top)
+
+    def run_ImportFrom(self, node: ast.ImportFrom, names: Environment) -> None:
+        for one in node.names:
+            names[one.asname or one.name] = Name(f"{node.module or ''}.{one.name}")
+
+    def run_FunctionDef(self, node: ast.FunctionDef, names: Environment) -> None:
+        function = Function(node, names)
+        names[node.name] = function
+        self.functions.append(function)
+
+    run_AsyncFunctionDef = run_FunctionDef
+
+    def run_ClassDef(self, node: ast.ClassDef, names: Environment) -> None:
+        script_class = Class(node, tuple(self.value(base, names) for base in node.bases), names)
+        names[node.name] = script_class
+        self.done.classes.append(script_class)
+        for one in node.body:
+            if isinstance(one, ast.FunctionDef):
+                self.functions.append(Function(one, names))
+
+    def run_Assign(self, node: ast.Assign, names: Environment) -> None:
+        value = self.value(node.value, names)
+        for target in node.targets:
+            self.assign(target, value, names, node)
+
+    def run_AnnAssign(self, node: ast.AnnAssign, names: Environment) -> None:
+        if node.value is not None:
+            self.assign(node.target, self.value(node.value, names), names, node)
+
+    def run_AugAssign(self, node: ast.AugAssign, names: Environment) -> None:
+        value = self.value(ast.BinOp(_as_read(node.target), node.op, node.value), names)
+        self.assign(node.target, value, names, node)
+
+    def run_Expr(self, node: ast.Expr, names: Environment) -> None:
+        self.value(node.value, names)
+
+    def run_Return(self, node: ast.Return, names: Environment) -> None:
+        raise _Return(self.value(node.value, names) if node.value else None)
+
+    def run_Raise(self, node: ast.Raise, names: Environment) -> None:
+        raise _BlockEnds
+
+    def run_If(self, node: ast.If, names: Environment) -> None:
+        test = self.value(node.test, names)
+        if is_known(test):
+            self.block(node.body if test else node.orelse, names)
+            return
+        self.unsure += 1
+        try:
+            self.branches([node.body, node.orelse], names)
+        finally:
+            self.unsure -= 1
+
+    def branches(self, bodies: Sequence[Sequence[ast.stmt]], names: Environment) -> None:
+        """Run each block on the names before it. A name that the blocks set differently becomes unknown."""
+        before = dict(names)
+        ends: list[Environment] = []
+        for body in bodies:
+            copy = dict(before)
+            try:
+                if self.quiet_block(body, copy):
+                    ends.append(copy)
+            except _Return as returned:
+                if is_known(returned.value) or returned.value is None:
+                    continue  # an early return of some case
+                raise
+        for end in ends[:1] or [before]:
+            names.update(end)
+        for name in {name for end in ends[1:] for name in end}:
+            values = [end[name] for end in ends if name in end]
+            if any(not _same(value, values[0]) for value in values):
+                names[name] = _one_of(name, values)
+            else:
+                names[name] = values[0]
+
+    def run_For(self, node: ast.For, names: Environment) -> None:
+        items = self.value(node.iter, names)
+        if isinstance(items, list | tuple) and len(items) == 1:
+            item = items[0]
+        else:
+            item = Member(items, "[]") if not is_known(items) else Unknown(ast.unparse(node.target))
+            if isinstance(items, list | tuple) and items and all(isinstance(one, Name) for one in items):
+                for one in items:
+                    self.assign(node.target, one, names, node)
+                    self.quiet_block(node.body, names)
+                return
+        self.assign(node.target, item, names, node)
+        self.quiet_block(node.body, names)
+        self.quiet_block(node.orelse, names)
+
+    run_AsyncFor = run_For
+
+    def run_While(self, node: ast.While, names: Environment) -> None:
+        self.value(node.test, names)
+        self.quiet_block(node.body, names)
+
+    def run_With(self, node: ast.With, names: Environment) -> None:
+        for item in node.items:
+            value = self.value(item.context_expr, names)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, value, names, node)
+        self.block(node.body, names)
+
+    run_AsyncWith = run_With
+
+    def run_Try(self, node: ast.Try, names: Environment) -> None:
+        if self.quiet_block(node.body, names):
+            self.block(node.orelse, names)
+        else:
+            for handler in node.handlers:
+                self.quiet_block(handler.body, names)
+        self.block(node.finalbody, names)
+
+    def assign(self, target: ast.expr, value: Any, names: Environment, node: ast.stmt) -> None:
+        """Give a value to a target, or to each of several."""
+        if isinstance(target, ast.Name):
+            names[target.id] = value
+        elif isinstance(target, ast.Tuple | ast.List):
+            for number, one in enumerate(target.elts):
+                if isinstance(value, list | tuple) and len(value) == len(target.elts):
+                    self.assign(one, value[number], names, node)
+                else:
+                    self.assign(one, Member(value, f"[{number}]"), names, node)
+        elif isinstance(target, ast.Attribute):
+            of = self.value(target.value, names)
+            if isinstance(of, Record):
+                of.attributes[target.attr] = value
+                return
+            self.set(Assignment(of, target.attr, value, node.lineno, _text(node), self.unsure > 0))
+        elif isinstance(target, ast.Subscript):
+            of, key = self.value(target.value, names), self.value(target.slice, names)
+            if isinstance(of, dict) and isinstance(key, str):
+                of[key] = value
+                return
+            self.set(Assignment(of, str(key), value, node.lineno, _text(node), self.unsure > 0))
+
+    def set(self, assignment: Assignment) -> None:
+        self.done.assignments.append(assignment)
+        self.done.events.append(assignment)
+
+    # ---- expressions ---------------------------------------------------------------------------------------
+
+    def value(self, node: ast.expr, names: Environment) -> Any:
+        """Return an expression's value, and record the calls in it."""
+        method = getattr(self, f"value_of_{type(node).__name__}", None)
+        if method is not None:
+            return method(node, names)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child, names)
+        return Unknown(ast.unparse(node))
+
+    def value_of_Constant(self, node: ast.Constant, names: Environment) -> Any:
+        return node.value if is_known(node.value) else Unknown(ast.unparse(node))
+
+    def value_of_Name(self, node: ast.Name, names: Environment) -> Any:
+        if node.id in names:
+            return names[node.id]
+        return Unknown(node.id) if node.id in USUAL_NAMES else Name(node.id)
+
+    def value_of_Attribute(self, node: ast.Attribute, names: Environment) -> Any:
+        of = self.value(node.value, names)
+        if isinstance(of, Name):
+            return Name(f"{of.dotted}.{node.attr}")
+        if isinstance(of, Record):
+            value = of.attributes.get(node.attr, Unknown(ast.unparse(node)))
+            if of.of_options and is_known(value):
+                self.done.defaults[f"--{node.attr}"] = value
+            return value
+        return Member(of, node.attr) if not is_known(of) else Unknown(ast.unparse(node))
+
+    def value_of_List(self, node: ast.List, names: Environment) -> Any:
+        return [self.value(one, names) for one in node.elts]
+
+    value_of_Set = value_of_List
+
+    def value_of_Tuple(self, node: ast.Tuple, names: Environment) -> Any:
+        return tuple(self.value(one, names) for one in node.elts)
+
+    def value_of_Dict(self, node: ast.Dict, names: Environment) -> Any:
+        result: dict[str, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            inner = self.value(value, names)
+            if key is None:
+                if not isinstance(inner, Mapping):
+                    return Unknown(ast.unparse(node))
+                result |= inner
+                continue
+            name = self.value(key, names)
+            if not isinstance(name, str | int):
+                return Unknown(ast.unparse(node))
+            result[str(name)] = inner
+        return result
+
+    def value_of_JoinedStr(self, node: ast.JoinedStr, names: Environment) -> Any:
+        parts = [self.value(one, names) for one in node.values]
+        return "".join(map(str, parts)) if all(map(is_known, parts)) else Unknown(ast.unparse(node))
+
+    def value_of_FormattedValue(self, node: ast.FormattedValue, names: Environment) -> Any:
+        value = self.value(node.value, names)
+        return value if node.format_spec is None else Unknown(ast.unparse(node.value))
+
+    def value_of_BinOp(self, node: ast.BinOp, names: Environment) -> Any:
+        left, right = self.value(node.left, names), self.value(node.right, names)
+        if isinstance(node.op, ast.Div) and isinstance(left, Member) and type(right) is int:
+            self.done.divisions.append((left, right))
+            return left
+        return self.compute(node, type(node.op), left, right)
+
+    def value_of_UnaryOp(self, node: ast.UnaryOp, names: Environment) -> Any:
+        value = self.value(node.operand, names)
+        if isinstance(value, OfGpu) and isinstance(node.op, ast.Not):
+            return OfGpu(ast.unparse(node), not value.holds)
+        return self.compute(node, type(node.op), value)
+
+    def value_of_BoolOp(self, node: ast.BoolOp, names: Environment) -> Any:
+        values = [self.value(one, names) for one in node.values]
+        ends = isinstance(node.op, ast.Or)
+        for value in values:
+            if not is_known(value):
+                return value if value is values[-1] else Unknown(ast.unparse(node))
+            if bool(value) is ends:
+                return value
+        return values[-1]
+
+    def value_of_Compare(self, node: ast.Compare, names: Environment) -> Any:
+        left, values = self.value(node.left, names), [self.value(one, names) for one in node.comparators]
+        if _is_capability(left) and len(values) == 1 and values[0] in (8, (8, 0)):
+            above = isinstance(node.ops[0], ast.GtE)
+            return self.of_gpu(node, above) if isinstance(node.ops[0], ast.GtE | ast.Lt) else Unknown("")
+        if len(values) > 1:
+            return Unknown(ast.unparse(node))
+        return self.compute(node, type(node.ops[0]), left, values[0])
+
+    def value_of_IfExp(self, node: ast.IfExp, names: Environment) -> Any:
+        test = self.value(node.test, names)
+        if is_known(test):
+            return self.value(node.body if test else node.orelse, names)
+        yes, no = self.value(node.body, names), self.value(node.orelse, names)
+        if isinstance(test, OfGpu):
+            return OfGpu(ast.unparse(node), test.holds)
+        return yes if _same(yes, no) else Unknown(ast.unparse(node))
+
+    def value_of_Subscript(self, node: ast.Subscript, names: Environment) -> Any:
+        of, key = self.value(node.value, names), self.value(node.slice, names)
+        if isinstance(of, dict | list | tuple | str):
+            try:
+                return of[str(key) if isinstance(of, dict) else key]  # type: ignore[index]
+            except (KeyError, IndexError, TypeError):
+                return Unknown(ast.unparse(node))
+        if isinstance(of, Name):
+            return Name(f"{of.dotted}[{key}]") if of.dotted != "os.environ" else Unknown(ast.unparse(node))
+        return Member(of, f"[{key}]")
+
+    def value_of_NamedExpr(self, node: ast.NamedExpr, names: Environment) -> Any:
+        value = self.value(node.value, names)
+        names[node.target.id] = value
+        return value
+
+    def value_of_Lambda(self, node: ast.Lambda, names: Environment) -> Any:
+        function = Function(node, names)
+        self.functions.append(function)
+        return function
+
+    def comprehension(self, node: Any, names: Environment) -> Any:
+        inner = dict(names)
+        for one in node.generators:
+            items = self.value(one.iter, inner)
+            item = Unknown(ast.unparse(one.target)) if is_known(items) else Member(items, "[]")
+            self.assign(one.target, item, inner, ast.Pass(lineno=node.lineno))
+        parts = [node.elt] if hasattr(node, "elt") else [node.key, node.value]
+        values = [self.value(one, inner) for one in parts]
+        return values[-1] if isinstance(values[-1], Member) else Unknown(ast.unparse(node))
+
+    value_of_ListComp = value_of_SetComp = value_of_GeneratorExp = value_of_DictComp = comprehension
+
+    def value_of_Call(self, node: ast.Call, names: Environment) -> Any:
+        function = self.value(node.func, names)
+        positional: list[Any] = []
+        for one in node.args:
+            if isinstance(one, ast.Starred):
+                inner = self.value(one.value, names)
+                positional += inner if isinstance(inner, list | tuple) else [Member(inner, "[]")]
+            else:
+                positional.append(self.value(one, names))
+        named: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self.value(keyword.value, names)
+            if keyword.arg is not None:
+                named[keyword.arg] = value
+            elif isinstance(value, Mapping):
+                named |= value
+            elif isinstance(value, Record):
+                named |= value.attributes
+            else:
+                named[f"**{ast.unparse(keyword.value)}"] = value if not is_known(value) else Unknown("")
+        if isinstance(function, Function):
+            return self.call_own(function, tuple(positional), named)
+        if isinstance(function, Class) and _is_dataclass(function):
+            return self.instance(function, tuple(positional), named)
+        known = self.known_value(node, function, positional, named)
+        if known is not _NOT_KNOWN:
+            return known
+        call = ForeignCall(function, tuple(positional), named, node.lineno, _text(node), self.unsure > 0)
+        self.done.calls.append(call)
+        self.done.events.append(call)
+        return call
+
+    def known_value(
+        self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
+    ) -> Any:
+        """Return the value of a call that is known; `_NOT_KNOWN` for another one."""
+        value: Any = _NOT_KNOWN
+        if isinstance(function, Member):
+            value = self.method(node, function, positional, named)
+        elif not isinstance(function, Name):
+            pass
+        elif function.dotted in ("os.environ.get", "os.getenv"):
+            value = [*positional[1:], *named.values(), Unknown(ast.unparse(node))][0]
+            if is_known(value) and positional:
+                self.done.defaults[f"${positional[0]}"] = value
+        elif function.last in _OF_GPU:
+            value = self.of_gpu(node, True)
+        elif function.dotted == "torch.cuda.is_available":
+            value = True
+        elif function.last in ("ArgumentParser", *_PARSERS):
+            self.done.calls.append(ForeignCall(function, tuple(positional), named, node.lineno, _text(node)))
+            kinds = [] if function.last == "ArgumentParser" else [*positional, *named.values()][:1]
+            several = bool(kinds) and isinstance(kinds[0], list | tuple)
+            value = Parser(kinds=tuple(kinds[0]) if several else tuple(kinds))
+        elif function.dotted == "dict" and not positional:
+            value = dict(named)
+        elif function.dotted in _BUILTINS and positional and all(map(is_known, positional)) and not named:
+            value = self.built_in(node, function.dotted, positional)
+        return value
+
+    def built_in(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
+        """Return the value of one of Python's own functions."""
+        try:
+            return _BUILTINS[name](*positional)
+        except (TypeError, ValueError, OverflowError):
+            return Unknown(ast.unparse(node))
+
+    def method(
+        self, node: ast.Call, function: Member, positional: list[Any], named: Mapping[str, Any]
+    ) -> Any:
+        """Return the value of a method of a parser or a mapping; `_NOT_KNOWN` for another one."""
+        of, name = function.of, function.name
+        if not isinstance(of, Parser):
+            return _NOT_KNOWN
+        if name.startswith("parse"):
+            if of.kinds:
+                return tuple(map(self.parse_kind, of.kinds))
+            parsed = Record(dict(of.defaults), of_options=True)
+            return (parsed, []) if name == "parse_known_args" else parsed
+        if name == "add_argument":
+            flags = [one for one in positional if isinstance(one, str)]
+            longest = max(flags, key=len, default="")
+            key = str(named.get("dest", longest.lstrip("-").replace("-", "_")))
+            usual: Any = {"store_true": False, "store_false": True}.get(str(named.get("action")))
+            of.defaults[key] = named.get("default", usual) if longest.startswith("-") else Unknown(key)
+            return None
+        if name == "set_defaults":
+            of.defaults |= named
+            return None
+        return of if name.startswith("add_") else Unknown(ast.unparse(node))
+
+    def parse_kind(self, kind: Any) -> Any:
+        """Return the instance of a dataclass that a parser fills from the command line."""
+        if isinstance(kind, Class):
+            result = self.instance(kind, (), {})
+            result.of_options = True
+            return result
+        name = kind.last if isinstance(kind, Name) else repr(kind)
+        return Member(kind, f"{name} of the command line")
+
+    def of_gpu(self, node: ast.expr, holds: bool) -> Any:
+        if self.bfloat16 is None:
+            return OfGpu(ast.unparse(node), holds)
+        return self.bfloat16 is holds
+
+    def call_own(self, function: Function, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Run a function of the script, and return its value."""
+        node = function.node
+        self.called.add(node)
+        if self.depth >= DEEPEST:
+            return Unknown(getattr(node, "name", "a function"))
+        names = dict(function.environment)
+        parameters = [*node.args.posonlyargs, *node.args.args]
+        defaults = dict(zip([one.arg for one in parameters][::-1], node.args.defaults[::-1], strict=False))
+        defaults |= {
+            one.arg: default
+            for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            if default is not None
+        }
+        every = [*parameters, *node.args.kwonlyargs, *filter(None, (node.args.vararg, node.args.kwarg))]
+        own = {one.arg for one in every}
+        for one in every:
+            default = defaults.get(one.arg)
+            names[one.arg] = Unknown(one.arg) if default is None else self.value(default, names)
+        names.update(zip((one.arg for one in parameters), positional, strict=False))
+        names.update({key: value for key, value in named.items() if key in own})
+        self.depth += 1
+        try:
+            if isinstance(node, ast.Lambda):
+                return self.value(node.body, names)
+            self.block(node.body, names)
+        except _Return as returned:
+            return returned.value
+        except _BlockEnds:
+            return Unknown(getattr(node, "name", "a function"))
+        finally:
+            self.depth -= 1
+        return None
+
+    def instance(self, script_class: Class, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Record:
+        """Return an instance of a dataclass of the script."""
+        record = Record()
+        for base in script_class.bases:
+            if isinstance(base, Class):
+                record.attributes |= self.instance(base, (), {}).attributes
+        for one in script_class.node.body:
+            if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
+                continue
+            default = (
+                Unknown(one.target.id)
+                if one.value is None
+                else self.value(one.value, script_class.environment)
+            )
+            if isinstance(default, ForeignCall) and default.name == "field":
+                default = default.named.get("default", Unknown(one.target.id))
+            record.attributes[one.target.id] = default
+        record.attributes |= dict(zip(record.attributes, positional, strict=False))
+        record.attributes |= named
+        return record
+
+    def compute(self, node: ast.expr, kind: type[ast.AST], *values: Any) -> Any:
+        """Return the result of an operator on known values."""
+        function = _OPERATORS.get(kind)
+        if function is None or not all(map(is_known, values)) or not all(map(_is_small, values)):
+            return Unknown(ast.unparse(node))
+        if kind is ast.Pow and (not isinstance(values[1], int) or abs(values[1]) > 64):
+            return Unknown(ast.unparse(node))
+        if kind is ast.Mult and not all(isinstance(one, int | float) for one in values):
+            return Unknown(ast.unparse(node))
+        try:
+            return function(*values)
+        except (TypeError, ValueError, ArithmeticError):
+            return Unknown(ast.unparse(node))
+
+
+_NOT_KNOWN = object()
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (is_known(one) and is_known(other) and type(one) is type(other) and one == other)
+
+
+def _one_of(name: str, values: Sequence[Any]) -> Any:
+    """Return the value of a name that branches set differently: an object's, if each sets an object."""
+    known = [value for value in values if is_known(value) or isinstance(value, Unknown)]
+    return Unknown(name) if known else values[0]
+
+
+def _is_capability(value: Any) -> bool:
+    """Return True for a GPU's compute capability, or its first number."""
+    inner = value.of if isinstance(value, Member) and value.name == "[0]" else value
+    return isinstance(inner, ForeignCall) and inner.name == "get_device_capability"
+
+
+def _is_dataclass(script_class: Class) -> bool:
+    return any("dataclass" in ast.unparse(one) for one in script_class.node.decorator_list)
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | str | list | tuple):
+        return True
+    return (len(value) if isinstance(value, str | list | tuple) else abs(value)) <= LARGEST
+
+
+def _as_read(target: ast.expr) -> ast.expr:
+    """Return an assigned expression as one that is read."""
+    read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
+    return read
+
+
+def _text(node: ast.AST) -> str:
+    """Return a statement in one line; only the head of a block."""
+    return ast.unparse(node).splitlines()[0]

@@ -1,0 +1,693 @@
+"""The meaning of a script's calls and assignments, as arguments of `TrainingArguments` and related calls.
+
+The arguments of related calls have the prefixes `model.` and `lora.`; facts of the job have `job.`. Some
+statements touch the model, trainer, optimizer or torch's switches, and have no meaning here.
+They are listed as not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.features.exchange.python.evaluate import Evaluation
+from snugfit.features.exchange.python.objects import (
+    LIGER,
+    LOADER,
+    LOADERS,
+    MODEL,
+    OPTIMIZER,
+    PART,
+    TOKENIZER,
+    TRAINER,
+    TRAINERS,
+    UNSLOTH,
+    base_trainer,
+    calls_in,
+    is_model_class,
+    kind_of,
+    task_of_class,
+)
+from snugfit.features.exchange.python.values import (
+    Assignment,
+    Class,
+    ForeignCall,
+    Member,
+    Name,
+    Unknown,
+    is_known,
+)
+from snugfit.job.architectures import heads
+
+ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
+
+UNSLOTH_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "from_pretrained": {"max_seq_length": 2048, "load_in_4bit": True},
+    "get_peft_model": {"r": 16, "target_modules": "all-linear"},
+}
+"""Defaults of arguments of unsloth's calls."""
+
+WIDENS = "prepare_model_for_kbit_training"
+"""peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
+
+READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
+"""Classes whose arguments are read where an argument has such an object."""
+
+OPTIMIZERS: Mapping[str, str] = {
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop",
+    "Adafactor": "adafactor", "AdamW8bit": "adamw_bnb_8bit", "Adam8bit": "adamw_bnb_8bit",
+    "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdam8bit": "paged_adamw_8bit",
+    "PagedAdamW": "paged_adamw_32bit", "PagedAdam": "paged_adamw_32bit",
+    "PagedAdamW32bit": "paged_adamw_32bit", "PagedAdam32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
+    "Lion32bit": "lion_32bit", "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit",
+    "PagedLion": "paged_lion_32bit", "PagedLion32bit": "paged_lion_32bit",
+}  # fmt: skip
+"""`optim` of TrainingArguments by optimizer class of torch, transformers and bitsandbytes. Adam has AdamW's
+states."""
+
+DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", "uint8")
+
+NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
+
+_OVERRIDES = (
+    "compute_loss",
+    "training_step",
+    "create_optimizer",
+    "_inner_training_loop",
+    "compute_loss_func",
+)
+"""Methods of a Trainer that change its step."""
+
+
+@dataclass
+class Script:
+    """Contents of a training script."""
+
+    dialect: str
+    """`trainer`, `sft`, `accelerate` or `loop`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    unread: list[tuple[int, str]] = field(default_factory=list)
+    """Line and text of statements that may change the answer and were not read."""
+    refused: list[tuple[int, str, str]] = field(default_factory=list)
+    """Line, text and reason of statements that change the answer and are not predicted."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Defaults of the script's options that were used."""
+
+
+def read_meaning(done: Evaluation, where: str) -> Script:
+    """Return the meaning of an evaluated script. Raises `UsageError` for one that is not read."""
+    return _Meaning(done, where).read()
+
+
+@cache
+def _harmless() -> Mapping[str, list[str]]:
+    """Return methods, functions, attributes and variables without effect on a step."""
+    text = files("snugfit.features.exchange.python").joinpath("harmless.json").read_text(encoding="utf-8")
+    table: Mapping[str, list[str]] = json.loads(text)
+    return table
+
+
+class _Meaning:
+    def __init__(self, done: Evaluation, where: str) -> None:
+        self.done, self.where = done, where
+        self.calls = done.calls
+        self.events = _before_training(done)
+        self.script = Script("trainer")
+        self.read_events: set[int] = set()
+
+    def read(self) -> Script:
+        trainers = [call for call in self.calls if kind_of(call) == TRAINER]
+        self._refuse_other_loops(trainers)
+        main = self._main_call(trainers)
+        script = self.script
+        trainer = next((one for one in trainers), None)
+        base = self._trainer_name(trainer) if trainer else ""
+        old_sft = base in ("SFTTrainer", "UnslothTrainer")
+        if main is not None:
+            script.dialect = "sft" if main.name == "SFTConfig" else "trainer"
+            script.arguments |= self.values(main, first="output_dir")
+        elif trainer is not None:
+            script.dialect = "sft" if old_sft else "trainer"
+        elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
+            script.dialect = "accelerate"
+            script.arguments |= self.values(accelerator, first="device_placement")
+        else:
+            script.dialect = "loop"
+        model = self._model(trainer)
+        if script.dialect == "loop" and not self._is_loop(model):
+            raise UsageError(self._nothing_found())
+        if trainer is not None:
+            self._of_trainer(trainer, old_sft and script.dialect == "trainer")
+        if model is not None:
+            script.arguments |= self._of_model(model)
+        for event in self.events:
+            self._read_event(event)
+        self._of_loop()
+        self._casts()
+        self._gpus()
+        self._lengths()
+        self._optimizer(trainer)
+        for event in self.events:
+            self._account(event)
+        script.defaults = dict(self.done.defaults)
+        script.unread = list(dict.fromkeys(script.unread))
+        return script
+
+    # ---- what runs -----------------------------------------------------------------------------------------
+
+    def _refuse_other_loops(self, trainers: list[ForeignCall]) -> None:
+        """Raise `UsageError` for a trainer whose step is not predicted."""
+        for call in [*trainers, *self.calls]:
+            name, library = (self._trainer_name(call) if call in trainers else call.name), call.library
+            if library in ("pytorch_lightning", "lightning") and name == "Trainer":
+                self._refuse(call, f"{name} of Lightning is not read. {self._facts()}{NO_PLAIN_LOOP}")
+            reason = _reason_against(name, library, is_trainer=call in trainers)
+            if reason:
+                self._refuse(call, f"{name} {reason}")
+
+    def _refuse(self, call: ForeignCall, why: str) -> None:
+        raise UsageError(f"{self.where}, line {call.line}: {why}")
+
+    def _trainer_name(self, call: ForeignCall) -> str:
+        return base_trainer(call.function) if isinstance(call.function, Class) else call.name
+
+    def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | None:
+        """Return the call whose arguments the trainer has; None if there is no such call."""
+        main = [call for call in self.calls if call.name in ARGUMENTS]
+        used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
+        if chosen := [call for call in main if any(call is value for value in used)]:
+            main = chosen[:1] if len(set(map(id, chosen))) == 1 else chosen
+        parsed = [
+            value for value in used if isinstance(value, Member) and "of the command line" in value.name
+        ]
+        of_parser = any(call.name in _PARSERS for call in self.calls)
+        if parsed or (not main and of_parser):
+            raise UsageError(
+                f"{self.where}: this script reads its arguments from the command line. Give the shell file "
+                "that starts it, or the arguments: snugfit predict --model_name_or_path ..."
+            )
+        if len(main) > 1:
+            lines = ", ".join(str(call.line) for call in main)
+            raise UsageError(
+                f"{self.where}: TrainingArguments is called on the lines {lines}, and which call counts is "
+                "decided while the script runs. Keep one of them."
+            )
+        return main[0] if main else None
+
+    def _model(self, trainer: ForeignCall | None) -> ForeignCall | None:
+        """Return the call that makes the model that trains."""
+        models = [call for call in self.calls if _makes_model(call)]
+        if trainer is not None:
+            given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
+            inner = [call for call in calls_in(given) if _makes_model(call)]
+            if inner:
+                return inner[-1]
+        return models[0] if models else None
+
+    def _is_loop(self, model: ForeignCall | None) -> bool:
+        trains = any(call.name in ("backward", "zero_grad") for call in self.calls)
+        return model is not None and (trains or any(kind_of(call) == OPTIMIZER for call in self.calls))
+
+    def _nothing_found(self) -> str:
+        return (
+            f"{self.where}: a script must call TrainingArguments, Accelerator, or train a model of "
+            f"transformers in a loop, but this one does not. {self._facts()}{NO_PLAIN_LOOP}"
+        )
+
+    def _facts(self) -> str:
+        """Return the model that the script names, for messages."""
+        names = [
+            call.positional[0]
+            for call in self.calls
+            if call.name in LOADERS and call.positional and isinstance(call.positional[0], str)
+        ]
+        return f"It loads {names[0]}. " if names else ""
+
+    # ---- values --------------------------------------------------------------------------------------------
+
+    def values(self, call: ForeignCall, *, first: str = "") -> dict[str, Any]:
+        """Return a call's arguments by name. `first` is the name of the first positional one."""
+        arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
+        for key, value in call.named.items():
+            if key.startswith("**") and (file := _file_of(value)):
+                raise UsageError(
+                    f"{self.where}, line {call.line}: the arguments come from {file}. Give that file: "
+                    f"--arguments {file}"
+                )
+            arguments[key] = self.value(value)
+        return arguments
+
+    def value(self, value: Any) -> Any:
+        """Return a value in the form of a configuration file."""
+        if isinstance(value, Mapping):
+            return {key: self.value(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(one) for one in value]
+        if isinstance(value, Name):
+            return _word(value)
+        if isinstance(value, ForeignCall) and value.name in READ_AS_VALUES:
+            return self.values(value)
+        if (
+            isinstance(value, ForeignCall)
+            and value.name == "Mxfp4Config"
+            and value.named.get("dequantize") is True
+        ):
+            return None  # the weights become 16-bit ones
+        return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
+
+    def _of_model(self, call: ForeignCall) -> dict[str, Any]:
+        """Return the arguments of the call that makes the model, and its task."""
+        if call.owner in UNSLOTH:
+            return {}
+        inner = self.values(call, first="pretrained_model_name_or_path")
+        name = inner.pop("pretrained_model_name_or_path", inner.pop("config", None))
+        task = task_of_class(call.owner)
+        if task is None:
+            known = ", ".join(auto for auto, _ in heads().values())
+            raise UsageError(
+                f"{self.where}, line {call.line}: {call.owner} has no task here. Models of these tasks are "
+                f"predicted: {known}."
+            )
+        self._mark(call)
+        if isinstance(name, Unknown) and (config := _config_name(call)):
+            name = config
+        facts: dict[str, Any] = {"job.task": task, **({"job.model": name} if isinstance(name, str) else {})}
+        facts |= {f"model.{key}": value for key, value in inner.items() if key != "device_map"}
+        if call.owner == LIGER:
+            facts["use_liger_kernel"] = True
+        if call.name != "from_pretrained" and not {"model.dtype", "model.torch_dtype"} & set(facts):
+            read = any(one.name == "from_pretrained" and one.owner.endswith("Config") for one in self.calls)
+            facts |= {} if read else {"job.dtype": "float32"}
+        return facts
+
+    def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
+        """Read the arguments of the trainer itself."""
+        self._mark(call)
+        arguments = self.script.arguments
+        given = call.named.get("model", call.positional[0] if call.positional else None)
+        if isinstance(given, str):  # TRL loads it, in float32 unless `model_init_kwargs` sets a dtype
+            options = arguments.get("model_init_kwargs")
+            arguments["job.model"] = given
+            if isinstance(options, Unknown):
+                arguments["job.dtype"] = options
+            elif not {"dtype", "torch_dtype"} & set(options or ()):
+                arguments["job.dtype"] = "float32"
+        for key in ("max_seq_length", "packing", "dataset_text_field"):
+            if key not in call.named:
+                continue
+            if key == "max_seq_length":
+                arguments.setdefault("job.sequence_length", self.value(call.named[key]))
+        if old_sft:
+            arguments.setdefault("job.task", "causal-lm")
+        if isinstance(call.function, Class):
+            methods = call.function.methods
+            for name in _OVERRIDES:
+                if name in methods:
+                    self.script.unread.append((methods[name], f"{call.function.node.name}.{name}"))
+
+    # ---- statements ----------------------------------------------------------------------------------------
+
+    def _read_event(self, event: ForeignCall | Assignment) -> None:
+        """Add the meaning of one statement."""
+        read = self._read_call(event) if isinstance(event, ForeignCall) else self._read_assignment(event)
+        if read is None:
+            return
+        self._mark(event)
+        if (
+            event.unsure
+            and read
+            and any(self.script.arguments.get(key, value) != value for key, value in read.items())
+        ):
+            self.script.unread.append((event.line, event.text))
+            return
+        self.script.arguments |= read
+
+    def _mark(self, event: ForeignCall | Assignment) -> None:
+        self.read_events.add(id(event))
+
+    def _read_call(self, call: ForeignCall) -> dict[str, Any] | None:
+        """Return the arguments that a call means; None for one without a meaning."""
+        of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
+        read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
+        if call.owner in UNSLOTH and call.name in UNSLOTH_DEFAULTS:
+            read = self._of_unsloth
+        elif of == MODEL and call.name in _METHODS:
+            read = getattr(self, _METHODS[call.name])
+        elif of in (MODEL, PART) and call.name == "requires_grad_":
+            read = self._of_freezing
+        elif call.name.startswith("apply_liger_kernel_to"):
+            read = self._of_liger
+        elif call.name in _FUNCTIONS:
+            read = getattr(self, _FUNCTIONS[call.name])
+        return read(call) if read else None
+
+    def _of_checkpointing(self, call: ForeignCall) -> dict[str, Any]:
+        options = call.named.get("gradient_checkpointing_kwargs", [*call.positional, None][0])
+        inner = options if isinstance(options, Mapping) else {}
+        inner_options = {
+            f"gradient_checkpointing_kwargs.{key}": self.value(one) for key, one in inner.items()
+        }
+        return {"gradient_checkpointing": call.name != "gradient_checkpointing_disable", **inner_options}
+
+    def _of_dtype(self, call: ForeignCall) -> dict[str, Any]:
+        dtypes = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
+        return {"job.dtype": dtypes[call.name]}
+
+    def _of_freezing(self, call: ForeignCall) -> dict[str, Any]:
+        return self._freeze(call, [*call.positional, call.named.get("requires_grad", True)][0])
+
+    def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
+        inner = self.values(call)
+        return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
+
+    def _of_widening(self, call: ForeignCall) -> dict[str, Any]:
+        on = call.named.get("use_gradient_checkpointing", True) is True
+        return {WIDENS: True, f"{WIDENS}.use_gradient_checkpointing": on}
+
+    def _of_liger(self, call: ForeignCall) -> dict[str, Any]:
+        options = {key: value for key, value in self.values(call).items() if key in _LIGER_PARTS}
+        return {
+            "use_liger_kernel": True,
+            **{f"liger_kernel_config.{key}": one for key, one in options.items()},
+        }
+
+    def _of_precision(self, call: ForeignCall) -> dict[str, Any] | None:
+        return {"tf32": call.positional[0] != "highest"} if call.positional else None
+
+    def _of_clip(self, call: ForeignCall) -> dict[str, Any]:
+        return {
+            "max_grad_norm": self.value([*call.positional[1:2], *call.named.values(), Unknown("max_norm")][0])
+        }
+
+    def _read_assignment(self, one: Assignment) -> dict[str, Any] | None:
+        target = one.target
+        if isinstance(target, Name):
+            if target.dotted == "os.environ" and one.name in _ALLOCATOR:
+                return {"environment.PYTORCH_ALLOC_CONF": self.value(one.value)}
+            if target.dotted == "torch.backends.cuda.matmul" and one.name in ("allow_tf32", "fp32_precision"):
+                return {"tf32": one.value in (True, "tf32")}
+            if one.name == "activation_memory_budget":
+                return {"functorch.activation_memory_budget": self.value(one.value)}
+        if one.name == "requires_grad" and kind_of(target) == PART:
+            return self._freeze(one, one.value)
+        return None
+
+    def _of_unsloth(self, call: ForeignCall) -> dict[str, Any]:
+        """Return the arguments of unsloth's `from_pretrained` or `get_peft_model`."""
+        loads = call.name == "from_pretrained"
+        inner = {**UNSLOTH_DEFAULTS[call.name], **self.values(call, first="model_name" if loads else "")}
+        meant = {"job.task": "causal-lm"} if loads else {"lora.peft_type": "LORA"}
+        name = inner.get("model_name")
+        if isinstance(name, str) and name.endswith("-bnb-4bit"):
+            inner["load_in_4bit"] = True
+        return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
+
+    def _cast(self, call: ForeignCall) -> dict[str, Any]:
+        values = [self.value(one) for one in (*call.positional, *call.named.values())]
+        dtypes = [one for one in values if isinstance(one, str) and one in DTYPES]
+        return {"job.dtype": dtypes[0]} if dtypes else {}
+
+    def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any]:
+        """Refuse a script that freezes parameters, unless adapters are trained instead."""
+        if value is not True and not any(call.name == "LoraConfig" for call in self.calls):
+            self.script.refused.append(
+                (event.line, event.text, "parameters are frozen here, which is not predicted yet")
+            )
+        return {}
+
+    def _resize(self, call: ForeignCall) -> dict[str, Any]:
+        size = [*call.positional, *call.named.values()][:1]
+        if size and type(size[0]) is int:
+            says = (
+                f"the vocabulary becomes {size[0]:,} rows. Write vocab_size into a config.json, and give its "
+                "folder as the model"
+            )
+            self.script.refused.append((call.line, call.text, says))
+        else:
+            self.script.unread.append((call.line, call.text))
+        return {}
+
+    def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
+        """Return the use of torch.compile: of layers, of a model's forward pass, or of the model."""
+        first = call.function.of if isinstance(call.function, Member) else [*call.positional, None][0]
+        kind = kind_of(first)
+        if isinstance(first, Member) and first.name == "forward" and kind == PART:
+            key = "forward.compile"
+        elif kind == MODEL:
+            key = "torch_compile"
+        elif kind == PART:
+            key = "layers.compile"
+        else:
+            return None
+        said = {
+            f"{key}_{name}": self.value(call.named[name])
+            for name in ("mode", "backend")
+            if name in call.named
+        }
+        return {key: True, **{k: v for k, v in said.items() if v not in (None, "default", "inductor")}}
+
+    def _of_float8(self, call: ForeignCall) -> dict[str, Any]:
+        named = [
+            call.positional[0] for call in self.calls if call.name == "from_recipe_name" and call.positional
+        ]
+        return {"layers.float8": self.value(named[0]) if named else "tensorwise"}
+
+    def _of_autocast(self, call: ForeignCall) -> dict[str, Any] | None:
+        if self.script.dialect != "loop":
+            return None
+        given = call.named.get("dtype", next((one for one in call.positional if isinstance(one, Name)), None))
+        if call.named.get("enabled", True) is False:
+            return {}
+        dtype = self.value(given) if given is not None else "float16"
+        return {"bf16": True} if dtype == "bfloat16" else {"fp16": True} if dtype == "float16" else None
+
+    # ---- facts from several statements ---------------------------------------------------------------------
+
+    def _of_loop(self) -> None:
+        """Read the batch of a loop: the first loader's, times the number by which the loss is divided."""
+        if self.script.dialect not in ("accelerate", "loop"):
+            return
+        arguments = self.script.arguments
+        loaders = [call for call in self.calls if kind_of(call) == LOADER]
+        if loaders:
+            first = next((one for one in loaders if one.named.get("shuffle") is True), loaders[0])
+            size = self.values(first).get("batch_size", [*first.positional[1:2], 1][0])
+            arguments.setdefault("per_device_train_batch_size", size)
+        pieces = self.done.globals.get("MICRO_BATCHES")
+        of_loss = [number for of, number in self.done.divisions if number > 1 and _is_loss(of)]
+        if type(pieces) is int and pieces > 1:
+            arguments.setdefault("gradient_accumulation_steps", pieces)
+        elif of_loss:
+            arguments.setdefault("gradient_accumulation_steps", of_loss[0])
+
+    def _casts(self) -> None:
+        """Note adapters that TRL's scripts cast to float32, as in the exported script."""
+        widened = any(
+            one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
+            for one in self.done.assignments
+        )
+        if self.script.dialect == "sft" and widened:
+            self.script.arguments["adapters_dtype"] = "float32"
+
+    def _gpus(self) -> None:
+        """Read the number of processes that the script declares, as the scripts exported by snugfit do."""
+        number = self.done.globals.get("GPUS")
+        if type(number) is int and number != 1:
+            key = "parallel.elsewhere" if self.script.dialect in ("accelerate", "loop") else "job.gpus"
+            self.script.arguments[key] = number
+
+    def _lengths(self) -> None:
+        """Read the length of a tokenizer's calls, unless the arguments have one."""
+        arguments = self.script.arguments
+        if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
+            return
+        lengths: list[int] = []
+        for call in self.calls:
+            is_tokenizer = kind_of(call.function) == TOKENIZER or kind_of(call) == TOKENIZER
+            method = isinstance(call.function, Member) and kind_of(call.function.of) == TOKENIZER
+            if not (is_tokenizer or method):
+                continue
+            for key in ("max_length", "model_max_length"):
+                if type(size := call.named.get(key)) is int:
+                    lengths.append(size)
+        for one in self.done.assignments:
+            if one.name == "model_max_length" and type(one.value) is int and kind_of(one.target) == TOKENIZER:
+                lengths.append(one.value)
+        if lengths:
+            arguments["tokenizer.max_length"] = max(lengths)
+
+    def _optimizer(self, trainer: ForeignCall | None) -> None:
+        """Read the optimizer that a loop or the trainer uses."""
+        optimizer: Any = None
+        if trainer is not None:
+            pair = trainer.named.get("optimizers")
+            optimizer = pair[0] if isinstance(pair, list | tuple) and pair else None
+            if pair is not None and not isinstance(optimizer, ForeignCall):
+                self.script.unread.append((trainer.line, "optimizers=..."))
+        elif self.script.dialect in ("accelerate", "loop"):
+            optimizer = next((call for call in self.calls if kind_of(call) == OPTIMIZER), None)
+        if not isinstance(optimizer, ForeignCall):
+            return
+        self._mark(optimizer)
+        optim = OPTIMIZERS.get(optimizer.name)
+        if optim is None:
+            self.script.refused.append(
+                (optimizer.line, optimizer.text, f"the optimizer {optimizer.name} is not predicted")
+            )
+            return
+        if optim == "adamw_torch" and optimizer.named.get("fused") is True:
+            optim = "adamw_torch_fused"
+        self.script.arguments["optim"] = optim
+        if "lr" in optimizer.named and self.script.dialect in ("accelerate", "loop"):
+            self.script.arguments["learning_rate"] = self.value(optimizer.named["lr"])
+        if optim == "sgd" and "momentum" in optimizer.named:
+            self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
+
+    # ---- what was not read ---------------------------------------------------------------------------------
+
+    def _account(self, event: ForeignCall | Assignment) -> None:
+        """List a statement that may change the answer and has no meaning here."""
+        if id(event) in self.read_events:
+            return
+        touches = self._touches_call(event) if isinstance(event, ForeignCall) else self._touches(event)
+        if touches:
+            self.script.unread.append((event.line, event.text))
+
+    def _touches_call(self, call: ForeignCall) -> bool:
+        table = _harmless()
+        if isinstance(call.function, Member):
+            of = kind_of(call.function.of)
+            if of in (MODEL, TRAINER, OPTIMIZER):
+                return not _is_in(call.name, table[of])
+            return of == PART and not _is_in(call.name, table["part"])
+        if not isinstance(call.function, Name):
+            return False
+        if call.library == "torch" and _is_in(call.function.dotted, table["torch switches"]):
+            return True
+        known = _is_in(call.name, table["functions"]) or kind_of(call) or call.name in ARGUMENTS
+        values = (*call.positional, *call.named.values())
+        return not known and any(kind_of(value) in (MODEL, OPTIMIZER) for value in values)
+
+    def _touches(self, one: Assignment) -> bool:
+        table = _harmless()
+        if isinstance(one.target, Name):
+            if one.target.dotted == "os.environ":
+                return not _is_in(one.name, table["environment"])
+            dotted = f"{one.target.dotted}.{one.name}"
+            return dotted.startswith("torch.") and not _is_in(dotted, table["torch attributes"])
+        kind = kind_of(one.target)
+        if kind == TOKENIZER:
+            return False
+        return kind in (MODEL, PART, TRAINER, OPTIMIZER) and not _is_in(one.name, table["attributes"])
+
+
+_METHODS: Mapping[str, str] = {
+    "gradient_checkpointing_enable": "_of_checkpointing",
+    "activation_checkpointing_enable": "_of_checkpointing",
+    "gradient_checkpointing_disable": "_of_checkpointing",
+    "half": "_of_dtype", "bfloat16": "_of_dtype", "float": "_of_dtype", "to": "_cast",
+    "resize_token_embeddings": "_resize", "compile": "_of_compile",
+}  # fmt: skip
+"""Readers of a model's methods."""
+
+_FUNCTIONS: Mapping[str, str] = {
+    "LoraConfig": "_of_lora", WIDENS: "_of_widening", "prepare_model_for_int8_training": "_of_widening",
+    "set_float32_matmul_precision": "_of_precision", "clip_grad_norm_": "_of_clip",
+    "compile": "_of_compile", "convert_to_float8_training": "_of_float8", "autocast": "_of_autocast",
+}  # fmt: skip
+"""Readers of functions, and of the methods of a model's parts."""
+
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_LIGER_PARTS = (
+    "rope",
+    "rms_norm",
+    "swiglu",
+    "geglu",
+    "layer_norm",
+    "fused_linear_cross_entropy",
+    "cross_entropy",
+)
+_PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
+
+
+def _word(name: Name) -> Any:
+    """Return a dtype, or a member of an enumeration, as configuration files write it."""
+    if name.dotted.startswith("torch.") and name.last in DTYPES:
+        return {"half": "float16", "float": "float32"}.get(name.last, name.last)
+    is_enumeration = name.dotted.startswith(("transformers.", "trl."))
+    return name.last.lower() if is_enumeration else Unknown(name.dotted)
+
+
+def _before_training(done: Evaluation) -> list[ForeignCall | Assignment]:
+    """Return the statements before a trainer starts; all of a loop's."""
+    for number, event in enumerate(done.events):
+        function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
+        if isinstance(function, Member) and kind_of(function.of) == TRAINER:
+            return done.events[:number]
+    return done.events
+
+
+def _makes_model(call: ForeignCall) -> bool:
+    if call.owner in UNSLOTH:
+        return call.name == "from_pretrained"
+    return call.name in LOADERS and isinstance(call.function, Name) and is_model_class(call.owner)
+
+
+def _config_name(call: ForeignCall) -> str | None:
+    """Return the name of the config that a model is made from."""
+    for value in (*call.positional, *call.named.values()):
+        for one in calls_in(value):
+            if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):
+                return one.positional[0]
+    return None
+
+
+def _file_of(value: Any) -> str | None:
+    """Return the file from which a script loads these arguments."""
+    for call in calls_in(value):
+        for inner in (*call.positional, call):
+            if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:
+                return inner.positional[0] if isinstance(inner.positional[0], str) else None
+    return None
+
+
+def _is_loss(value: Any) -> bool:
+    names = []
+    while isinstance(value, Member):
+        names.append(value.name)
+        value = value.of
+    return bool(names) and names[0] in ("loss", "[0]")
+
+
+def _is_in(name: str, patterns: list[str]) -> bool:
+    from fnmatch import fnmatchcase
+
+    return any(fnmatchcase(name, one) for one in patterns)
+
+
+_GENERATING = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD", "GKD", "MiniLLM", "GOLD")
+_PREFERRING = ("DPO", "KTO", "ORPO", "CPO", "Reward", "BCO", "IPO", "PRM", "SimPO")
+_OF_SCRIPTS = ("ModelConfig", "ScriptConfig", "DatasetConfig", "DatasetMixtureConfig")
+_OF_LORA = ("LoraConfig", "PeftConfig", "LoftQConfig", "EvaConfig", "CordaConfig")
+
+
+def _reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
+    """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
+    if library == "peft" and name.endswith("Config") and name not in _OF_LORA:
+        return "is not predicted. Of peft's methods only LoRA is: LoraConfig."
+    is_config = name.endswith("Config") and name not in (*_OF_SCRIPTS, "SFTConfig")
+    if not is_config and not (is_trainer and name not in TRAINERS):
+        return None
+    stem = name.removesuffix("Trainer").removesuffix("Config")
+    if stem in _GENERATING:
+        return "trains on texts that it generates, which snugfit does not support yet."
+    if stem in _PREFERRING:
+        return "trains on preferences, which snugfit does not support yet."
+    read = f"Read are {', '.join(TRAINERS)} and classes derived from them."
+    own = f"runs passes of its own, which are not read. {read}"
+    return f"{own} {NO_PLAIN_LOOP}" if is_trainer else None

@@ -1,0 +1,161 @@
+"""Objects of a script by kind: its model, trainer, optimizer, tokenizer and loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from snugfit.features.exchange.python.evaluate import USUAL_NAMES
+from snugfit.features.exchange.python.values import Class, ForeignCall, Member, Name, Unknown
+from snugfit.job.architectures import class_names, heads, model_types
+
+MODEL, PART, TRAINER, OPTIMIZER = "model", "part of the model", "trainer", "optimizer"
+TOKENIZER, LOADER, ACCELERATOR = "tokenizer", "loader", "accelerator"
+
+UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
+"""Classes of unsloth, with `from_pretrained` and `get_peft_model`."""
+
+LIGER = "AutoLigerKernelForCausalLM"
+
+LOADERS = ("from_pretrained", "from_config", "_from_config")
+
+TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
+"""Trainers that run the step of transformers' Trainer."""
+
+_SAME_MODEL = (
+    "to", "cuda", "train", "eval", "half", "bfloat16", "float", "cpu", "requires_grad_", "apply",
+)  # fmt: skip
+"""Methods that return their model."""
+
+_WRAPPERS = (
+    "get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training", "compile",
+    "DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard", "DataParallel",
+    "replace_lora_weights_loftq", "unwrap_model", "convert_to_float8_training", "prepare_model",
+)  # fmt: skip
+"""Functions that return the model of their first argument."""
+
+_TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor", "ImageProcessor")
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of an object; empty for any other value."""
+    if isinstance(value, ForeignCall):
+        return _kind_of_method(value) if isinstance(value.function, Member) else _kind_of_function(value)
+    if isinstance(value, Unknown):
+        return value.text if value.text in USUAL_NAMES else ""
+    return _kind_of_member(value) if isinstance(value, Member) else ""
+
+
+def _kind_of_member(member: Member) -> str:
+    of = member.of
+    if isinstance(of, ForeignCall) and member.name.startswith("["):
+        prepared = of.name == "prepare" and kind_of(getattr(of.function, "of", None)) == ACCELERATOR
+        number = member.name.strip("[]")
+        if prepared:
+            return kind_of(of.positional[int(number)]) if number.isdecimal() and of.positional else ""
+        if of.owner in UNSLOTH:
+            return MODEL if number == "0" else TOKENIZER
+    kind = kind_of(of)
+    if (kind, member.name) in ((TRAINER, "model"), (MODEL, "module")):
+        return MODEL
+    return PART if kind in (MODEL, PART) else ""
+
+
+def _kind_of_method(call: ForeignCall) -> str:
+    of = kind_of(call.function.of)
+    if of == ACCELERATOR:
+        passes_on = call.name in _WRAPPERS or (call.name == "prepare" and len(call.positional) == 1)
+        return kind_of(call.positional[0]) if passes_on and call.positional else ""
+    if of == MODEL:
+        return MODEL if call.name in _SAME_MODEL else PART
+    return of if of == PART else ""
+
+
+def _kind_of_function(call: ForeignCall) -> str:
+    if isinstance(call.function, Class):
+        return TRAINER if base_trainer(call.function) else ""
+    if call.owner in UNSLOTH or (call.name in LOADERS and is_model_class(call.owner)):
+        return MODEL
+    if call.name in _WRAPPERS:
+        first = [*call.positional, *call.named.values()][:1]
+        return kind_of(first[0]) if first else ""
+    if call.name == "from_pretrained" and call.owner.endswith(_TOKENIZERS):
+        return TOKENIZER
+    kinds = {"Accelerator": ACCELERATOR, "DataLoader": LOADER}
+    return TRAINER if call.name.endswith("Trainer") else kinds.get(call.name, OPTIMIZER * is_optimizer(call))
+
+
+def base_trainer(script_class: Class) -> str:
+    """Return the trainer of a library that a class of the script derives from; empty for none."""
+    for base in script_class.bases:
+        if isinstance(base, Class) and (name := base_trainer(base)):
+            return name
+        if isinstance(base, Name) and base.last.endswith("Trainer"):
+            return base.last
+    return ""
+
+
+def is_optimizer(call: ForeignCall) -> bool:
+    """Return True for a call that makes an optimizer of a model's parameters."""
+    takes = [
+        *call.positional[:1],
+        *(call.named[key] for key in ("params", "parameters") if key in call.named),
+    ]
+    return isinstance(call.function, Name) and call.name[:1].isupper() and any(map(_holds_parameters, takes))
+
+
+def _holds_parameters(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_parameters, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_parameters, value))
+    if isinstance(value, ForeignCall) and value.name == "filter":
+        return any(map(_holds_parameters, value.positional))
+    if isinstance(value, Member):
+        return _holds_parameters(value.of)
+    return isinstance(value, ForeignCall) and value.name in ("parameters", "named_parameters")
+
+
+def calls_in(value: Any) -> Iterator[ForeignCall]:
+    """Yield the calls that made an object, the outermost first."""
+    while True:
+        if isinstance(value, ForeignCall):
+            yield value
+            first = [*value.positional, *value.named.values()][:1]
+            is_wrapper = value.name in _WRAPPERS and isinstance(value.function, Name)
+            is_method = isinstance(value.function, Member)
+            if is_wrapper or (is_method and value.function.of is not None and value.name in _WRAPPERS):
+                value = first[0] if first else None
+            else:
+                value = value.function.of if is_method else None
+        elif isinstance(value, Member):
+            of = value.of
+            if isinstance(of, ForeignCall) and of.name == "prepare" and value.name.strip("[]").isdecimal():
+                number = int(value.name.strip("[]"))
+                value = of.positional[number] if number < len(of.positional) else None
+            else:
+                value = of
+        else:
+            return
+
+
+def is_model_class(name: str) -> bool:
+    """Return True for a class of transformers, or of Liger, that makes a model."""
+    return name.startswith("AutoModel") or name == LIGER or name in _classes() or "For" in name[1:-1]
+
+
+def task_of_class(name: str) -> str | None:
+    """Return the task of an auto class, or of a model's own class; None for other classes."""
+    if name == LIGER:
+        return "causal-lm"
+    return {auto: task for task, (auto, _) in heads().items()}.get(name) or _classes().get(name)
+
+
+@cache
+def _classes() -> dict[str, str]:
+    """Return the tasks by class. Of two tasks with one class (BART's), the masked one is left out."""
+    tasks = sorted(heads(), key=lambda task: task != "masked-lm")
+    return {
+        name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)
+    }

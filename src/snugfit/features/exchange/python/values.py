@@ -1,0 +1,156 @@
+"""Values of a script's expressions, as far as they follow from its text."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Environment = dict[str, Any]
+"""Values by name of a module or a function."""
+
+
+@dataclass(frozen=True, repr=False)
+class Unknown:
+    """A value that is computed while the script runs."""
+
+    text: str
+    """Text in the script."""
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, repr=False)
+class OfGpu(Unknown):
+    """A condition on the GPU. It is true on one with bfloat16, if `holds`."""
+
+    holds: bool = True
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name of another library."""
+
+    dotted: str
+    """Full name, such as `torch.bfloat16`."""
+
+    @property
+    def last(self) -> str:
+        """Return its last word."""
+        return self.dotted.rpartition(".")[2]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ForeignCall:
+    """A call of another library's function, which is not executed."""
+
+    function: Any
+    """A `Name`, or the `Member` of an object."""
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+    """Keyword arguments. `**values` that cannot be resolved have the key `**`."""
+    line: int
+    text: str
+    """Its text in the script, in one line."""
+    unsure: bool = False
+    """True in a branch whose condition is unknown."""
+
+    @property
+    def name(self) -> str:
+        """Return the last word of the called name."""
+        return self.function.last if isinstance(self.function, Name) else getattr(self.function, "name", "")
+
+    @property
+    def owner(self) -> str:
+        """Return the class whose method is called: `AutoModel` of `AutoModel.from_pretrained`."""
+        if isinstance(self.function, Name):
+            return self.function.dotted.rpartition(".")[0].rpartition(".")[2]
+        return ""
+
+    @property
+    def library(self) -> str:
+        """Return the top-level package of the called name; empty for a method of an object."""
+        return self.function.dotted.partition(".")[0] if isinstance(self.function, Name) else ""
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Member:
+    """An attribute of an object, or an element of one."""
+
+    of: Any
+    name: str
+    """Name of the attribute; `[]` for an element."""
+
+    def __repr__(self) -> str:
+        return f"{self.of!r}{self.name if self.name == '[]' else '.' + self.name}"
+
+
+@dataclass(eq=False)
+class Record:
+    """An object whose attributes are known: parsed arguments, or an instance of a dataclass."""
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+    of_options: bool = False
+    """True if the attributes are defaults of command-line options."""
+
+
+@dataclass(eq=False)
+class Parser:
+    """A parser of the command line."""
+
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Defaults of the options by attribute."""
+    kinds: tuple[Any, ...] = ()
+    """Dataclasses that it fills."""
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function of the script."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    environment: Environment
+    """Names of the module, and of enclosing functions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Class:
+    """A class of the script."""
+
+    node: ast.ClassDef
+    bases: tuple[Any, ...]
+    environment: Environment
+
+    @property
+    def methods(self) -> dict[str, int]:
+        """Return the lines of its methods by name."""
+        return {one.name: one.lineno for one in self.node.body if isinstance(one, ast.FunctionDef)}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A value that the script gives to an attribute or an element of an object."""
+
+    target: Any
+    """Object that receives the value."""
+    name: str
+    """Name of the attribute, or key of the element."""
+    value: Any
+    line: int
+    text: str
+    unsure: bool = False
+    """True in a branch whose condition is unknown."""
+
+
+def is_known(value: Any) -> bool:
+    """Return True for a literal value, whose parts are literal too."""
+    if isinstance(value, Mapping):
+        return all(map(is_known, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_known, value))
+    return value is None or isinstance(value, bool | int | float | str)
