@@ -20,10 +20,11 @@ from snugfit.errors import UsageError, one_line
 LARGEST_FILE = 1 << 20
 
 
-def read_text(path: Path, *, what: str = "file") -> str:
-    """Return the text of a regular file. Raises `UsageError` with `what` as the file's noun."""
+def read_text(path: Path, *, what: str = "file", largest: int = LARGEST_FILE) -> str:
+    """Return the text of a regular file of at most `largest` bytes. Raises `UsageError` with `what` as its
+    noun."""
     try:
-        refuse_no_file(path, what)
+        refuse_no_file(path, what, largest)
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None

@@ -11,7 +11,7 @@ from snugfit.errors import UsageError
 from snugfit.features.exchange.command_line import read_shell
 from snugfit.features.exchange.dialect import DIALECTS, dialect, recognise
 from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
-from snugfit.user_files import load_json, load_yaml, read_text
+from snugfit.user_files import LARGEST_FILE, load_json, load_yaml, read_text
 
 FORMATS = {
     ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python", ".sh": "shell", ".bash": "shell",
@@ -45,6 +45,9 @@ class Document:
     """Defaults of a script's own options that were used."""
 
 
+LARGEST_NOTEBOOK = 64 * LARGEST_FILE
+"""Bytes of the largest notebook that is read: its pictures are in it."""
+
 LAUNCHERS = ("accelerate", "deepspeed")
 """Dialects of files that start a run and do not describe it."""
 
@@ -56,6 +59,7 @@ _OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
     "ms-swift": ("train_type", "sft_type", "swift"),
     "NeMo": ("exp_manager",),
     "torchtitan": ("job", "training", "parallelism"),
+    "LLaMA-Factory's version 1": ("model_class",),
     "unsloth's studio": ("training_type", "is_lora"),
 }
 """Keys of configurations that are not read, by tool; `_component_` at any depth."""
@@ -83,7 +87,8 @@ def _named_files(document: Document) -> Iterator[Document]:
         name = document.values.get(key)
         if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
             continue
-        places = (document.path.parent / name, Path(name), document.path.parent / Path(name).name)
+        folders = document.path.absolute().parents
+        places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
         path = next((one for one in places if one.is_file()), None)
         if path is None:
             continue
@@ -99,7 +104,10 @@ def _named_files(document: Document) -> Iterator[Document]:
         if not isinstance(values, dict):
             raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
         del document.values[key]
-        document.values["fsdp_config" if key == "fsdp_config" else "deepspeed"] = values
+        if key == "fsdp_config":
+            document.values[key] = values
+        else:
+            yield Document(path=path, format=FORMATS[path.suffix], dialect="deepspeed", values=values)
 
 
 def _other_tool(values: Mapping[str, Any]) -> str | None:
@@ -130,7 +138,8 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
         raise UsageError(f"{path}: this is a folder, and one configuration file is read. {shown}.")
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, which says what it is.")
-    text, kind = read_text(path), FORMATS[path.suffix.lower()]
+    kind = FORMATS[path.suffix.lower()]
+    text = read_text(path, largest=LARGEST_NOTEBOOK if kind == "notebook" else LARGEST_FILE)
     if kind == "shell":
         caller, arguments = read_shell(text, str(path))
         return Document(path=path, format=kind, dialect=caller, values=arguments)

@@ -347,14 +347,23 @@ class _Reader:
             value = self.arguments.pop(key)
             name, given = self.origins.get(key, (key, value))
             if isinstance(value, Unknown):
-                field_ = key.removeprefix(_JOB)
-                self.refused.append(Line(key=name, value=str(value), says=_COMPUTED, instead=field_))
+                self._unknown_fact(key.removeprefix(_JOB), name, value)
                 continue
             field_ = key.removeprefix(_JOB)
             self.settings[field_] = _number(value) if field_ in ("learning_rate", "clip") else value
             self.said_by[field_] = name
             self._line(self.took, name.removeprefix(_JOB), given, f"{field_} {self.settings[field_]}")
         self._batch()
+
+    def _unknown_fact(self, key: str, name: str, value: Unknown) -> None:
+        """Add a fact of the job to the account that the script computes."""
+        if key == "learning_rate":
+            self._line(self.ignored, name, value, "a hyperparameter: it changes no byte of a step")
+        elif key == "labels":
+            says = "it is computed while the script runs; the model's own number is assumed"
+            self._line(self.unread, name, value, says)
+        else:
+            self._line(self.refused, name, value, _COMPUTED, instead=key)
 
     def _batch(self) -> None:
         """Set the global batch: micro-batch x accumulation, on each GPU."""

@@ -194,7 +194,8 @@ class _Evaluator:
         raise _Return(self.value(node.value, names) if node.value else None)
 
     def run_Raise(self, node: ast.Raise, names: Environment) -> None:
-        raise _BlockEnds
+        if self.unsure:  # elsewhere it rejects options that the command line still sets
+            raise _BlockEnds
 
     def run_If(self, node: ast.If, names: Environment) -> None:
         test = self.value(node.test, names)
@@ -386,6 +387,12 @@ class _Evaluator:
             return self.of_gpu(node, above) if isinstance(node.ops[0], ast.GtE | ast.Lt) else Unknown("")
         if len(values) > 1:
             return Unknown(ast.unparse(node))
+        if (
+            isinstance(left, Name)
+            and isinstance(values[0], Name)
+            and isinstance(node.ops[0], ast.Eq | ast.NotEq)
+        ):
+            return (left == values[0]) is isinstance(node.ops[0], ast.Eq)
         return self.compute(node, type(node.ops[0]), left, values[0])
 
     def value_of_IfExp(self, node: ast.IfExp, names: Environment) -> Any:

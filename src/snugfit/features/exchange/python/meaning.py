@@ -116,13 +116,14 @@ class _Meaning:
     def __init__(self, done: Evaluation, where: str) -> None:
         self.done, self.where = done, where
         self.calls = done.calls
-        self.events = _before_training(done)
         self.script = Script("trainer")
+        self.last: ForeignCall | None = None
         self.read_events: set[int] = set()
 
     def read(self) -> Script:
-        trainers = [call for call in self.calls if kind_of(call) == TRAINER]
-        self._refuse_other_loops(trainers)
+        every = [call for call in self.calls if kind_of(call) == TRAINER]
+        self._refuse_other_loops(every)
+        trainers = self._last_run(every)
         main = self._main_call(trainers)
         script = self.script
         trainer = next((one for one in trainers), None)
@@ -138,6 +139,7 @@ class _Meaning:
             script.arguments |= self.values(accelerator, first="device_placement")
         else:
             script.dialect = "loop"
+        self.events = _before_training(self.done, self.last)
         model = self._model(trainer)
         if script.dialect == "loop" and not self._is_loop(model):
             raise UsageError(self._nothing_found())
@@ -159,6 +161,21 @@ class _Meaning:
         return script
 
     # ---- what runs -----------------------------------------------------------------------------------------
+
+    def _last_run(self, trainers: list[ForeignCall]) -> list[ForeignCall]:
+        """Return the trainer of the last run. Earlier runs of a notebook are listed as not read."""
+        started = [
+            call.function.of
+            for call in self.calls
+            if call.name == "train" and isinstance(call.function, Member) and call.function.of in trainers
+        ]
+        if len(set(map(id, started))) < 2:
+            return trainers
+        last = started[-1]
+        earlier = {id(one): one for one in started if one is not last}.values()
+        self.script.unread += [(one.line, f"{one.text} (another run)") for one in earlier]
+        self.last = last
+        return [last]
 
     def _refuse_other_loops(self, trainers: list[ForeignCall]) -> None:
         """Raise `UsageError` for a trainer whose step is not predicted."""
@@ -623,11 +640,12 @@ def _word(name: Name) -> Any:
     return name.last.lower() if is_enumeration else Unknown(name.dotted)
 
 
-def _before_training(done: Evaluation) -> list[ForeignCall | Assignment]:
-    """Return the statements before a trainer starts; all of a loop's."""
+def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[ForeignCall | Assignment]:
+    """Return the statements before this trainer starts, or the first one; all of a loop's."""
     for number, event in enumerate(done.events):
         function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
-        if isinstance(function, Member) and kind_of(function.of) == TRAINER:
+        of = function.of if isinstance(function, Member) else None
+        if of is not None and (of is trainer if trainer else kind_of(of) == TRAINER):
             return done.events[:number]
     return done.events
 

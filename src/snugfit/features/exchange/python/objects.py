@@ -82,6 +82,8 @@ def _kind_of_function(call: ForeignCall) -> str:
         return kind_of(first[0]) if first else ""
     if call.name == "from_pretrained" and call.owner.endswith(_TOKENIZERS):
         return TOKENIZER
+    if call.library == "tokenizers":
+        return ""
     kinds = {"Accelerator": ACCELERATOR, "DataLoader": LOADER}
     return TRAINER if call.name.endswith("Trainer") else kinds.get(call.name, OPTIMIZER * is_optimizer(call))
 

@@ -177,6 +177,43 @@ def test_a_harmless_statement_is_not_listed(line: str) -> None:
     assert read_script(script(line), "train.py").unread == []
 
 
+def test_the_last_run_of_a_notebook_is_read_and_the_others_are_listed() -> None:
+    text = (
+        script()
+        + """
+args = TrainingArguments("b", per_device_train_batch_size=2)
+trainer = Trainer(model, args)
+trainer.train()
+"""
+    )
+    read = read_script(text, "train.py")
+    assert read.arguments["per_device_train_batch_size"] == 2
+    assert [line for line, _ in read.unread] == [5]
+
+
+def test_a_check_of_options_does_not_end_the_reading() -> None:
+    text = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--name')\n" + script(
+        "options = parser.parse_args()", "if options.name is None: raise ValueError('give a name')"
+    )
+    assert read_script(text, "train.py").arguments["job.model"] == "gpt2"
+
+
+def test_labels_that_the_script_counts_are_listed(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    text = script().replace("from_pretrained('gpt2')", "from_pretrained('gpt2', num_labels=len(names))")
+    file.write_text(text)
+    reading = read_arguments(file)
+    assert [line.key for line in reading.unread] == ["model.num_labels"]
+    assert not reading.refused
+
+
+def test_a_recipe_of_a_preference_trainer_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model_name_or_path: gpt2\nbeta: 0.1\nper_device_train_batch_size: 4\n")
+    with pytest.raises(UsageError, match="beta"):
+        read_arguments(file).refuse()
+
+
 def test_statements_after_the_training_do_not_count() -> None:
     text = script() + "\nmodel = model.merge_and_unload()\nmodel.lm_head = None\n"
     assert read_script(text, "train.py").unread == []
