@@ -51,7 +51,11 @@ INTERRUPTED = 130
 FEW_COLLECTIONS = 100_000
 """Objects made between two collections; Python's own figure is 700."""
 
-SHORT_FORMS = {"--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length"}
+SHORT_FORMS = {
+    "--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length",
+    "--context": "--sequence-length", "--ctx": "--sequence-length", "--context-length": "--sequence-length",
+    "--data": "--dataset", "--vram": "--memory", "--device": "--gpu",
+}  # fmt: skip
 """Options that people guess, whose letters are too far from ours to be found by likeness."""
 
 SHORTEST_WORD = 4
@@ -87,7 +91,9 @@ def _show_version(asked: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True),
+        typer.Option(
+            "--version", "-V", help="Print the version and exit.", callback=_show_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Will this training step fit that GPU? Predict it without one, measure it on one, compare the two."""
@@ -147,6 +153,7 @@ NO_COMMANDS = {
     "fit": "It is a function: `snugfit.fit(trainer)` in a script. `snugfit train` trains by itself.",
     "accelerate": "It is a function: `snugfit.accelerate(...)` around a loop of your own.",
     "compare": "Recipes are compared by `snugfit predict MODEL --compare RECIPE`.",
+    "estimate-memory": "It is called predict: `snugfit predict MODEL`.",
     "estimate": "It is called predict: `snugfit predict MODEL`.",
     "help": "It is written --help: `snugfit --help`, `snugfit plan --help`.",
     "version": "It is written --version: `snugfit --version`.",
@@ -198,7 +205,8 @@ def _similar_options(given: str, context: Any) -> list[str]:
 
     For example, `--length` gives `--sequence-length`.
     """
-    if given in SHORT_FORMS:
+    options_here = {text for one in context.command.params for text in one.opts}
+    if SHORT_FORMS.get(given) in options_here:
         return [SHORT_FORMS[given]]
     name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
     options = [text[2:] for one in parameters if not one.hidden for text in one.opts if text.startswith("--")]

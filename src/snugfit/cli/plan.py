@@ -164,10 +164,17 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
         raise UsageError(
             "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
         )
+    from snugfit.job.gpu import common_card
+
     request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
     if request.software != "installed":
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")
+    if request.gpu is None and request.memory_bytes and (card := common_card(request.memory_bytes)):
+        typer.echo(
+            f"No GPU was named: {card.name} is taken, a common card of this memory. --gpu chooses.", err=True
+        )
+        request = replace(request, gpu=card, memory_bytes=None)
     if request.gpu is None:
         raise UsageError(
             "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -86,14 +87,16 @@ class Request:
         `auto` in the recipe is a mistake too, unless `takes_auto`.
         """
         from snugfit.cli.jobfile import training_keys
-        from snugfit.job.gpu import find_gpu
+        from snugfit.job.gpu import choice_of, find_gpu
         from snugfit.techniques.recipe import Recipe, without_auto
         from snugfit.units import parse_bytes
 
-        settings = _settings(flags)
+        settings = _with_number_of_gpus(_settings(flags))
         configuration = _configuration(flags, settings)
         settings = {**(configuration.settings if configuration else {}), **settings}
         settings |= _on_mesh(settings)
+        if isinstance(settings.get("gpu"), str) and (chosen := choice_of(settings["gpu"])):
+            typer.echo(chosen, err=True)
         lengths = _lengths(flags)
         text = settings.get("recipe", "plain")
         rest = without_auto(text) if takes_auto else None
@@ -227,6 +230,17 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     return settings | {
         name: value for name, value in flags.items() if value is not None and name != "settings"
     }
+
+
+def _with_number_of_gpus(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the number in a name like `2x h100`."""
+    several = re.fullmatch(r"(\d{1,4})\s*[x*]\s*(\D.*)", str(settings.get("gpu", "")).strip(), re.IGNORECASE)
+    if several is None:
+        return settings
+    number = int(several[1])
+    if settings.get("gpus", number) not in (number, str(number)):
+        raise UsageError(f"--gpu {settings['gpu']!r} and --gpus {settings['gpus']} contradict each other.")
+    return {**settings, "gpu": several[2], "gpus": number}
 
 
 def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:

@@ -10,7 +10,7 @@ model A100 with 80 GB. When several entries still match:
 
 - entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is chosen, because training
   machines have it. `a100-80gb-pcie` finds the other;
-- entries that differ in memory (`a100`, `v100`): refused, with the choices.
+- entries that differ in memory (`a100`, `v100`): the card of `COMMON` is chosen, and `choice_of` says so.
 
 A name that fits no entry is refused with the nearest ones. No figure is ever guessed: an unknown one is None,
 and `doubts` names each estimate.
@@ -32,6 +32,11 @@ from snugfit.errors import GpuError, nearest
 _VENDOR_WORDS = frozenset(
     {"nvidia", "geforce", "tesla", "amd", "instinct", "intel", "r", "tm", "apple", "gpu"}
 )
+COMMON = (
+    "RTX4090", "H100-SXM", "A100-SXM-80", "V100-SXM2-16", "T4", "L40S", "A100-SXM-40", "H200-SXM", "A10",
+)  # fmt: skip
+"""Cards that most training machines with such a name, or such a memory, have. Earlier ones go first."""
+
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:g|gb|gib)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z])(sxm|pcie|nvl)\d?(?![a-z0-9])")
 PREFERRED_FORM = "SXM"
@@ -174,17 +179,36 @@ def all_gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu.from_json(entry) for entry in json.loads(content)["gpus"])
 
 
-def find_gpu(text: Gpu | str) -> Gpu:
-    """Return the one GPU called `text`; a GPU is returned as it is.
+def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
+    """Return the GPU called `text`; a GPU is returned as it is.
 
-    Raises `GpuError` with the choices for no match or several.
+    Of several the common card is returned, unless an `exact` name is required. Raises `GpuError` with the
+    choices for no match, or for several without a common one.
     """
     if isinstance(text, Gpu):
         return text
     candidates = find_gpus(text)
-    if len(candidates) == 1:
-        return candidates[0]
+    common = sorted((gpu for gpu in candidates if gpu.key in COMMON), key=lambda gpu: COMMON.index(gpu.key))
+    if len(candidates) == 1 or (common and not exact):
+        return (common or candidates)[0]
     raise GpuError(f"{text!r} can be {_list(candidates)}. Give the full name, or add the memory.")
+
+
+def choice_of(text: str) -> str:
+    """Return a sentence on the card that was chosen for a name of several; empty for other names."""
+    candidates = find_gpus(text)
+    if len(candidates) == 1:
+        return ""
+    chosen = find_gpu(text)
+    rest = ", ".join(gpu.key for gpu in candidates if gpu is not chosen)
+    return f"{text} is taken as {chosen.key} ({chosen.name}). The table also has {rest}."
+
+
+def common_card(memory_bytes: int) -> Gpu | None:
+    """Return the common card whose marketed memory is this; None where there is no such card."""
+    sizes = {memory_bytes / (1 << 30), memory_bytes / 10**9}
+    cards = {gpu.key: gpu for gpu in all_gpus()}
+    return next((cards[key] for key in COMMON if cards[key].marketed_gb in sizes), None)
 
 
 def find_gpus(text: str) -> list[Gpu]:
@@ -194,6 +218,11 @@ def find_gpus(text: str) -> list[Gpu]:
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
     if candidates := exact or _prefer_sxm(_matches(text)):
         return candidates
+    if re.fullmatch(r"(cuda|gpu)(:\d+)?|local|here|auto", text.strip().lower()):
+        raise GpuError(
+            f"{text!r} is a device of this machine, and a prediction is for a model of GPU. snugfit doctor "
+            "shows the name of this machine's GPU, such as h200 or 'rtx 4090'."
+        )
     similar = _nearest(text) or " Names are written like h200, a100-80gb or 'rtx 4090'."
     raise GpuError(f"No GPU {text!r} in the table.{similar} snugfit gpus lists all.")
 

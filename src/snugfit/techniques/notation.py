@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
-from snugfit.errors import RecipeError, did_you_mean
+from snugfit.errors import RecipeError, did_you_mean, nearest
 from snugfit.techniques import roster
 from snugfit.techniques.setting import read_setting, setting_types
 from snugfit.techniques.technique import Technique
@@ -180,7 +180,9 @@ def _name_and_value(
     name, equals, value = (part.strip() for part in piece.partition("="))
     if equals:
         if name not in names:
-            guess = did_you_mean(name, names) or f"{_initial(name, names)} Settings: {', '.join(names)}."
+            words = [near for word in name.split("_") for near in nearest(word, names, count=1)]
+            guess = did_you_mean(name, names) or (f" Did you mean {words[0]!r}?" if words else "")
+            guess = guess or f"{_initial(name, names)} Settings: {', '.join(names)}."
             raise RecipeError(f"{technique.name} has no setting {name!r}.{guess}")
         return name, value
     if by_name:

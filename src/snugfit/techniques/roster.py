@@ -23,6 +23,7 @@ import json
 import pkgutil
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from itertools import pairwise
@@ -82,8 +83,17 @@ def find(word: str) -> type[Technique]:
     if hint := advice(word):
         raise RecipeError(f"{word!r}: {hint}")
     guess = did_you_mean(word, named) or did_you_mean(word, aliases)
-    guess = guess or f" Techniques: {', '.join(named)}."
+    guess = guess or _with_shared_words(word, named)
     raise RecipeError(f"Unknown technique {word!r}.{guess}")
+
+
+def _with_shared_words(word: str, names: Iterable[str]) -> str:
+    """Return a sentence with up to three names that share parts with `word`: `adamw_8bit` for `8bit-adam`."""
+    parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if len(part) > 2]
+    shared = {name: sum(part in name for part in parts) for name in names}
+    best = sorted((name for name in shared if shared[name]), key=lambda name: (-shared[name], len(name)))[:3]
+    guess = f" Did you mean {' or '.join(map(repr, best))}?" if best else ""
+    return f"{guess} snugfit techniques lists all."
 
 
 @functools.cache

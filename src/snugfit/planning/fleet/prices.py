@@ -43,7 +43,7 @@ class Prices:
         """
         per_hour: dict[str, float] = {}
         for name, price in given:
-            key = find_gpu(str(name)).key
+            key = find_gpu(str(name), exact=True).key
             if key in per_hour:
                 raise UsageError(f"{where}: {key} has two prices, {per_hour[key]:g} and {price}. Keep one.")
             per_hour[key] = _price(price, f"{where}: {name}")
