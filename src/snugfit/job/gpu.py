@@ -10,7 +10,7 @@ model A100 with 80 GB. When several entries still match:
 
 - entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is chosen, because training
   machines have it. `a100-80gb-pcie` finds the other;
-- entries that differ in memory (`a100`, `v100`): the card of `COMMON` is chosen, and `choice_of` says so.
+- entries that differ in memory (`a100`, `v100`): the card of `COMMON` is chosen; `choice_of` describes the choice.
 
 A name that fits no entry is refused with the nearest ones. No figure is ever guessed: an unknown one is None,
 and `doubts` names each estimate.
@@ -182,7 +182,7 @@ def all_gpus() -> tuple[Gpu, ...]:
 def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
     """Return the GPU called `text`; a GPU is returned as it is.
 
-    Of several the common card is returned, unless an `exact` name is required. Raises `GpuError` with the
+    Among several, the common card is returned, unless an `exact` name is required. Raises `GpuError` with the
     choices for no match, or for several without a common one.
     """
     if isinstance(text, Gpu):

@@ -101,7 +101,7 @@ def verdict(prediction: Prediction) -> Text:
     spare, memory = prediction.spare_bytes, prediction.memory_bytes
     if spare is None or memory is None:
         return words("To see whether it fits, add --gpu NAME or --memory AMOUNT.")
-    condition = "" if prediction.read_in_full else ", if what was not read changes nothing"
+    condition = "" if prediction.read_in_full else ", if the unread parts change nothing"
     if prediction.tight:
         short = f"less than the headroom of {show_bytes(prediction.headroom_bytes)}"
         return words(

@@ -75,7 +75,7 @@ class Reading:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return sentences on what was not read, for the answer."""
+        """Return sentences on unread parts, for the answer."""
         if not self.unread:
             return ()
         shown = "; ".join(f"{one.key}: {one.value}" for one in self.unread[:MOST_DOUBTS])
@@ -91,7 +91,7 @@ class Reading:
         if lines:
             flags = sorted({line.instead.replace("_", "-") for line in self.refused})
             raise UsageError(
-                "\n".join([f"{self.path} ({self.title}) contains what snugfit cannot predict:", *lines])
+                "\n".join([f"{self.path} ({self.title}) has parts that are not predicted:", *lines])
                 + "\nLeave it out, or set what to predict instead with "
                 f"--{', --'.join(flags)}."
             )

@@ -137,7 +137,7 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
         shown = f"Name one of its files: {', '.join(names[:8])}" if names else "Name a file"
         raise UsageError(f"{path}: this is a folder, and one configuration file is read. {shown}.")
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, which says what it is.")
+        raise UsageError(f"{path}: its name must end in one of {', '.join(FORMATS)}.")
     kind = FORMATS[path.suffix.lower()]
     text = read_text(path, largest=LARGEST_NOTEBOOK if kind == "notebook" else LARGEST_FILE)
     if kind == "shell":

@@ -403,7 +403,7 @@ class _Reader:
         name, given = (name, given) if name else (key, value)
         refusal = table.refusal(key)
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
-            unsure = ". Whether it is on is computed while the script runs"
+            unsure = ". Its value is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
             self._line(self.refused, name, given, says)
         elif reason := table.reason_to_ignore(key):

@@ -1,7 +1,7 @@
 """Evaluate a script's statements in order, without executing anything.
 
 Names have the value of their last assignment before a use. The script's functions run where it calls them.
-Of a condition with a known value, one branch runs. Otherwise both run, and names that they set differently
+If the value of a condition is known, one branch runs. Otherwise both run, and names that they set differently
 are unknown afterwards. Loops run once. Parsed arguments have their defaults. Every call of another library is
 recorded with the values of its arguments.
 """
@@ -74,7 +74,7 @@ class _BlockEnds(Exception):
 
 @dataclass
 class Evaluation:
-    """What a script does, in the order of its statements."""
+    """Statements of a script with an effect, in their order."""
 
     calls: list[ForeignCall] = field(default_factory=list)
     """Calls of other libraries' functions and of objects' methods."""
@@ -93,7 +93,7 @@ class Evaluation:
 
 
 def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
-    """Return what the script does. `bfloat16` is the GPU's support for it; None if no GPU is named."""
+    """Return the effects of a script's statements. `bfloat16` is the GPU's support for it; None if no GPU is named."""
     evaluator = _Evaluator(bfloat16)
     names: Environment = {"__name__": "__main__"}
     for statement in tree.body:  # a script that ends early is read to its end

@@ -565,7 +565,7 @@ class _Meaning:
         if optim == "sgd" and "momentum" in optimizer.named:
             self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
 
-    # ---- what was not read ---------------------------------------------------------------------------------
+    # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
         """List a statement that may change the answer and has no meaning here."""
@@ -697,7 +697,7 @@ _OF_LORA = ("LoraConfig", "PeftConfig", "LoftQConfig", "EvaConfig", "CordaConfig
 def _reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
     """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
     if library == "peft" and name.endswith("Config") and name not in _OF_LORA:
-        return "is not predicted. Of peft's methods only LoRA is: LoraConfig."
+        return "is not predicted. Among peft's methods, only LoraConfig is."
     is_config = name.endswith("Config") and name not in (*_OF_SCRIPTS, "SFTConfig")
     if not is_config and not (is_trainer and name not in TRAINERS):
         return None
