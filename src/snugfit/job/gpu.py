@@ -10,7 +10,7 @@ model A100 with 80 GB. When several entries still match:
 
 - entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is chosen, because training
   machines have it. `a100-80gb-pcie` finds the other;
-- entries that differ in memory (`a100`, `v100`): the card of `COMMON` is chosen; `choice_of` describes the choice.
+- entries that differ in memory (`a100`, `v100`): the card of `COMMON` is chosen, described by `choice_of`.
 
 A name that fits no entry is refused with the nearest ones. No figure is ever guessed: an unknown one is None,
 and `doubts` names each estimate.
