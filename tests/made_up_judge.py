@@ -9,10 +9,10 @@ from typing import ClassVar
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import cuts, ways
+from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.judge import InFull, Judged
-from snugfit.planning.several_gpus.meshes import GAIN
+from snugfit.planning.several_gpus.kind import GAIN
 from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques import roster

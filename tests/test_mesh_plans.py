@@ -22,10 +22,10 @@ from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.asking import MARGIN, counts_of
 from snugfit.planning.several_gpus.candidates import Shared, cuts, sharings, ways
+from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.judge import Judge
-from snugfit.planning.several_gpus.meshes import GAIN
+from snugfit.planning.several_gpus.kind import GAIN, counts_of
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.planning.several_gpus.reasons import why_mesh
 from snugfit.planning.several_gpus.search import plan_several_gpus

@@ -26,8 +26,8 @@ from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import Shared, cuts, recomputings
+from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.fastest import size_of
 from snugfit.planning.several_gpus.judge import Judge, Judged, modules_of
 from snugfit.prediction.headroom import at_most
