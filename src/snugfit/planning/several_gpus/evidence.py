@@ -89,13 +89,17 @@ class Evidence:
     """Simulated recipes of a job on GPUs of one kind, each with `bound` usable bytes."""
 
     def __init__(self, bound: int) -> None:
-        self._bound = bound
+        self.bound, self._margin = bound, MARGIN
         self._judged: dict[str, dict[CutStep, Judged]] = defaultdict(dict)
         self._shared: dict[str, Shared] = {}
         self._paces: dict[str, _SamplePace] = {}
         self._all_relations: dict[str, _Related] = {}
         self._seen: dict[str, int] = defaultdict(int)
         self._relations: dict[tuple[str, str, str], bool] = {}
+
+    def learn_limit(self, bound: int, ratio: float) -> None:
+        """Set the usable bytes, and increase the margin if few layers give too few bytes by this ratio."""
+        self.bound, self._margin = bound, max(self._margin, ratio)
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
         """Store the figures of a simulated step."""
@@ -113,7 +117,7 @@ class Evidence:
 
     def does_fit(self, judged: Judged) -> bool:
         """Return whether a simulated step fits."""
-        return judged.needed_bytes * MARGIN <= self._bound
+        return judged.needed_bytes * self._margin <= self.bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
         """Return whether this step fits; None if unknown."""
@@ -138,7 +142,7 @@ class Evidence:
             if any(self.does_fit(judged) and _takes_no_less(other, known, size) for known, judged in sizes):
                 return True
         fewest, further = self._by_samples(shared)
-        return False if further * (size.samples - fewest) > CLEARLY * self._bound else None
+        return False if further * (size.samples - fewest) > CLEARLY * self.bound else None
 
     def expects_to_fit(self, shared: Shared, size: CutStep, near: CutStep) -> bool:
         """Return whether this step should fit, from its figures with micro-batches of another size.
@@ -190,7 +194,7 @@ class Evidence:
         """
         size = size._replace(gpus=math.ceil(size.gpus / times))
         summed = size._replace(pieces=max(size.pieces, 2))
-        bound = CLEARLY * times * self._bound
+        bound = CLEARLY * times * self.bound
         return any(
             (judged.needed_bytes > bound and _takes_no_less(other, size, known))
             or (judged.needed_bytes > WITH_SUMS * bound and _takes_no_less(other, summed, known))

@@ -78,7 +78,8 @@ class FastestOnGpus:
 
     Ways that cannot be simulated go to `refused`, by their recomputing technique and mesh, and are left
     out from then on. With `leanest_first`, the ways that hold least are simulated first, while none is
-    known to fit.
+    known to fit. With `trusts_line`, larger micro-batches that miss by the line through known ones are not
+    simulated.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class FastestOnGpus:
         judge: Judging,
         *,
         leanest_first: bool = True,
+        trusts_line: bool = False,
     ) -> None:
+        self._trusts_line = trusts_line
         self._gpus, self._evidence, self._refused = gpus, evidence, refused
         self._judge = judge
         self._leanest_first = leanest_first
@@ -244,7 +247,7 @@ class FastestOnGpus:
             at for at in range(first, fitting) if self._evidence.fits(way.shared, way.sizes[at]) is None
         ]
         expected = (at for at in unknown if self._evidence.expects_to_fit(way.shared, way.sizes[at], near))
-        return next(expected, unknown[-1])
+        return next(expected, None if self._trusts_line else unknown[-1])
 
     def _is_behind(self, way: _WayToShare) -> bool:
         """Return whether another way is known to be faster, or will soon be known to be or not.
