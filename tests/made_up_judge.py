@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
+from snugfit.features.distributed.plan.sharings import MOST_AXES
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
@@ -14,7 +15,6 @@ from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.judge import InFull, Judged
 from snugfit.planning.several_gpus.kind import GAIN
 from snugfit.planning.several_gpus.plan import OnGpus
-from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques import roster
 from snugfit.techniques.checkpointing.first_layers import FirstLayers
 from snugfit.techniques.recipe import Recipe

@@ -15,6 +15,7 @@ from kept import REST
 from made_up_judge import MadeUpJudge, best_of_all, is_best
 from small_models import small_job
 from snugfit.errors import UsageError
+from snugfit.features.distributed.plan.sharings import sharings
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet import search_cards
@@ -22,7 +23,7 @@ from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.candidates import Shared, cuts, sharings, ways
+from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
 from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.judge import Judge
 from snugfit.planning.several_gpus.kind import GAIN, counts_of

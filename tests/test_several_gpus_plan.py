@@ -13,11 +13,12 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.cli.plan import read_counts
 from snugfit.errors import UsageError
+from snugfit.features.distributed.plan.sharings import sharings
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
 from snugfit.planning.several_gpus.building import built_where_it_fits
-from snugfit.planning.several_gpus.candidates import cuts, sharings, ways
+from snugfit.planning.several_gpus.candidates import cuts, ways
 from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
 from snugfit.planning.several_gpus.judge import Judge

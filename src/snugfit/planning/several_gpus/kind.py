@@ -19,13 +19,20 @@ from typing import Any
 from snugfit.errors import UsageError
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.candidates import DECIDED_ONCE, Shared, cuts, fillings, is_valid, ways
+from snugfit.planning.several_gpus.candidates import (
+    DECIDED_ONCE,
+    Shared,
+    cuts,
+    fillings,
+    is_valid,
+    spreading,
+    ways,
+)
 from snugfit.planning.several_gpus.evidence import Evidence
 from snugfit.planning.several_gpus.fastest import FastestOnGpus, Judging, Outcome, Screened, smaller_miss
 from snugfit.planning.several_gpus.judge import Judged
 from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.planning.several_gpus.reasons import why_mesh
-from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -61,13 +68,13 @@ def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
 def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
     """Yield ways to share the job among so many GPUs, those with the fewest axes first."""
     base = Recipe(tuple(techniques[0] for techniques in fixed.slots.values()))
-    for axes in range(MOST_AXES + 1):
+    for axes in _axes(gpus):
         yield from ways(job, base, gpus, fixed, axes)
 
 
 def _axes(gpus: int) -> range:
     """Return the numbers of axes of a mesh that so many GPUs may have."""
-    return range(MOST_AXES + 1 if gpus > 1 else 1)
+    return range(spreading().most_axes + 1 if gpus > 1 else 1)
 
 
 class SharedFigures:

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.several_gpus.candidates import is_valid, recomputings
+from snugfit.planning.several_gpus.candidates import is_valid, of_slot, recomputings
 from snugfit.planning.several_gpus.fastest import Screened
 from snugfit.planning.several_gpus.judge import Judged
-from snugfit.planning.several_gpus.sharings import of_slot
 from snugfit.techniques import roster
 from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Slot

@@ -21,7 +21,7 @@ from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.candidates import Shared, recomputings
+from snugfit.planning.several_gpus.candidates import Shared, recomputings, spreading
 from snugfit.planning.several_gpus.evidence import Evidence
 from snugfit.planning.several_gpus.fastest import FastestOnGpus, Screened, size_of
 from snugfit.planning.several_gpus.judge import Judge, modules_of
@@ -74,9 +74,9 @@ class _Smaller:
         self._judge = SharedFigures(pool).judge_for(0, (0,))
         self._evidence = Evidence(0)
         uncut = recipe.with_(roster.plain(Slot.BATCHING))
-        self._own = Shared(gpus, uncut)
+        self._own = spreading().way(gpus, uncut)
         techniques = dict.fromkeys([recipe[Slot.CHECKPOINTING], *recomputings(job, fixed)])
-        self._ways = [Shared(gpus, uncut.with_(technique)) for technique in techniques]
+        self._ways = [spreading().way(gpus, uncut.with_(technique)) for technique in techniques]
 
     def find(self, gpu: Gpu, share: float) -> Recipe | None:
         """Return the recipe for the rest of the run."""
