@@ -390,7 +390,7 @@ def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
 class OwnScratch:
     """A worker in which the candidates of a space take 99 bytes, and as many seconds as their number.
 
-    By the second GPU's own policy, recipes with the first size of passes take `more`.
+    Recipes with the first size of passes take `more` by the second GPU's own policy.
     """
 
     space: Space

@@ -15,7 +15,6 @@ from kept import REST
 from made_up_judge import MadeUpJudge, best_of_all, is_best
 from small_models import small_job
 from snugfit.errors import UsageError
-from snugfit.features.distributed.plan.sharings import sharings
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet import search_cards
@@ -23,7 +22,7 @@ from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
+from snugfit.planning.several_gpus.candidates import Shared, cuts, spreading, ways
 from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.judge import Judge
 from snugfit.planning.several_gpus.kind import GAIN, counts_of
@@ -90,7 +89,7 @@ def test_a_batch_is_shared_by_groups_where_gpus_cannot_share_it() -> None:
     job = replace(JOB, batch_size=24)
     assert not recipes(job, 16, 0)
     assert {"fsdp + tensor(2)", "fsdp + pipeline(2)"} <= recipes(job, 16, 1)
-    assert not list(sharings(replace(JOB, batch_size=3), 16, Kept(), 1))
+    assert not list(spreading().sharings(replace(JOB, batch_size=3), 16, Kept(), 1))
     assert counts_of([5, 8, 16, 32], job, Kept()) == [8, 16, 32]
 
 

@@ -13,12 +13,11 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.cli.plan import read_counts
 from snugfit.errors import UsageError
-from snugfit.features.distributed.plan.sharings import sharings
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
 from snugfit.planning.several_gpus.building import built_where_it_fits
-from snugfit.planning.several_gpus.candidates import cuts, ways
+from snugfit.planning.several_gpus.candidates import cuts, spreading, ways
 from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
 from snugfit.planning.several_gpus.judge import Judge
@@ -52,7 +51,10 @@ H200_POLICY = policy_for(H200, Software())
 
 def test_one_gpu_shares_with_nobody_and_several_do() -> None:
     alone, four, sixteen = (
-        [str(Recipe(one)) for one in sharings(replace(JOB, batch_size=16), gpus, Kept())]
+        [
+            str(Recipe(one.techniques))
+            for one in spreading().sharings(replace(JOB, batch_size=16), gpus, Kept(), 0)
+        ]
         for gpus in (1, 4, 16)
     )
     assert alone == ["plain"]

@@ -52,7 +52,7 @@ class SharedResults:
 
 
 class _PoolOfGpu(WorkerPool):
-    """A pool for the search of one GPU, whose workers compute what is unknown."""
+    """A pool for the search of one GPU. Its workers compute only unknown results."""
 
     def __init__(self, results: SharedResults, index: int) -> None:
         super().__init__(results.pool.workers)
