@@ -230,6 +230,7 @@ class SearchOfGpu:
             space,
             memory_bytes=self.memory_bytes - headroom_bytes,
             beyond=NEARLY_AS_SMALL,
+            nearly=0.0 if smallest else NEARLY_AS_SMALL,
             slowest=1 + AS_FAST,
         )
         self.state.most_bytes = 0 if smallest else self.memory_bytes - headroom_bytes

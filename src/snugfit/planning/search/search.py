@@ -264,7 +264,8 @@ def search(
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
-        recomputing.screen(lambda number, least: least[0].needed_bytes <= state.smallest, twins=False)
+        most = state.smallest * (1 - state.nearly)
+        recomputing.screen(lambda number, least: least[0].needed_bytes <= most, twins=False)
         state.judge_smallest(pool, tell)
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + state.beyond)

@@ -79,6 +79,8 @@ class SearchState:
     listed."""
     beyond: float = BEYOND_MEMORY
     """Share of the smallest recipe's bytes by which the front exceeds it if nothing fits."""
+    nearly: float = 0.0
+    """Share of bytes and seconds by which an evaluated miss may exceed the nearest one."""
     slowest: float = math.inf
     """Greatest seconds of candidates for the front, in multiples of the seconds of the fastest that fits."""
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
@@ -276,8 +278,15 @@ class SearchState:
         return candidate.sized, setup.expandable_segments, setup.capture is not None
 
     def cannot_be_smallest(self, number: int) -> bool:
-        """Return whether an evaluated candidate is smaller than this one's bound, or this was evaluated."""
-        return number in self.judged or self.bounds[number].needed_bytes > self.smallest
+        """Return whether an evaluated candidate is smaller than this one's bound, or this was evaluated.
+
+        With `nearly`, one that shares its passes and has no larger bound is enough.
+        """
+        least = self.bounds[number].needed_bytes
+        if number in self.judged or least > self.smallest * (1 - self.nearly):
+            return True
+        siblings = self.siblings(number) if self.nearly else []
+        return any(self.bounds[one].needed_bytes <= least for one in siblings)
 
     # ---- the answer --------------------------------------------------------------------------------------
 
@@ -303,8 +312,15 @@ class SearchState:
 
     @property
     def most_seconds(self) -> float:
-        """Greatest seconds of candidates for the front; infinite while nothing fits."""
-        return self.slowest * self.fastest_that_fits
+        """Greatest seconds of candidates for the front; infinite while nothing fits.
+
+        With `nearly`, a miss within the front counts as fitting.
+        """
+        fastest = self.fastest_that_fits
+        if fastest < math.inf or not self.nearly:
+            return self.slowest * fastest
+        near = (seconds for seconds, needed, _ in self._best if needed <= self.most_bytes)
+        return next(near, math.inf) * (1 - self.nearly)
 
     @property
     def fastest_that_fits(self) -> float:
