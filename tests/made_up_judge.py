@@ -9,12 +9,11 @@ from typing import ClassVar
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.asking import MARGIN
-from snugfit.planning.several_gpus.candidates import cuts, ways
+from snugfit.planning.several_gpus.candidates import cuts, spreading, ways
+from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.judge import InFull, Judged
-from snugfit.planning.several_gpus.meshes import GAIN
+from snugfit.planning.several_gpus.kind import GAIN
 from snugfit.planning.several_gpus.plan import OnGpus
-from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques import roster
 from snugfit.techniques.checkpointing.first_layers import FirstLayers
 from snugfit.techniques.recipe import Recipe
@@ -103,10 +102,11 @@ def best_of_all(
     """Return the fastest of all recipes that fit on so many GPUs, with so many usable bytes on each. A mesh
     counts only if it is much faster, or the only one that fits."""
     best: Judged | None = None
-    for axes in range(MOST_AXES + 1):
+    most_axes = spreading().most_axes
+    for axes in range(most_axes + 1):
         every = [MadeUpJudge.of_setup(job, gpu, count, one) for one in every_setup(job, base, count, axes)]
         fit = [one for one in every if one.needed_bytes * more <= bound]
-        if axes < MOST_AXES or best is None:
+        if axes < most_axes or best is None:
             mesh = min(fit, key=lambda one: one.step_seconds, default=None)
             if best is None or (mesh is not None and mesh.step_seconds < GAIN * best.step_seconds):
                 best = mesh

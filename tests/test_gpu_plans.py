@@ -8,7 +8,7 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,8 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost import parts as parts_room
-from snugfit.planning.cost.parts import Bound, Figures, Parts
+from snugfit.planning.cost.figures import Bound, Figures
+from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.same_trace import with_sizes
 from snugfit.planning.cost.timer import (
     ComposableTimer,
@@ -31,15 +32,12 @@ from snugfit.planning.cost.timer import (
 )
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.kinds import kinds_of, search_kinds
-from snugfit.planning.fleet.per_gpu import PerGpuSearch
-from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.fleet.search_gpus import plan_gpus, search_each
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.search.progress import Tell
-from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.search.space import Candidate, space_of
-from snugfit.planning.search.state import SearchState
+from snugfit.planning.search.space import Candidate, Space, space_of
 from snugfit.prediction.device import common_policy, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
@@ -49,6 +47,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel, Trace, Work
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.units import MIB
 from tiers import slow_but
@@ -289,25 +288,6 @@ def test_gpus_that_run_another_attention_are_not_told_by_this_one(width: int) ->
     assert (alike, larger) == (True, width == 128)
 
 
-def test_what_one_recipe_takes_more_by_the_gpu_s_own_scratch_all_take_that_share_its_passes(job: Job) -> None:
-    """The search then rejects every recipe with these passes without a simulation."""
-    space = space_of(job)
-    first = space.candidates[0]
-    siblings = [n for n, one in enumerate(space.candidates) if one.sized == first.sized]
-    siblings = [n for n in siblings if not space.candidates[n].setup.expandable_segments][:3]
-    other = next(n for n, one in enumerate(space.candidates) if one.sized != first.sized)
-    bounds = {number: Bound(needed_bytes=900, seconds=1.0) for number in (*siblings, other)}
-    gpu = replace(H200, memory_bytes=1000)
-    seat = PerGpuSearch(gpu, 0, SearchState(space, bounds), smallest=False, takes_less=False)
-    for number in (*siblings[:2], other):
-        seat.learn(number, figures(999, 1.0))
-    seat.set_own(siblings[0], figures(1005, 1.0))
-    seat.learn(siblings[2], figures(998, 1.0))
-    taken = [seat.state.judged[number].needed_bytes for number in (*siblings, other)]
-    assert taken == [1005, 1005, 1004, 999]
-    assert [seat.fits(number) for number in (*siblings, other)] == [False, False, False, True]
-
-
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_the_smallest_recipe_is_the_same_question_for_all(
@@ -406,76 +386,72 @@ def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
     assert isinstance(clock, ComposableTimer)
 
 
-def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:
-    space = space_of(job, fidelity=Fidelity.SAME)
-    bounds = {number: Bound(needed_bytes=10, seconds=float(number)) for number in (1, 2, 3)}
-    bounds[4] = Bound(needed_bytes=103, seconds=0.5)
-    seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, SearchState(space, bounds), smallest=False)
-    assert list(seat.open_candidates()) == [1, 2, 3]
-    for number in (1, 2):
-        seat.state.learn(number, figures(99 + number // 2, float(number)))
-        seat.state.judged[number] = figures(99, float(number))
-    assert list(seat.open_candidates()) == [], "the third is slower"
-    assert seat.answer() == 1
-    seat.set_own(1, figures(101, 1.0))
-    assert seat.answer() == 2
-    seat.set_own(2, figures(102, 2.0))
-    assert list(seat.open_candidates()) == [3]
-    seat.exclude([3])
-    assert (list(seat.open_candidates()), seat.answer(), seat.fits(1)) == ([], 1, False), "the nearest miss"
+@dataclass
+class OwnScratch:
+    """A worker in which the candidates of a space take 99 bytes, and as many seconds as their number.
+
+    Recipes with the first size of passes take `more` by the second GPU's own policy.
+    """
+
+    space: Space
+    more: int
+    by_search: int = 99
+    whole_ones: list[int] = field(default_factory=list)
+
+    def number(self, setup: Setup) -> int:
+        return next(n for n, one in enumerate(self.space.candidates) if one.setup is setup)
+
+    def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, Bound]]:
+        return [(Bound(10, 1.0 + self.number(setup)),) * 2 for setup in setups]
+
+    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, Figures]]:
+        return [(figures(99, 1.0 + self.number(setup)),) * 2 for setup in setups]
+
+    def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
+        numbers = [self.number(setup) for setup, _ in asked]
+        self.whole_ones += numbers
+        first = self.space.candidates[0].sized
+        return [
+            [
+                figures(
+                    self.by_search
+                    + (self.more if gpu and self.space.candidates[number].sized == first else 0),
+                    1.0 + number,
+                )
+                for gpu in gpus
+            ]
+            for number, (_, gpus) in zip(numbers, asked, strict=True)
+        ]
 
 
-def test_what_is_slow_waits_for_kinds_with_recomputing_that_may_be_faster(job: Job) -> None:
-    space = space_of(job, fidelity=Fidelity.SAME)
-    numbers = [n for n, one in enumerate(space.candidates) if one.setup.checkpoint is None]
-    fast, slow, large = numbers[:3]
-    bounds = {fast: Bound(90, 1.0, 90), slow: Bound(90, 2.1, 90), large: Bound(101, 0.5, 101)}
-    state = SearchState(space, bounds)
-    recomputing = RecomputingKinds([state], WorkerPool([]), lambda what: None)
-    seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, state, smallest=False, takes_less=False)
-    assert list(seat.open_candidates()) == [fast, slow]
-    seat.hold_back(recomputing)
-    assert list(seat.open_candidates()) == [fast], (
-        "the other recipe takes more than twice the time of a fitting one"
-    )
-    assert (seat.release(), seat.release()) == (True, False)
-    assert list(seat.open_candidates()) == [fast, slow]
+def own_answers(job: Job, memory: int, **how: int) -> tuple[list[Any], OwnScratch]:
+    space = space_of(job, fidelity=Fidelity.SAME, fixed=kept_of(job, FEW))
+    told = OwnScratch(space, **how)
+    gpus = [replace(H200, key=key, memory_bytes=memory) for key in ("first", "second")]
+    headroom = dict.fromkeys(("first", "second"), 0)
+    pool = WorkerPool([told])  # type: ignore[list-item]
+    return search_each(space, pool, gpus, headroom, [False, False], lambda what: None), told
 
 
-def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> None:
-    bounds = {1: Bound(needed_bytes=10, seconds=1.0)}
-    seat = PerGpuSearch(H200, 0, SearchState(space_of(job, fidelity=Fidelity.SAME), bounds), smallest=False)
-    known = figures(1000, 1.0)
-    for whole, same in (
-        (known, True),
-        (figures(1019, 1.0), True),  # this GPU's own scratch and workspaces
-        (figures(1021, 1.0), False),
-        (figures(1000, 1.0 + 1e-6), False),
-    ):
-        seat.state.learn(1, known)
-        assert seat.may_be_own(1, whole) == (same or whole.seconds != 1.0)
-        seat.set_own(1, whole)
-        assert (seat.own[1], seat.state.judged[1]) == (same, whole)
+def test_an_answer_that_does_not_fit_by_its_own_simulation_makes_way(job: Job) -> None:
+    """Recipes with the same passes take as much more, and are not simulated in full."""
+    (first, second), told = own_answers(job, 100, more=6)
+    candidates = first.state.space.candidates
+    assert (first.answer, first.verified, second.verified) == (0, True, True)
+    assert candidates[second.answer].sized != candidates[0].sized
+    assert told.whole_ones[-1] == second.answer
+    passes = [*map(second.state.passes_of, told.whole_ones)]
+    assert len(passes) == len(set(passes)), "one simulation for all recipes with the same passes"
+    near, _ = own_answers(job, 98, more=6)
+    assert not any(one.state.judged[one.answer].needed_bytes <= 98 for one in near), "the nearest miss"
 
 
-@pytest.mark.parametrize(("by_search", "same"), [(1000, True), (1001, False)])
-def test_bytes_that_another_simulation_shows_to_be_the_gpu_s_own_are_no_difference(
-    job: Job, by_search: int, same: bool
+@pytest.mark.parametrize(("more", "by_search", "same"), [(1, 99, True), (0, 100, False)])
+def test_only_the_gpu_s_own_bytes_may_differ_from_the_search(
+    job: Job, more: int, by_search: int, same: bool
 ) -> None:
-    """A tenth more than the search found is scratch memory, if the search's own policy reproduces its
-    figure."""
-    space = space_of(job, fidelity=Fidelity.SAME)
-    kind = SearchState(space).passes_of(0)
-    first, second = [n for n in range(len(space.candidates)) if SearchState(space).passes_of(n) == kind][:2]
-    bounds = dict.fromkeys((first, second), Bound(needed_bytes=10, seconds=1.0))
-    seat = PerGpuSearch(H200, 0, SearchState(space, bounds), smallest=False)
-    for number in (first, second):
-        seat.learn(number, figures(1000, 1.0))
-    seat.set_own(first, figures(1100, 1.0), figures(by_search, 1.0))
-    assert seat.own[first] == same
-    assert seat.state.judged[second].needed_bytes == (1100 if same else 1000)
-    seat.set_own(second, figures(1300, 1.0), figures(by_search, 1.0))
-    assert seat.own[second] == same
+    (_, second), _ = own_answers(job, 1000, more=more, by_search=by_search)
+    assert (second.verified, second.state.judged[second.answer].needed_bytes) == (same, 100)
 
 
 def count_concavely(trace: Trace) -> float:
@@ -494,38 +470,6 @@ def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> No
     )  # fmt: skip
     assert any("starting again" in line for line in told)
     assert [answer.verified for answer in found.answers] == [True, True]
-
-
-def test_what_nearly_fits_may_fit_by_the_gpu_s_own_scratch(job: Job) -> None:
-    bounds = {1: Bound(needed_bytes=10, seconds=1.0), 2: Bound(needed_bytes=103, seconds=0.5)}
-    seat = PerGpuSearch(
-        replace(H200, memory_bytes=100),
-        0,
-        SearchState(space_of(job, fidelity=Fidelity.SAME), bounds),
-        smallest=False,
-    )
-    assert list(seat.open_candidates()) == [1], "the other is too large for any amount of scratch"
-    seat.state.learn(1, figures(101, 1.0))
-    assert (seat.answer(), seat.fits(1)) == (1, True)
-    seat.set_own(1, figures(99, 1.0))
-    assert seat.fits(1)
-    seat.set_own(1, figures(101, 1.0))
-    assert not seat.fits(1)
-
-
-def test_the_nearest_miss_of_a_gpu_is_the_fastest_of_the_near_ones(job: Job) -> None:
-    bytes_of, seconds_of = {1: 1000, 2: 1020, 3: 1015, 4: 1090}, {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5}
-    bounds = {n: Bound(needed_bytes=bytes_of[n] - 10, seconds=seconds_of[n]) for n in bytes_of}
-    for smallest, answer in ((False, 2), (True, 1)):
-        state = SearchState(space_of(job, fidelity=Fidelity.SAME), dict(bounds))
-        seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, state, smallest=smallest)
-        assert bool(list(seat.open_candidates())) == smallest, "none can fit"
-        assert seat.seek_smallest() == (not smallest)
-        while (number := next(iter(seat.open_candidates()), None)) is not None:
-            state.learn(number, figures(bytes_of[number], seconds_of[number]))
-        assert seat.answer() == answer
-        assert 4 not in state.judged, "neither near the limit nor the smallest"
-        assert not seat.fits(answer)
 
 
 def figures(needed: int, seconds: float) -> Figures:

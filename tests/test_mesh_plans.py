@@ -22,10 +22,10 @@ from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.asking import MARGIN, counts_of
-from snugfit.planning.several_gpus.candidates import Shared, cuts, sharings, ways
+from snugfit.planning.several_gpus.candidates import Shared, cuts, spreading, ways
+from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.judge import Judge
-from snugfit.planning.several_gpus.meshes import GAIN
+from snugfit.planning.several_gpus.kind import GAIN, counts_of
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.planning.several_gpus.reasons import why_mesh
 from snugfit.planning.several_gpus.search import plan_several_gpus
@@ -89,7 +89,7 @@ def test_a_batch_is_shared_by_groups_where_gpus_cannot_share_it() -> None:
     job = replace(JOB, batch_size=24)
     assert not recipes(job, 16, 0)
     assert {"fsdp + tensor(2)", "fsdp + pipeline(2)"} <= recipes(job, 16, 1)
-    assert not list(sharings(replace(JOB, batch_size=3), 16, Kept(), 1))
+    assert not list(spreading().sharings(replace(JOB, batch_size=3), 16, Kept(), 1))
     assert counts_of([5, 8, 16, 32], job, Kept()) == [8, 16, 32]
 
 

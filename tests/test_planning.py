@@ -23,7 +23,7 @@ from snugfit.job.job import Job
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import GpuTimers, SingleGpuTimer
-from snugfit.planning.fleet.search_gpus import _search as search_for_gpus
+from snugfit.planning.fleet.search_gpus import search_each as search_for_gpus
 from snugfit.planning.keep import kept_of
 from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.best_first import BestFirst
@@ -387,7 +387,7 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
         gpu = replace(H200, memory_bytes=memory)
         pool = WorkerPool([told])  # type: ignore[list-item]
         [one] = search_for_gpus(space, pool, [gpu], {gpu.key: 0}, [False], lambda what: None)
-        answer, fitting = one.state.judged[one.answer()], [each for each in everything if each[1] <= memory]
+        answer, fitting = one.state.judged[one.answer], [each for each in everything if each[1] <= memory]
         assert (answer.needed_bytes <= memory) == bool(fitting)
         assert not fitting or answer.seconds <= min(fitting)[0] * (1 + AS_FAST)
         assert fitting or answer.needed_bytes <= sizes[0] * (1 + 3 * NEARLY_AS_SMALL)
@@ -424,7 +424,7 @@ def kinds_with_and_without(space: Space, rng: random.Random) -> list[int]:
             lambda _: None,
         )
         kinds.append(searches[0].state.kinds)
-        answers.append([one.state.judged[one.answer()].seconds for one in searches])
+        answers.append([one.state.judged[one.answer].seconds for one in searches])
     assert answers[0] == answers[1]
     return kinds
 

@@ -16,9 +16,9 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.building import built_where_it_fits
-from snugfit.planning.several_gpus.candidates import cuts, sharings, ways
+from snugfit.planning.several_gpus.candidates import cuts, spreading, ways
+from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
 from snugfit.planning.several_gpus.judge import Judge
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
@@ -51,7 +51,10 @@ H200_POLICY = policy_for(H200, Software())
 
 def test_one_gpu_shares_with_nobody_and_several_do() -> None:
     alone, four, sixteen = (
-        [str(Recipe(one)) for one in sharings(replace(JOB, batch_size=16), gpus, Kept())]
+        [
+            str(Recipe(one.techniques))
+            for one in spreading().sharings(replace(JOB, batch_size=16), gpus, Kept(), 0)
+        ]
         for gpus in (1, 4, 16)
     )
     assert alone == ["plain"]

@@ -21,8 +21,8 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus import smaller
-from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import Shared, cuts, recomputings
+from snugfit.planning.several_gpus.evidence import MARGIN
 from snugfit.planning.several_gpus.smaller import ENOUGH, smaller_on_several
 from snugfit.prediction.headroom import at_most
 from snugfit.prediction.predict import predict

@@ -197,6 +197,9 @@ class Feature:
 
     # ---- searching a plan ----
 
+    def spreading(self) -> Any:
+        """Return the ways to spread a model over GPUs (`planning/several_gpus/candidates.py`)."""
+
     def has_timed_bytes(self, setup: Setup) -> bool:
         """Return whether saved bytes depend on the time of copies, so that no other step bounds them."""
         return False

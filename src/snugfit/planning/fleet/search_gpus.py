@@ -3,8 +3,14 @@
 A rehearsal depends on few properties of a GPU: its kernels (attention, grouped products), and slightly
 their workspaces and scratch. GPUs that run the same kernels and allow the same techniques are therefore
 searched together, with one rehearsal for all of them. Each has separate seconds and a separate context for
-every recipe (`Parts`). Each also selects its own candidates (`per_gpu.py`). The answers are those of
-separate plans.
+every recipe (`Parts`). Each GPU then has its own search (`search/search.py`), which ends with the answer and
+needs no front. A recipe that an earlier search evaluated costs a later one nothing (`shared_pool.py`). The
+answers are those of separate plans.
+
+GPUs of one kind run the same kernels, with separate workspaces and scratch. The searches use the policy of
+the GPU that takes least. Each answer is then simulated in full by the GPU's own policy (`Parts.whole`). If
+it does not fit, the search continues. Recipes that share their passes have the same workspaces and scratch,
+so the difference that the simulation shows holds for all of them.
 
 Many GPUs differ only in wide heads, or in the grouped products of experts. They are searched together too,
 until a rehearsal depends on such a difference (`CudaPolicy.peers`). Each kind is then searched separately.
@@ -12,10 +18,12 @@ until a rehearsal depends on such a difference (`CudaPolicy.peers`). Each kind i
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError, UsageError
@@ -24,14 +32,15 @@ from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknown
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.kinds import kinds_of, search_kinds
-from snugfit.planning.fleet.per_gpu import PerGpuSearch, screen_recomputing
+from snugfit.planning.fleet.shared_pool import SharedResults
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
-from snugfit.planning.plan import Counts
+from snugfit.planning.plan import NEARLY_AS_SMALL, Counts, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, refuse_what_cannot_be_called, start_of
 from snugfit.planning.search.progress import Progress, Tell
-from snugfit.planning.search.recomputing import RecomputingKinds
+from snugfit.planning.search.search import best_of, front_of, search
+from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import SearchState, exclusion
+from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
@@ -45,6 +54,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.planning.cost.figures import Figures
     from snugfit.planning.cost.timer import Timer
+    from snugfit.planning.search.recomputing import RecomputingKinds
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.recipe import Recipe
 
@@ -94,13 +104,15 @@ def plan_gpus(
     side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1
     spare = SpareProcesses()
 
-    def search(kind: Sequence[Gpu], workers: int, tell: Tell) -> _KindAnswer:
+    def search_kind(kind: Sequence[Gpu], workers: int, tell: Tell) -> _KindAnswer:
         beside = spare if side_by_side > 1 else None
         return _search_kind(
             job, kind, margins, fidelity, fixed, objective, clock_of, workers, beside, run, tell
         )
 
-    searched = search_kinds(search, kinds, workers=workers, side_by_side=side_by_side, spare=spare, tell=tell)
+    searched = search_kinds(
+        search_kind, kinds, workers=workers, side_by_side=side_by_side, spare=spare, tell=tell
+    )
     answers |= {on_gpu.key: on_gpu for answer in searched for on_gpu in answer.on_gpus}
     return GpuPlans(
         job=job,
@@ -154,9 +166,9 @@ def _search_kind(
         space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, many_gpus=True)
 
     def answer(pool: WorkerPool) -> _KindAnswer:
-        searches = _search(space, pool, gpus, headroom, _smallest(objective, timer, len(gpus)), tell)
-        answers = [_on_gpu(search, job, timed=clock_of is None) for search in searches]
-        return _KindAnswer(answers, searches[0].state.counts())
+        searches = search_each(space, pool, gpus, headroom, _smallest(objective, timer, len(gpus)), tell)
+        answers = [_on_gpu(one, job, timed=clock_of is None) for one in searches]
+        return _KindAnswer(answers, _counts(searches))
 
     apart = spare is not None
     return with_pool(answer, job, gpus, timer, workers=workers, run=run, apart=apart, spare=spare, tell=tell)
@@ -169,18 +181,28 @@ def _smallest(objective: str, timer: Timer, gpus: int) -> list[bool]:
     return [objective == "memory" or index is None for index in indices]
 
 
-def _on_gpu(search: PerGpuSearch, job: Job, *, timed: bool) -> OnGpu:
-    number = search.answer()
-    why = why_unknown(search.gpu) if timed else ""
-    rates = rates_for(search.gpu) if timed and not why else None
-    figures = search.state.judged[number]
+def _counts(searches: Sequence[SearchOfGpu]) -> Counts:
+    """Return the size of all these searches together."""
+    states = [one.state for one in searches]
+    candidates = states[0].space.candidates
+    return replace(
+        states[0].counts(),
+        passes=len({candidates[number].passes for state in states for number in state.bounds}),
+        replayed=len({number for state in states for number in state.judged}),
+    )
+
+
+def _on_gpu(one: SearchOfGpu, job: Job, *, timed: bool) -> OnGpu:
+    why = why_unknown(one.gpu) if timed else ""
+    rates = rates_for(one.gpu) if timed and not why else None
+    figures = one.state.judged[one.answer]
     peak = figures.peak_seconds if rates else 0.0
     return OnGpu(
-        gpu=search.gpu,
-        fits=figures.needed_bytes <= (search.gpu.memory_bytes or 0),
-        headroom_bytes=search.headroom_bytes,
-        choice=search.state.choice(number, job.batch_size),
-        verified=search.own[number],
+        gpu=one.gpu,
+        fits=figures.needed_bytes <= one.memory_bytes,
+        headroom_bytes=one.headroom_bytes,
+        choice=one.state.choice(one.answer, job.batch_size),
+        verified=one.verified,
         rates=rates.source if rates else "",
         measured_rates=rates.measured if rates else None,
         mfu=peak / figures.step_seconds if peak else None,
@@ -192,117 +214,139 @@ def _on_gpu(search: PerGpuSearch, job: Job, *, timed: bool) -> OnGpu:
 # ---- the search ------------------------------------------------------------------------------------------
 
 
-def _search(
+SAME_SECONDS = 1e-9
+"""Greatest relative difference between sums of the same kernels in different orders."""
+
+
+class SearchOfGpu:
+    """The search for one GPU of a kind, until its own simulation confirms the answer."""
+
+    def __init__(
+        self, space: Space, pool: WorkerPool, gpu: Gpu, headroom_bytes: int, *, smallest: bool, tell: Tell
+    ) -> None:
+        self.gpu, self.headroom_bytes, self.memory_bytes = gpu, headroom_bytes, gpu.memory_bytes or 0
+        self._pool, self._smallest, self._tell = pool, smallest, tell
+        self.state = SearchState(
+            space,
+            memory_bytes=self.memory_bytes - headroom_bytes,
+            beyond=NEARLY_AS_SMALL,
+            nearly=0.0 if smallest else NEARLY_AS_SMALL,
+            slowest=1 + AS_FAST,
+        )
+        self.state.most_bytes = 0 if smallest else self.memory_bytes - headroom_bytes
+        self._kinds: RecomputingKinds | None = None
+        self._found: dict[int, Figures] = {}
+        """Figures by the policy of the search, of candidates that were corrected."""
+        self._more: dict[Hashable, list[int]] = {}
+        """Additional bytes by the GPU's own policy, by passes."""
+        self.answer = -1
+        self.verified: bool | None = None
+        """True if the full simulation of the answer confirmed the search; None before it."""
+
+    def run(self) -> None:
+        """Find the answer by the known figures."""
+        state, before = self.state, self.answer
+        while True:
+            self._kinds = search(state, self._pool, self._tell, smallest=self._smallest, kinds=self._kinds)
+            front = front_of(state)
+            best = best_of(state, self._pool, front, self.memory_bytes, smallest=self._smallest)
+            sizes = [state.judged[number].needed_bytes for number in front]
+            miss = nearest_miss(sizes, "memory" if self._smallest else "speed")
+            self.answer = front[miss] if best is None else best
+            if not self._add_own_bytes():
+                break
+        if self.answer != before:
+            self.verified = None
+
+    def learn(self, by_search: Figures, own: Figures) -> None:
+        """Store full simulations of the answer, by the policy of the search and by the GPU's own."""
+        number, state = self.answer, self.state
+        figures = self._found.setdefault(number, state.judged[number])
+        as_long = math.isclose(own.seconds, figures.seconds, rel_tol=SAME_SECONDS)
+        self.verified = as_long and by_search[:3] == figures[:3]
+        if self.verified:
+            more = [one - two for one, two in zip(own[:3], by_search[:3], strict=True)]
+            self._more.setdefault(state.passes_of(number), more)
+        state.correct({number: own})
+        self._add_own_bytes()
+
+    def _add_own_bytes(self) -> bool:
+        """Add the bytes of the GPU's own policy to all candidates with the passes of the answer.
+
+        Return whether the answer lacked them.
+        """
+        number, state = self.answer, self.state
+        more = self._more.get(state.passes_of(number), ())
+        without = {number, *state.siblings(number)}.difference(self._found) if any(more) else set()
+        corrected = {}
+        for other in without:
+            figures = self._found[other] = state.judged[other]
+            requested, allocated, reserved = (a + b for a, b in zip(figures[:3], more, strict=True))
+            corrected[other] = figures._replace(
+                requested_bytes=requested, allocated_bytes=allocated, reserved_bytes=reserved
+            )
+        state.correct(corrected)
+        return number in without
+
+
+def search_each(
     space: Space,
     pool: WorkerPool,
     gpus: Sequence[Gpu],
     headroom: Mapping[str, int],
     smallest: Sequence[bool],
     tell: Tell,
-) -> list[PerGpuSearch]:
+) -> list[SearchOfGpu]:
     """Return the finished search of each GPU."""
-    states = [SearchState(space) for _ in gpus]
-    (recomputing := RecomputingKinds(states, pool, tell)).add_others()
-    scratch = [policy_for(gpu, Software()).scratch_size for gpu in gpus]
-    takes_less = [any(own < judged for own, judged in zip(one, scratch[0], strict=True)) for one in scratch]
-    searches = [
-        PerGpuSearch(gpu, i, state, smallest[i], takes_less=takes_less[i], headroom_bytes=headroom[gpu.key])
-        for i, (gpu, state) in enumerate(zip(gpus, states, strict=True))
-    ]
-    for search in searches:
-        search.hold_back(recomputing)
-    while True:
-        _judge(space, pool, searches, tell)
-        if screen_recomputing(recomputing, searches):
-            continue
-        if not states[0].judged:
-            raise SnugfitError(f"No recipe could be simulated: {states[0].excluded[0].why}")
-        if all(search.answer() in search.own for search in searches):
-            return searches
-        _simulate_answers(space, pool, searches, tell)
+    results = SharedResults(pool)
+    workers: dict[int, int] = {}
+    searches = []
+    for index, gpu in enumerate(gpus):
+
+        def tell_of(what: str, begun: str = f"GPU {index + 1} of {len(gpus)}: ") -> None:
+            tell(begun + what)
+
+        one = SearchOfGpu(
+            space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=tell_of
+        )
+        one.state.worker_of = workers
+        searches.append(one)
+    while unsettled := [index for index, one in enumerate(searches) if one.verified is None]:
+        for index in unsettled:
+            searches[index].run()
+        _simulate_answers(space, pool, {index: searches[index] for index in unsettled}, tell)
+        for index in unsettled:
+            searches[index].run()
+    return searches
 
 
-def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
-    """Evaluate all open candidates of the GPUs until none is left.
+def _simulate_answers(
+    space: Space, pool: WorkerPool, searches: Mapping[int, SearchOfGpu], tell: Tell
+) -> None:
+    """Simulate each GPU's answer in full, by its own policy and by that of the searches, the first GPU's.
 
-    One worker evaluates traces that share their passes, and Setups of one trace together.
+    The plan reports these figures. GPUs with the same answer share a rehearsal, and so do answers of one
+    trace.
     """
-    asked: dict[int, list[int]] = {}
-
-    def ask(worker: int) -> Question | None:
-        busy = {number for group in asked.values() for number in group}
-        open_candidates = {
-            number: space.candidates[number]
-            for search in searches
-            for number in search.open_candidates()
-            if number not in busy
-        }
-        for number, candidate in open_candidates.items():
-            if searches[0].state.is_for(worker, number):
-                group = [n for n, other in open_candidates.items() if other.trace == candidate.trace]
-                asked[number] = group
-                return Question(number, "judge", ([space.candidates[n].setup for n in group],))
-        return None
-
-    for number, answer in pool.answers(ask):
-        group = asked.pop(number)
-        if isinstance(answer, SnugfitError):
-            searches[0].state.excluded.append(exclusion(space, group, answer))
-            for search in searches:
-                search.exclude(group)
-        else:
-            for candidate, figures in zip(group, answer, strict=True):
-                for search in searches:
-                    search.learn(candidate, figures[search.index])
-        undecided = sum(bool(search.open_candidates()) for search in searches)
-        tell(f"{len(searches[0].state.judged)} recipes checked, {undecided} GPUs without an answer")
-
-
-def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
-    """Simulate each GPU's answer in full by its own policy. The plan reports these figures.
-
-    GPUs with the same answer and the same kernels share a rehearsal. If an answer takes far more than the
-    search found, it is also simulated by the search's policy, the first GPU's.
-    """
-    groups: dict[int, list[PerGpuSearch]] = defaultdict(list)
-    for search in searches:
-        if search.answer() not in search.own:
-            groups[search.answer()].append(search)
-    asked = {number: [search.index for search in group] for number, group in groups.items()}
-    own = _whole(space, pool, asked, "simulating the answers in full", tell)
-    unlike = [
-        number
-        for number, group in groups.items()
-        if not all(s.may_be_own(number, figures) for s, figures in zip(group, own[number], strict=True))
-    ]
-    again = "simulating answers on the GPU that takes least"
-    by_search = _whole(space, pool, {number: [0] for number in unlike}, again, tell)
-    for number, group in groups.items():
-        for search, figures in zip(group, own[number], strict=True):
-            search.set_own(number, figures, *by_search.get(number, ()))
-
-
-def _whole(
-    space: Space, pool: WorkerPool, asked: Mapping[int, Sequence[int]], what: str, tell: Tell
-) -> dict[int, list[Figures]]:
-    """Return the figures of these candidates, simulated in full on the given GPUs.
-
-    Candidates of one trace share a rehearsal.
-    """
+    indices: dict[int, list[int]] = defaultdict(list)
+    for index, one in searches.items():
+        indices[one.answer].append(index)
     by_trace: dict[int, list[int]] = defaultdict(list)
-    for number in asked:
+    for number in indices:
         by_trace[space.candidates[number].trace].append(number)
     questions = (
-        Question(trace, "whole", ([(space.candidates[number].setup, asked[number]) for number in numbers],))
+        Question(
+            trace,
+            "whole",
+            ([(space.candidates[number].setup, [0, *indices[number]]) for number in numbers],),
+        )
         for trace, numbers in by_trace.items()
     )
-    if asked:
-        tell(what)
-    progress = Progress(what, len(by_trace), tell)
-    whole: dict[int, list[Figures]] = {}
-    for trace, answer in pool.answers_to(questions):
+    progress = Progress("simulating the answers in full", len(by_trace), tell)
+    for trace, value in pool.answers_to(questions):
         progress.step()
-        if isinstance(answer, SnugfitError):
-            raise answer
-        whole.update(zip(by_trace[trace], answer, strict=True))
-    return whole
+        if isinstance(value, SnugfitError):
+            raise value
+        for number, (by_search, *owns) in zip(by_trace[trace], value, strict=True):
+            for index, own in zip(indices[number], owns, strict=True):
+                searches[index].learn(by_search, own)

@@ -40,7 +40,7 @@ class CompiledKinds:
     """Candidates with compiled layers whose uncompiled recipe is in the space too.
 
     `bounds` holds the known bounds. `saves_nothing` maps a recomputing candidate to the same one without
-    recomputing, of which it may take `recomputed_share` less seconds. Without `any_wait` there are none.
+    recomputing, of which it may take `recomputed_share` less seconds.
     """
 
     def __init__(
@@ -49,8 +49,6 @@ class CompiledKinds:
         bounds: Mapping[int, Bound],
         saves_nothing: Mapping[int, int | None],
         recomputed_share: float,
-        *,
-        any_wait: bool = True,
     ) -> None:
         self.space, self._bounds, self._recomputed_share = space, bounds, recomputed_share
         self._uncompiled: dict[int, _Counterparts] = {}
@@ -58,7 +56,7 @@ class CompiledKinds:
         """Numbers of the same candidates with fewer micro-batches, by candidate."""
         self.waiting: list[int] = []
         """Candidates without recomputing and with whole logits."""
-        for number, candidate in enumerate(space.candidates if any_wait else ()):
+        for number, candidate in enumerate(space.candidates):
             wish, saving_nothing = candidate.setup.compile, saves_nothing.get(number, number)
             if wish is None or wish.is_one_program or saving_nothing is None:
                 continue

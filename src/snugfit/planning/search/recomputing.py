@@ -11,19 +11,17 @@ out in favour of its twin (`twins.py`).
 
 Recomputing each n-th layer takes no less memory than recomputing each. Its bytes and seconds are roughly
 between none and each. Spans of layers have bounds as well (`some_layers.py`). Recomputing each layer is
-therefore rehearsed first, and may show that the rest are too large or too slow. In a search for several
-GPUs, small GPUs need their smallest recipe, so it is evaluated first too. For one GPU that evaluated more
-recipes, and the plan took longer.
+therefore rehearsed first, and may show that the rest are too large or too slow.
 
 Logits in chunks are such a kind too. They do not change the memory while a layer runs. A step with whole
 logits may have its peak in a layer or in its update. Chunks then save nothing and need no rehearsal.
 
-Compiled layers are lowered separately for each size of a micro-batch. For one GPU they wait too
+Compiled layers are lowered separately for each size of a micro-batch. They wait too
 (`compiled_kinds.py`). They are lowered one size at a time, after all possibly faster recipes were
 evaluated. The uncompiled recipe is rehearsed before. It takes a tenth of the time and may show that they
 are unnecessary.
 
-For one GPU, only the sizes of micro-batches that may matter are rehearsed.
+Only the sizes of micro-batches that may matter are rehearsed.
 
 These bounds are not exact. Keys and values of a cache that only checkpointing disables cost a little,
 hence `CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each rehearsed kind is therefore
@@ -33,7 +31,6 @@ compared with its bounds. If one takes less than its bound, all kinds are rehear
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -50,7 +47,6 @@ from snugfit.techniques import roster
 from snugfit.techniques.feature import hooks
 from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
-from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Exclusion
@@ -65,9 +61,6 @@ CACHE_SHARE = 0.1
 """Greatest share by which recomputing may reduce the seconds of a step."""
 
 NOTHING = Bound(0, 0.0)
-
-KINDS_AT_A_TIME = 8
-"""Number of kinds that are rehearsed before the needed kinds are determined again."""
 
 
 class RecomputingKinds:
@@ -120,13 +113,11 @@ class RecomputingKinds:
                 self._whole[number] = self.space.variant(number, plain[0])
             if (full := self._with_each(number)) is not None:
                 self._full[number] = full
-        self._compiled = CompiledKinds(
-            self.space, states[0].bounds, self._without, CACHE_SHARE, any_wait=len(states) == 1
-        )
+        self._compiled = CompiledKinds(self.space, states[0].bounds, self._without, CACHE_SHARE)
         for number in self._compiled.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
             self._without[number] = None
-        self._sizes = OtherSizes(self.space, states[0].bounds) if len(states) == 1 else None
+        self._sizes = OtherSizes(self.space, states[0].bounds)
         self._budgets = Budgets(self.space, states, self._least_of_waiting, everywhere=budgets)
         self._twins = Twins(
             self.space, self._base_of, self._known_bounds, self._may_be_rehearsed, self._is_refused
@@ -134,33 +125,24 @@ class RecomputingKinds:
         for state in states:
             state.screen_these = self.screen_these
 
-    def screen(
-        self, is_needed: Callable[[int, OnGpus], bool], most: int | None = None, *, twins: bool = True
-    ) -> list[int]:
+    def screen(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool = True) -> list[int]:
         """Screen the kinds of which a candidate `is_needed` by its lower bounds on each GPU. Return the
         screened candidates.
 
-        Without `twins`, kinds that are no better than another are skipped. `most` limits the kinds to
-        those that may be fastest.
+        Without `twins`, kinds that are no better than another are skipped.
         """
-        needed = self._find_needed(is_needed, twins=twins)
-        return self._screen(needed, is_needed, most, twins=twins)
-
-    def _screen(
-        self,
-        needed: Mapping[int, list[int]],
-        is_needed: Callable[[int, OnGpus], bool],
-        most: int | None,
-        *,
-        twins: bool,
-    ) -> list[int]:
+        needed = {
+            kind: numbers
+            for kind in self.waiting
+            if (numbers := self._needed_of(kind, lambda n: is_needed(n, self._least(n)), twins=twins))
+        }
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
         kinds = [kind for kind in kinds if not self._is_compiled_saving(needed[kind][0])] or kinds
         kinds.sort(key=lambda kind: min(map(self._total_seconds, needed[kind])))
-        chosen = [number for kind in kinds[:most] for number in needed[kind]]
-        firsts = (self._firsts_of(needed[kind]) for kind in kinds[:most])
+        chosen = [number for kind in kinds for number in needed[kind]]
+        firsts = (self._firsts_of(needed[kind]) for kind in kinds)
         asked = self._take(chosen if twins else itertools.chain.from_iterable(firsts))
-        if len(self.states) == 1 and not twins:  # needed in spite of the results for recomputing each layer
+        if not twins:  # needed in spite of the results for recomputing each layer
             left = (n for n in chosen if n not in asked and n not in self._compiled)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
         if self._is_any_below(asked):
@@ -182,8 +164,6 @@ class RecomputingKinds:
         the bytes of larger ones.
         """
         firsts = [*map(self._first_of, numbers)]
-        if self._sizes is None:
-            return firsts
         if uncompiled := [number for number in firsts if number not in self._compiled]:
             return uncompiled
         pieces = {number: self._sizes.pieces(number) for number in firsts}
@@ -199,35 +179,16 @@ class RecomputingKinds:
             if self._is_known(number)
         )
 
-    def _find_needed(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool) -> dict[int, list[int]]:
-        """Return the needed candidates of waiting kinds, by kind.
-
-        For many GPUs, return all candidates of the first kinds: to check each costs more than it saves.
-        """
-        needed = {
-            kind: numbers
-            for kind in self.waiting
-            if (numbers := self._needed_of(kind, lambda n: is_needed(n, self._least(n)), twins=twins))
-        }
-        if len(self.states) == 1 or twins:
-            return needed
-        firsts = (self._first_of(numbers[0]) for numbers in needed.values())
-        return {kind: self.waiting[kind] for kind in (self.space.candidates[n].passes for n in firsts)}
-
     def _needed_of(self, kind: int, may_be_needed: Callable[[int], bool], *, twins: bool) -> list[int]:
-        """Return the candidates of a waiting kind that are needed; with many GPUs all of them, if one is."""
-        numbers = self.waiting[kind]
-        needed = (
+        """Return the candidates of a waiting kind that are needed."""
+        needed = [
             number
-            for number in numbers
+            for number in self.waiting[kind]
             if may_be_needed(number)
             and (twins or not self._saves_nothing(number))
             and not self._budgets.are_idle(number)
-        )
-        if (first := next(needed, None)) is None:
-            return []
-        some = [first, *needed] if len(self.states) == 1 else numbers
-        return some if twins or not self._twins.stand_for(kind, some) else []
+        ]
+        return needed if twins or not needed or not self._twins.stand_for(kind, needed) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
         """Screen all waiting candidates among these, and all that share their passes. Return their previous
@@ -248,26 +209,6 @@ class RecomputingKinds:
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
         return taken
-
-    def screen_smallest(self) -> None:
-        """Screen the kind of spans that may take the fewest bytes, and the fastest among equals.
-
-        In a search for the smallest recipe, this is often it.
-        """
-        least = {
-            kind: min((self._least(n)[0].needed_bytes // MIB, self._least(n)[0].seconds) for n in numbers)
-            for kind, numbers in self.waiting.items()
-            if self._is_of_spans(numbers[0])
-        }
-        if least:
-            self._take(self.waiting[min(least, key=lambda kind: least[kind])])
-
-    def _is_of_spans(self, number: int) -> bool:
-        """Return whether this recomputes spans of layers with whole logits, and figures of each layer are
-        known."""
-        wish, full = self.space.candidates[number].setup.checkpoint, self._full.get(number)
-        of_spans = wish is not None and wish.layers_per_span != 1 and number not in self._whole
-        return of_spans and full is not None and self._is_known(full)
 
     def _first_of(self, number: int) -> int:
         """Return the candidate to screen before this one.
@@ -293,8 +234,7 @@ class RecomputingKinds:
 
     def add(self, numbers: Collection[int]) -> None:
         """Compute the lower bounds of these candidates."""
-        state = self.states[0] if len(self.states) == 1 else None
-        self._note(numbers, screen(self.space, self.pool, self.tell, numbers, state))
+        self._note(numbers, screen(self.space, self.pool, self.tell, numbers, self.states[0]))
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
         """Store the bounds of these candidates. Return the candidates whose bounds change by them."""
@@ -422,7 +362,7 @@ class RecomputingKinds:
         times."""
         if number not in self._least_known:
             bases = self._without[number], self._whole.get(number), self._full.get(number)
-            sizes = self._sizes.smaller(number) if self._sizes else ()
+            sizes = self._sizes.smaller(number)
             for other in (*bases, *sizes, *self._compiled.bounded_by(number)):
                 if other is not None:
                     self._by[other].add(number)
@@ -460,7 +400,7 @@ class RecomputingKinds:
         ]
 
     def _least_by_sizes(self, number: int) -> OnGpus:
-        return [self._sizes.least(number)] if self._sizes else [NOTHING] * len(self.states)
+        return [self._sizes.least(number)]
 
     def _least_of_compiled(self, number: int) -> OnGpus:
         """Return the lower bounds of compiled layers; zero for any other candidate.
@@ -540,17 +480,6 @@ class RecomputingKinds:
 
     def _bounds(self, number: int) -> OnGpus:
         return [state.bounds[number] for state in self.states]
-
-    def least_seconds(self, index: int, may_fit: Callable[[int], bool]) -> float:
-        """Return the seconds of the fastest waiting candidate that may fit, without recomputing, on one of
-        the GPUs.
-
-        `may_fit` is a predicate of bytes.
-        """
-        bounds = self.states[index].bounds
-        without = {self._without[number] for numbers in self.waiting.values() for number in numbers}
-        least = (bounds[number] for number in without if number is not None and number in bounds)
-        return min((one.seconds for one in least if may_fit(one.resting_bytes)), default=math.inf)
 
     def left_out(self) -> Iterator[Exclusion]:
         """Return exclusions for candidates that were never screened, because they could not matter."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.released import find_released
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import BEYOND_MEMORY, NEGLIGIBLE_BYTES, SearchState
+from snugfit.planning.search.state import NEGLIGIBLE_BYTES, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
@@ -139,7 +139,7 @@ class _PlanRequest:
 def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     """Return the plan that a search of this space gives."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
-    from snugfit.planning.search.simpler import judge_simpler, prefer_simple, simplify_front
+    from snugfit.planning.search.simpler import judge_simpler, simplify_front
 
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
@@ -150,12 +150,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     search(state, pool, tell, smallest=smallest, every_bound=listed)
     looked_at = _look_further(asked, state, pool, tell)
     space = state.space
-    front = _front_of(state)
-    fitting = [n for n in front if bound is None or state.judged[n].needed_bytes <= bound]
-    fitting = fitting or [n for n in front[-1:] if state.judged[n].needed_bytes <= (memory or 0)]
-    best = fitting[-1 if smallest else 0] if fitting else None
-    if best is not None and not smallest:
-        best = prefer_simple(state, pool, best)
+    front = front_of(state)
+    best = best_of(state, pool, front, memory, smallest=smallest)
     if best is not None:
         front = [n for n in front if state.judged[n].seconds <= asked.slowest * state.judged[best].seconds]
     judge_simpler(state, pool, front)
@@ -166,7 +162,9 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
     asked.tell("simulating the answer in full and comparing it slot by slot")
     explanation = explain(state, pool, shown, job)
-    lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
+    lacking = (
+        () if best is not None else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
+    )
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     excluded = tuple(one for one in (*space.excluded, *state.excluded) if one.what != looked_at)
     counts = state.counts()
@@ -196,12 +194,27 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     )
 
 
-def _front_of(state: SearchState) -> list[int]:
+def front_of(state: SearchState) -> list[int]:
     """Return the Pareto front of the evaluated candidates. Raises `RehearsalError` if there are none."""
     if front := state.front():
         return front
     why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
     raise RehearsalError(f"No recipe could be simulated. The first: {why}")
+
+
+def best_of(
+    state: SearchState, pool: WorkerPool, front: Sequence[int], memory_bytes: int | None, *, smallest: bool
+) -> int | None:
+    """Return the simplest of the fastest recipes of a front that fit, or the `smallest`.
+
+    If none leaves the headroom, return the smallest that fits `memory_bytes`; None if nothing fits.
+    """
+    from snugfit.planning.search.simpler import prefer_simple
+
+    fitting = [number for number in front if state.fits(state.judged[number].needed_bytes)]
+    if not fitting:
+        return next((n for n in front[-1:] if state.judged[n].needed_bytes <= (memory_bytes or 0)), None)
+    return fitting[-1] if smallest else prefer_simple(state, pool, fitting[0])
 
 
 def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
@@ -239,22 +252,26 @@ def search(
     *,
     smallest: bool = False,
     every_bound: bool = False,
-) -> None:
+    kinds: RecomputingKinds | None = None,
+) -> RecomputingKinds:
     """Evaluate the Pareto front of the state's space, including the fastest recipe that fits its memory.
 
     If it is requested or nothing fits, evaluate the smallest recipe too. `every_bound` also computes lower
-    bounds of all other candidates. Raises `BelowLowerBound`.
+    bounds of all other candidates. The `kinds` of an earlier search of this state continue it; return them.
+    Raises `BelowLowerBound`.
     """
-    recomputing = RecomputingKinds([state], pool, tell, budgets=every_bound)
+    recomputing = kinds or RecomputingKinds([state], pool, tell, budgets=every_bound)
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
-        recomputing.screen(lambda number, least: least[0].needed_bytes <= state.smallest, twins=False)
+        most = state.smallest * (1 - state.nearly)
+        recomputing.screen(lambda number, least: least[0].needed_bytes <= most, twins=False)
         state.judge_smallest(pool, tell)
     if state.nothing_fits:
-        state.most_bytes = state.smallest * (1 + BEYOND_MEMORY)
+        state.most_bytes = state.smallest * (1 + state.beyond)
         _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     state.excluded += recomputing.left_out()
+    return recomputing
 
 
 def _judge_front(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,10 @@ class SearchState:
     negligible_bytes: int = 0
     """Least number of bytes, in addition to `MEMORY_RESOLUTION`, that a slower recipe must save to be
     listed."""
+    beyond: float = BEYOND_MEMORY
+    """Share of the smallest recipe's bytes by which the front exceeds it if nothing fits."""
+    nearly: float = 0.0
+    """Share of bytes and seconds by which an evaluated miss may exceed the nearest one."""
     slowest: float = math.inf
     """Greatest seconds of candidates for the front, in multiples of the seconds of the fastest that fits."""
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
@@ -88,7 +92,7 @@ class SearchState:
         default_factory=lambda: defaultdict(list), init=False
     )
     """Evaluated candidates by the kind and size of passes and the allocator's kind of segments."""
-    _worker_of: dict[int, int] = field(default_factory=dict, init=False)
+    worker_of: dict[int, int] = field(default_factory=dict)
     """Worker by the kind and size of compiled layers or passes that it rehearses."""
 
     def __post_init__(self) -> None:
@@ -134,18 +138,18 @@ class SearchState:
 
     def may_be_for(self, worker: int, number: int) -> bool:
         """Return whether no other worker rehearses the candidate's layers or passes."""
-        return self._worker_of.get(self.space.candidates[number].program, worker) == worker
+        return self.worker_of.get(self.space.candidates[number].program, worker) == worker
 
     def is_for(self, worker: int, number: int) -> bool:
         """Return whether this worker rehearses the candidate.
 
         The first worker stays the only one, since any other would have to make the shared parts again.
         """
-        return self._worker_of.setdefault(self.space.candidates[number].program, worker) == worker
+        return self.worker_of.setdefault(self.space.candidates[number].program, worker) == worker
 
     def is_begun(self, number: int) -> bool:
         """Return whether a worker rehearsed a candidate with the same compiled layers."""
-        return self.space.candidates[number].program in self._worker_of
+        return self.space.candidates[number].program in self.worker_of
 
     def learn_group(self, group: list[int], answer: Any) -> None:
         """Store the figures of these candidates of one trace, or exclude them after an error.
@@ -165,6 +169,18 @@ class SearchState:
             raise BelowLowerBound
         self.judged[number] = figures
         self._siblings.setdefault(self.passes_of(number), []).append(number)
+        self._rank_among_best(number)
+
+    def correct(self, figures: Mapping[int, Figures]) -> None:
+        """Replace the figures of evaluated candidates by those of full simulations."""
+        self.judged |= figures
+        self._best.clear()
+        for number in self.judged:
+            self._rank_among_best(number)
+
+    def _rank_among_best(self, number: int) -> None:
+        """Add an evaluated candidate to those that no other dominates, unless one does."""
+        seconds, needed = self.judged[number].seconds, self.judged[number].needed_bytes
         start = bisect.bisect_right(self._best, (seconds, needed, number))
         if start and self._best[start - 1][1] <= needed:
             return
@@ -262,8 +278,15 @@ class SearchState:
         return candidate.sized, setup.expandable_segments, setup.capture is not None
 
     def cannot_be_smallest(self, number: int) -> bool:
-        """Return whether an evaluated candidate is smaller than this one's bound, or this was evaluated."""
-        return number in self.judged or self.bounds[number].needed_bytes > self.smallest
+        """Return whether an evaluated candidate is smaller than this one's bound, or this was evaluated.
+
+        With `nearly`, one that shares its passes and has no larger bound is enough.
+        """
+        least = self.bounds[number].needed_bytes
+        if number in self.judged or least > self.smallest * (1 - self.nearly):
+            return True
+        siblings = self.siblings(number) if self.nearly else []
+        return any(self.bounds[one].needed_bytes <= least for one in siblings)
 
     # ---- the answer --------------------------------------------------------------------------------------
 
@@ -289,8 +312,15 @@ class SearchState:
 
     @property
     def most_seconds(self) -> float:
-        """Greatest seconds of candidates for the front; infinite while nothing fits."""
-        return self.slowest * self.fastest_that_fits
+        """Greatest seconds of candidates for the front; infinite while nothing fits.
+
+        With `nearly`, a miss within the front counts as fitting.
+        """
+        fastest = self.fastest_that_fits
+        if fastest < math.inf or not self.nearly:
+            return self.slowest * fastest
+        near = (seconds for seconds, needed, _ in self._best if needed <= self.most_bytes)
+        return next(near, math.inf) * (1 - self.nearly)
 
     @property
     def fastest_that_fits(self) -> float:

@@ -1,30 +1,26 @@
 """Combinations for a number of GPUs: the sharing of the work, recomputation, and the cuts of the batch.
 
 The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It
-takes the least time (`search.py`).
+takes the least time (`kind.py`). A feature adds the ways to spread a model over several GPUs
+(`Feature.spreading`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.sharings import Sharing, of_slot, sharings, stopgaps
 from snugfit.techniques import roster
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import CheckpointWish, ParallelWish, Setup
+from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
-
-KEPT = "none"
-"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
-
-AXES = ("tensor", "context", "stages")
-"""Fields of `ParallelWish` that count the GPUs working on the same samples."""
 
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
 """Slots that are filled once with the fastest technique, for all numbers of GPUs."""
@@ -32,10 +28,19 @@ DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
 
 @dataclass(frozen=True)
 class Shared:
-    """A way to share the work, with its recomputation, before the batch is cut."""
+    """A way to share the work, with its recomputation, before the batch is cut; here by one GPU alone."""
 
     gpus: int
     recipe: Recipe
+
+    parts: ClassVar[int] = 1
+    """Number of GPUs that work on the same part of the batch."""
+    stages: ClassVar[int] = 1
+    """Number of stages into which the layers are cut."""
+    mesh: ClassVar[str] = ""
+    """Text of the techniques that make groups of GPUs work on the same samples; empty without groups."""
+    spreads_over_all: ClassVar[bool] = False
+    """True if each GPU holds less on a larger number of them."""
 
     @functools.cached_property
     def key(self) -> str:
@@ -46,12 +51,6 @@ class Shared:
     def setup(self) -> Setup:
         """Setup of the recipe on so many GPUs."""
         return on_gpus(self.recipe.setup(), self.gpus)
-
-    @functools.cached_property
-    def wish(self) -> ParallelWish | None:
-        """Wish for several processes, regardless of their number; None on one GPU."""
-        wish = self.setup.parallel
-        return wish and replace(wish, ranks=0)
 
     @functools.cached_property
     def of_each(self) -> str:
@@ -67,46 +66,18 @@ class Shared:
         return str(recipe)
 
     @property
-    def parts(self) -> int:
-        """Number of GPUs that work on the same part of the batch."""
-        return self.wish.ranks_of_one_part if self.wish else 1
-
-    @property
-    def stages(self) -> int:
-        """Number of stages into which the layers are cut."""
-        return self.wish.stages if self.wish else 1
-
-    @property
     def recomputing(self) -> Technique:
         """The technique that selects the recomputed layers."""
         return self.recipe[Slot.CHECKPOINTING]
-
-    @functools.cached_property
-    def mesh(self) -> str:
-        """Text of the techniques that make groups of GPUs work on the same samples; empty without groups."""
-        slots = [slot for slot in roster.slots_of_several_gpus() if slot is not Slot.SHARDING]
-        return " + ".join(str(self.recipe[slot]) for slot in slots if not self.recipe[slot].plain)
-
-    @property
-    def spreads_over_all(self) -> bool:
-        """True if each GPU holds less on a larger number of them."""
-        wish = self.wish
-        if wish is None:
-            return False
-        return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
 
     def is_slower_than(self, other: Shared) -> bool:
         """Return whether no step of this way is faster than the other's, which takes more memory.
 
         Both share the work in one way, and this one recomputes, or gathers weights that the other keeps.
         """
-        slots = roster.slots_of_several_gpus()
-        own, rival = self.wish, other.wish
-        if all(self.recipe[slot] == other.recipe[slot] for slot in slots):
+        if all(self.recipe[slot] == other.recipe[slot] for slot in roster.slots_of_several_gpus()):
             return True
-        if own is None or rival is None or self.recomputing != other.recomputing:
-            return False
-        return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
+        return self.recomputing == other.recomputing and self.gathers_what_is_kept(other)
 
     def holds_no_more_than(self, other: Shared) -> bool:
         """Return whether this way takes no more memory than the other for every equal cut of the batch.
@@ -118,8 +89,8 @@ class Shared:
         own, rival = self.setup.checkpoint, other.setup.checkpoint
         return (
             _keeps_no_more(own, rival)
-            and _spreads_no_less(self.wish, other.wish)
-            and self._differs_only_in(other, Slot.CHECKPOINTING)
+            and self.spreads_no_less_than(other)
+            and self.differs_only_in(other, Slot.CHECKPOINTING)
         )
 
     def has_groups_of(self, other: Shared) -> bool:
@@ -128,27 +99,9 @@ class Shared:
 
         Apart from that, only the sharing of the batch may differ.
         """
-        if self.by_itself != other.by_itself:
-            return False
-        own, rival = self.wish or ParallelWish(), other.wish or ParallelWish()
-        return _cuts_as(own, rival)
+        return self.by_itself == other.by_itself and self.cuts_as(other)
 
-    def is_wider_than(self, other: Shared) -> bool:
-        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
-        own, rival = self.wish, other.wish
-        if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
-            return False
-        if not _cuts_as(own, rival):
-            return False
-        alike = replace(
-            _in_groups_of(own, rival),
-            schedule=rival.schedule,
-            shards=rival.shards,
-            bucket_views=rival.bucket_views,
-        )
-        return alike == rival and bool(own.shards) is bool(rival.shards) and self._differs_only_in(other)
-
-    def _differs_only_in(self, other: Shared, *more: Slot) -> bool:
+    def differs_only_in(self, other: Shared, *more: Slot) -> bool:
         """Return whether the ways differ only in techniques of several GPUs, and in these slots."""
         slots = {*roster.slots_of_several_gpus(), *more}
         return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
@@ -156,6 +109,66 @@ class Shared:
     def cut(self, pieces: Technique) -> Recipe:
         """Return the recipe with this cut of the global batch."""
         return self.recipe.with_(pieces)
+
+    # ---- several GPUs --------------------------------------------------------------------------------------
+
+    def gathers_what_is_kept(self, other: Shared) -> bool:
+        """Return whether the other way is this one, except that it keeps weights that this one gathers."""
+        return False
+
+    def spreads_no_less_than(self, other: Shared) -> bool:
+        """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
+        other way."""
+        return True
+
+    def cuts_as(self, other: Shared) -> bool:
+        """Return whether each group of GPUs consists of one or several of the other's groups, with the same
+        cuts."""
+        return True
+
+    def is_wider_than(self, other: Shared) -> bool:
+        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
+        return False
+
+    def shares_sequences_with(self, other: Shared, times: float) -> bool:
+        """Return whether `times` as many GPUs share each sequence as in the other way."""
+        return False
+
+    def groups(self) -> Iterator[str]:
+        """Yield the work of its groups of GPUs as sentences."""
+        yield from ()
+
+
+class Sharing(NamedTuple):
+    """Techniques by which a number of GPUs share a job."""
+
+    techniques: tuple[Technique, ...]
+    kinds: Hashable
+    """The same techniques, regardless of their settings."""
+    is_stopgap: bool
+    """True if it is tried only where no other setting of the same kinds is possible."""
+
+
+class Spreading:
+    """The ways to spread a model over GPUs. Without a feature that adds some, one GPU has all of it."""
+
+    most_axes = 0
+    """Greatest number of axes of a mesh in addition to the batch's."""
+
+    def sharings(self, job: Job, gpus: int, fixed: Kept, axes: int) -> Iterator[Sharing]:
+        """Yield techniques by which so many GPUs can share the job's batch, with `axes` further axes."""
+        if gpus == 1 and not axes:
+            yield Sharing((), (), is_stopgap=False)
+
+    def way(self, gpus: int, recipe: Recipe) -> Shared:
+        """Return the way of a recipe to share the work among so many GPUs."""
+        return Shared(gpus, recipe)
+
+
+@functools.cache
+def spreading() -> Spreading:
+    """Return the ways to spread a model, of the feature that has some."""
+    return next((spreading() for spreading in hooks("spreading")), Spreading())
 
 
 def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
@@ -165,75 +178,35 @@ def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> 
     return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
 
 
-def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
-    """Return whether each group of GPUs consists of one or several of the rival's groups, with the same cuts.
-
-    If both share matrices, experts must be spread in both or in neither.
-    """
-    if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
-        return False
-    return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
-
-
-def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
-    """Return the same with groups as large as the rival's."""
-    return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
-
-
-def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
-    """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
-    rival's way."""
-    if own is None or rival is None or own == rival:
-        return own == rival
-    if not _cuts_as(own, rival):
-        return False
-    if own.stages > rival.stages == 1 and own.weights == "sharded":
-        return False  # a stage keeps all gathered weights while its micro-batches run
-    own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
-    if own == rival:
-        return True
-    if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
-        return False
-    alike = replace(
-        rival,
-        weights=own.weights,
-        states=own.states,
-        shards=own.shards,
-        reshard=own.reshard,
-        on_host=own.on_host,
-        dtype=own.dtype,
-        bucket_views=own.bucket_views,
-    )
-    return alike == own
-
-
 def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Shared]:
     """Yield every way to share this job's work among so many GPUs, with `axes` axes in addition to the
     batch's.
 
     Each is combined with every recomputation, from the one that keeps most on.
     """
-    shared_by = list(sharings(job, gpus, fixed, axes))
-    usual = list(of_slot(job, Slot.SHARDING, fixed))
-    rest = [one for one in stopgaps(usual) if one not in usual]
+    sharings = list(spreading().sharings(job, gpus, fixed, axes))
     for recomputing in recomputings(job, fixed):
-        taken: set[tuple[type[Technique] | Technique, ...]] = set()
-        for sharing in shared_by:
-            if any(one in rest for one in sharing) and _kinds(sharing) in taken:
+        taken: set[Hashable] = set()
+        for sharing in sharings:
+            if sharing.is_stopgap and sharing.kinds in taken:
                 continue
             recipe = base.with_(recomputing)
-            for technique in sharing:
+            for technique in sharing.techniques:
                 recipe = recipe.with_(technique)
-            shared = Shared(gpus, recipe)
+            shared = spreading().way(gpus, recipe)
             if _is_possible(job, shared, fixed):
-                taken.add(_kinds(sharing))
+                taken.add(sharing.kinds)
                 yield shared
 
 
-def _kinds(sharing: Sharing) -> tuple[type[Technique] | Technique, ...]:
-    """Return the classes that share the batch, regardless of their settings, and the techniques of the
-    mesh."""
-    return tuple(type(one) if one.slot is Slot.SHARDING else one for one in sharing)
+def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
+    """Yield the techniques for a slot: the fixed ones, or all settings that plans may choose."""
+    if slot in fixed.slots:
+        yield from fixed.slots[slot]
+        return
+    for kind in roster.techniques():
+        if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):
+            yield from kind.settings(job)
 
 
 def _is_possible(job: Job, shared: Shared, fixed: Kept) -> bool:

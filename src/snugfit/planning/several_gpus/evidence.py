@@ -29,9 +29,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import Shared
 from snugfit.planning.several_gpus.judge import Judged
+
+MARGIN = 1.03
+"""Factor on bytes found on few layers (chosen), so that a recipe that fits there also fits in full."""
 
 CLEARLY = 1.05
 """Factor on the usable bytes (chosen). A recipe above it would also miss in a way of sharing that holds
@@ -87,13 +89,17 @@ class Evidence:
     """Simulated recipes of a job on GPUs of one kind, each with `bound` usable bytes."""
 
     def __init__(self, bound: int) -> None:
-        self._bound = bound
+        self.bound, self._margin = bound, MARGIN
         self._judged: dict[str, dict[CutStep, Judged]] = defaultdict(dict)
         self._shared: dict[str, Shared] = {}
         self._paces: dict[str, _SamplePace] = {}
         self._all_relations: dict[str, _Related] = {}
         self._seen: dict[str, int] = defaultdict(int)
         self._relations: dict[tuple[str, str, str], bool] = {}
+
+    def learn_limit(self, bound: int, ratio: float) -> None:
+        """Set the usable bytes, and increase the margin if few layers give too few bytes by this ratio."""
+        self.bound, self._margin = bound, max(self._margin, ratio)
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
         """Store the figures of a simulated step."""
@@ -111,7 +117,7 @@ class Evidence:
 
     def does_fit(self, judged: Judged) -> bool:
         """Return whether a simulated step fits."""
-        return judged.needed_bytes * MARGIN <= self._bound
+        return judged.needed_bytes * self._margin <= self.bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
         """Return whether this step fits; None if unknown."""
@@ -136,7 +142,7 @@ class Evidence:
             if any(self.does_fit(judged) and _takes_no_less(other, known, size) for known, judged in sizes):
                 return True
         fewest, further = self._by_samples(shared)
-        return False if further * (size.samples - fewest) > CLEARLY * self._bound else None
+        return False if further * (size.samples - fewest) > CLEARLY * self.bound else None
 
     def expects_to_fit(self, shared: Shared, size: CutStep, near: CutStep) -> bool:
         """Return whether this step should fit, from its figures with micro-batches of another size.
@@ -188,7 +194,7 @@ class Evidence:
         """
         size = size._replace(gpus=math.ceil(size.gpus / times))
         summed = size._replace(pieces=max(size.pieces, 2))
-        bound = CLEARLY * times * self._bound
+        bound = CLEARLY * times * self.bound
         return any(
             (judged.needed_bytes > bound and _takes_no_less(other, size, known))
             or (judged.needed_bytes > WITH_SUMS * bound and _takes_no_less(other, summed, known))
@@ -216,9 +222,7 @@ class Evidence:
         least = 0.0
         for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
-            assert shared.wish is not None
-            assert other.wish is not None
-            if times == shared.wish.context / other.wish.context:
+            if shared.shares_sequences_with(other, times):
                 times = 1.0  # weights are sharded over all GPUs, with unchanged exchanges
             for known, judged in self._judged[other.key].items():
                 most = 1 if shared.stages > other.stages else size.pieces

@@ -11,13 +11,12 @@ that hold more miss too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.asking import Asking
 from snugfit.planning.several_gpus.candidates import Shared, cuts
 from snugfit.planning.several_gpus.evidence import CutStep, Evidence
 from snugfit.planning.several_gpus.judge import Judged
@@ -25,6 +24,9 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.techniques.technique import Technique
+
+Judging = Callable[[Sequence[tuple[int, Recipe]]], list[Judged]]
+"""Function from numbers of GPUs, each with a recipe, to the figures of the recipe on so many."""
 
 AT_ONCE = 2
 """Number of recipes that are evaluated concurrently (chosen): the result of one may make the rest
@@ -76,7 +78,8 @@ class FastestOnGpus:
 
     Ways that cannot be simulated go to `refused`, by their recomputing technique and mesh, and are left
     out from then on. With `leanest_first`, the ways that hold least are simulated first, while none is
-    known to fit.
+    known to fit. With `trusts_line`, larger micro-batches that miss by the line through known ones are not
+    simulated.
     """
 
     def __init__(
@@ -87,10 +90,14 @@ class FastestOnGpus:
         fixed: Kept,
         evidence: Evidence,
         refused: MutableMapping[str, str],
+        judge: Judging,
         *,
         leanest_first: bool = True,
+        trusts_line: bool = False,
     ) -> None:
+        self._trusts_line = trusts_line
         self._gpus, self._evidence, self._refused = gpus, evidence, refused
+        self._judge = judge
         self._leanest_first = leanest_first
         self._ways = [
             way
@@ -99,21 +106,40 @@ class FastestOnGpus:
             for way in _ways_to_cut(job, shared, fixed)
         ]
 
-    def run(self, limit: float = math.inf) -> Asking[Outcome]:
+    def run(self, limit: float = math.inf) -> Outcome:
         """Return the recipes that fit in less than `limit` seconds a step, or the nearest miss.
 
-        Yield requests until no other recipe may be faster than the first.
+        Evaluate until no other recipe may be faster than the first.
         """
         while asked := self._questions(limit):
-            judged = yield [(self._gpus, way.recipe(at)) for way, at in asked]
-            for (way, at), answer in zip(asked, judged, strict=True):
-                self._hear(way, at, answer)
+            self._ask(asked)
         fitting = sorted(self._fitting(), key=lambda one: one.judged.step_seconds)
         if fitting or limit < math.inf:
-            fits = any(self._smallest_that_fits(way) is not None for way in self._ways)
-            return Outcome([one for one in fitting if one.judged.step_seconds < limit], None, fits)
-        miss = yield from self._nearest_miss()
-        return Outcome([], miss)
+            fast = [one for one in fitting if one.judged.step_seconds < limit]
+            return Outcome(fast, None, self._is_any_known_to_fit())
+        return Outcome([], self.nearest_miss())
+
+    def does_any_fit(self) -> bool:
+        """Return whether any recipe fits. Evaluate the ways that recompute most and hold least, with the
+        smallest micro-batches."""
+        simulated = False
+        while not self._is_any_known_to_fit():
+            left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
+            if simulated or not left:
+                return False
+            most = [way for way in left if way.shared.recomputing == left[-1].shared.recomputing]
+            asked = self._holding_least(most)
+            self._ask(asked)
+            simulated = any(self._evidence.judgment(way.shared, way.sizes[at]) for way, at in asked)
+        return True
+
+    def _is_any_known_to_fit(self) -> bool:
+        return any(self._smallest_that_fits(way) is not None for way in self._ways)
+
+    def _ask(self, asked: Sequence[_Question]) -> None:
+        judged = self._judge([(self._gpus, way.recipe(at)) for way, at in asked])
+        for (way, at), answer in zip(asked, judged, strict=True):
+            self._hear(way, at, answer)
 
     def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
         if judged.why_not:
@@ -138,9 +164,7 @@ class FastestOnGpus:
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
         by_least: dict[float, list[_Question]] = {}
         is_anything_known = best < limit or not self._leanest_first
-        is_anything_known = is_anything_known or any(
-            self._smallest_that_fits(way) is not None for way in self._ways
-        )
+        is_anything_known = is_anything_known or self._is_any_known_to_fit()
         for way in self._ways:
             if is_anything_known and self._waits_for_smaller_groups(way, best):
                 continue
@@ -223,7 +247,7 @@ class FastestOnGpus:
             at for at in range(first, fitting) if self._evidence.fits(way.shared, way.sizes[at]) is None
         ]
         expected = (at for at in unknown if self._evidence.expects_to_fit(way.shared, way.sizes[at], near))
-        return next(expected, unknown[-1])
+        return next(expected, None if self._trusts_line else unknown[-1])
 
     def _is_behind(self, way: _WayToShare) -> bool:
         """Return whether another way is known to be faster, or will soon be known to be or not.
@@ -273,16 +297,19 @@ class FastestOnGpus:
         if any(way.shared.parts == 1 for way in self._ways):
             return sorted(asked, key=lambda one: -self._held_more(one[0]))
         left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
-        leanest = [
+        return self._holding_least(left) or asked
+
+    def _holding_least(self, ways: Sequence[_WayToShare]) -> list[_Question]:
+        """Return the smallest micro-batches of the ways for which no other is known to hold no more."""
+        return [
             (way, len(way.sizes) - 1)
-            for at, way in enumerate(left)
+            for at, way in enumerate(ways)
             if not any(
                 self._is_leaner(other, way) and not (index > at and self._is_leaner(way, other))
-                for index, other in enumerate(left)
+                for index, other in enumerate(ways)
                 if index != at
             )
         ]
-        return leanest or asked
 
     def _is_leaner(self, one: _WayToShare, other: _WayToShare) -> bool:
         """Return whether one holds no more than the other, both with their smallest micro-batches."""
@@ -293,21 +320,24 @@ class FastestOnGpus:
         """Return the number of other ways that hold no less than this one."""
         return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
-    def _nearest_miss(self) -> Asking[Screened | None]:
-        def misses() -> list[Screened]:
-            return [
-                Screened(way.recipe(at), judged, way.shared, size)
-                for way in self._ways
-                for at, size in enumerate(way.sizes)
-                if (judged := self._evidence.judgment(way.shared, size)) is not None
-            ]
-
-        if not misses() and self._ways:
+    def nearest_miss(self) -> Screened | None:
+        """Return the smallest evaluated recipe. Evaluate one that holds little if there is none."""
+        if self._ways and not any(True for _ in self._misses()):
             leanest = max(reversed(self._ways), key=self._held_more)
-            at = len(leanest.sizes) - 1
-            (judged,) = yield [(self._gpus, leanest.recipe(at))]
-            self._hear(leanest, at, judged)
-        return min(misses(), key=lambda one: one.judged.needed_bytes, default=None)
+            self._ask([(leanest, len(leanest.sizes) - 1)])
+        return smaller_miss(*self._misses())
+
+    def _misses(self) -> Iterator[Screened]:
+        for way in self._ways:
+            for at, size in enumerate(way.sizes):
+                if (judged := self._evidence.judgment(way.shared, size)) is not None:
+                    yield Screened(way.recipe(at), judged, way.shared, size)
+
+
+def smaller_miss(*misses: Screened | None) -> Screened | None:
+    """Return the smallest of these misses."""
+    every = (one for one in misses if one is not None)
+    return min(every, key=lambda one: one.judged.needed_bytes, default=None)
 
 
 def _samples_of(question: _Question) -> int:

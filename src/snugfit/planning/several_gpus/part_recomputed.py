@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.several_gpus.candidates import is_valid, recomputings
+from snugfit.planning.several_gpus.candidates import is_valid, of_slot, recomputings
 from snugfit.planning.several_gpus.fastest import Screened
 from snugfit.planning.several_gpus.judge import Judged
-from snugfit.planning.several_gpus.sharings import of_slot
 from snugfit.techniques import roster
 from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Slot
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.planning.keep import Kept
+    from snugfit.planning.several_gpus.fastest import Judging
     from snugfit.planning.several_gpus.plan import OnGpus
-    from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import CheckpointWish
     from snugfit.techniques.technique import Technique
 
@@ -57,8 +56,8 @@ class FewestRecomputed:
         job: Job,
         fixed: Kept,
         bound: int,
-        judge: Callable[[list[tuple[int, Recipe]]], list[Judged]],
-        in_full: Callable[[list[tuple[int, Screened]]], list[OnGpus | None]],
+        judge: Judging,
+        in_full: Callable[[list[Screened]], list[OnGpus | None]],
     ) -> None:
         self._job, self._fixed, self._bound = job, fixed, bound
         self._judge, self._in_full = judge, in_full
@@ -77,7 +76,7 @@ class FewestRecomputed:
                     gpus not in asked or _seconds(question) < _seconds(asked[gpus][1])
                 ):
                     asked[gpus] = line, question
-            full = self._in_full([(gpus, question) for gpus, (_, question) in asked.items()])
+            full = self._in_full([question for _, question in asked.values()])
             for (gpus, (line, question)), answer in zip(asked.items(), full, strict=True):
                 line.hear(question, answer)
                 if answer is not None and answer.fits and answer.step_seconds < best[gpus].step_seconds:

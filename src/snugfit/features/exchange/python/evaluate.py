@@ -93,7 +93,10 @@ class Evaluation:
 
 
 def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
-    """Return the statements with an effect. `bfloat16` is the GPU's support for it; None if no GPU is named."""
+    """Return the statements with an effect.
+
+    `bfloat16` is the GPU's support for it; None if no GPU is named.
+    """
     evaluator = _Evaluator(bfloat16)
     names: Environment = {"__name__": "__main__"}
     for statement in tree.body:  # a script that ends early is read to its end

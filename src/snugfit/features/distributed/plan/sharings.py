@@ -13,6 +13,7 @@ from dataclasses import MISSING, fields
 
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
+from snugfit.planning.several_gpus.candidates import of_slot
 from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
@@ -22,11 +23,8 @@ from snugfit.techniques.technique import Slot, Technique
 MOST_AXES = 2
 """Greatest number of axes of a mesh in addition to the batch's: no three of the existing ones combine."""
 
-Sharing = tuple[Technique, ...]
-"""One technique for each slot of several GPUs."""
 
-
-def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Sharing]:
+def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[Technique, ...]]:
     """Yield techniques for each slot of several GPUs, by which so many can share the job's batch.
 
     They have `axes` axes in addition to the batch's, without fixed ones. If there are several hosts,
@@ -60,16 +58,6 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
     return slots
 
 
-def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
-    """Yield the techniques for a slot: the fixed ones, or all settings that plans may choose."""
-    if slot in fixed.slots:
-        yield from fixed.slots[slot]
-        return
-    for kind in roster.techniques():
-        if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):
-            yield from kind.settings(job)
-
-
 def _choices(
     job: Job, slot: Slot, fixed: Kept, along: dict[Slot, list[Technique]], *, mesh: bool
 ) -> Sequence[Technique]:
@@ -89,7 +77,7 @@ def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
 
 
-def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sharing) -> bool:
+def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique]) -> bool:
     """Return whether so many GPUs make whole groups that divide the batch evenly.
 
     If experts are spread, all GPUs of a group must share them.

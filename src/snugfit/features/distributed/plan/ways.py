@@ -1,0 +1,170 @@
+"""Comparison of two ways to spread a model over GPUs, by memory and by speed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from snugfit.features.distributed.plan.sharings import MOST_AXES, sharings, stopgaps
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
+from snugfit.planning.several_gpus.candidates import Shared, Sharing, Spreading, of_slot
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import ParallelWish
+from snugfit.techniques.technique import Slot
+
+KEPT = "none"
+"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
+
+AXES = ("tensor", "context", "stages")
+"""Fields of `ParallelWish` that count the GPUs working on the same samples."""
+
+
+class MeshSpreading(Spreading):
+    """The ways of the techniques for several GPUs."""
+
+    most_axes = MOST_AXES
+
+    def sharings(self, job: Job, gpus: int, fixed: Kept, axes: int) -> Iterator[Sharing]:
+        """Yield one technique for each slot of several GPUs (`sharings.py`)."""
+        usual = list(of_slot(job, Slot.SHARDING, fixed))
+        rest = [one for one in stopgaps(usual) if one not in usual]
+        for techniques in sharings(job, gpus, fixed, axes):
+            kinds = tuple(type(one) if one.slot is Slot.SHARDING else one for one in techniques)
+            yield Sharing(techniques, kinds, is_stopgap=any(one in rest for one in techniques))
+
+    def way(self, gpus: int, recipe: Recipe) -> Shared:
+        """Return the way of a recipe to share the work among so many GPUs."""
+        return SharedByMesh(gpus, recipe)
+
+
+@dataclass(frozen=True)
+class SharedByMesh(Shared):
+    """A way to share the work among GPUs that form a mesh, or of one GPU alone."""
+
+    @functools.cached_property
+    def wish(self) -> ParallelWish | None:
+        """Wish for several processes, regardless of their number; None on one GPU."""
+        wish = self.setup.parallel
+        return wish and replace(wish, ranks=0)
+
+    @property
+    def _axes(self) -> ParallelWish:
+        return self.wish or ParallelWish()
+
+    @property
+    def parts(self) -> int:  # type: ignore[override]
+        """Number of GPUs that work on the same part of the batch."""
+        return self._axes.ranks_of_one_part
+
+    @property
+    def stages(self) -> int:  # type: ignore[override]
+        """Number of stages into which the layers are cut."""
+        return self._axes.stages
+
+    @functools.cached_property
+    def mesh(self) -> str:  # type: ignore[override]
+        """Text of the techniques that make groups of GPUs work on the same samples; empty without groups."""
+        slots = [slot for slot in roster.slots_of_several_gpus() if slot is not Slot.SHARDING]
+        return " + ".join(str(self.recipe[slot]) for slot in slots if not self.recipe[slot].plain)
+
+    @property
+    def spreads_over_all(self) -> bool:  # type: ignore[override]
+        """True if each GPU holds less on a larger number of them."""
+        wish = self.wish
+        if wish is None:
+            return False
+        return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
+
+    def gathers_what_is_kept(self, other: Shared) -> bool:
+        """Return whether the other way is this one, except that it keeps weights that this one gathers."""
+        own, rival = self.wish, _wish_of(other)
+        if own is None or rival is None:
+            return False
+        return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
+
+    def spreads_no_less_than(self, other: Shared) -> bool:
+        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
+        return _spreads_no_less(self.wish, _wish_of(other))
+
+    def cuts_as(self, other: Shared) -> bool:
+        """Return whether each group of GPUs consists of one or several of the other's groups."""
+        return _cuts_as(self._axes, _wish_of(other) or ParallelWish())
+
+    def is_wider_than(self, other: Shared) -> bool:
+        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
+        own, rival = self.wish, _wish_of(other)
+        if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
+            return False
+        if not _cuts_as(own, rival):
+            return False
+        alike = replace(
+            _in_groups_of(own, rival),
+            schedule=rival.schedule,
+            shards=rival.shards,
+            bucket_views=rival.bucket_views,
+        )
+        return alike == rival and bool(own.shards) is bool(rival.shards) and self.differs_only_in(other)
+
+    def shares_sequences_with(self, other: Shared, times: float) -> bool:
+        """Return whether `times` as many GPUs share each sequence as in the other way."""
+        return times == self._axes.context / (_wish_of(other) or ParallelWish()).context
+
+    def groups(self) -> Iterator[str]:
+        """Yield the work of its groups of GPUs as sentences."""
+        wish = self._axes
+        if wish.tensor > 1:
+            experts = f", each GPU with 1/{wish.experts} of its experts" if wish.experts > 1 else ""
+            yield f"groups of {wish.tensor} GPUs compute each layer together{experts}"
+        if wish.context > 1:
+            yield f"groups of {wish.context} GPUs take each sequence together"
+        if wish.stages > 1:
+            yield f"the layers are put in {wish.stages} stages, one after the other"
+
+
+def _wish_of(shared: Shared) -> ParallelWish | None:
+    return shared.wish if isinstance(shared, SharedByMesh) else None
+
+
+def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
+    """Return whether each group of GPUs consists of one or several of the rival's groups, with the same cuts.
+
+    If both share matrices, experts must be spread in both or in neither.
+    """
+    if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
+        return False
+    return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
+
+
+def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
+    """Return the same with groups as large as the rival's."""
+    return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
+
+
+def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
+    """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
+    rival's way."""
+    if own is None or rival is None or own == rival:
+        return own == rival
+    if not _cuts_as(own, rival):
+        return False
+    if own.stages > rival.stages == 1 and own.weights == "sharded":
+        return False  # a stage keeps all gathered weights while its micro-batches run
+    own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
+    if own == rival:
+        return True
+    if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
+        return False
+    alike = replace(
+        rival,
+        weights=own.weights,
+        states=own.states,
+        shards=own.shards,
+        reshard=own.reshard,
+        on_host=own.on_host,
+        dtype=own.dtype,
+        bucket_views=own.bucket_views,
+    )
+    return alike == own

@@ -1,0 +1,84 @@
+"""Results of workers about several GPUs of one kind, each computed once.
+
+The workers' `Parts` return lower bounds and figures for all GPUs of their kind. The search for one GPU reads
+its own share. The search for the next GPU finds the results again, and its workers compute only the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.prediction.worker_pool import Answer, Question, WorkerPool
+from snugfit.rehearsal.device.policy import PoliciesDiffer
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
+
+
+class SharedResults:
+    """Known results by method and Setup. A space holds each Setup once, so its id identifies it."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self._known: dict[tuple[str, int], Any] = {}
+
+    def of_gpu(self, index: int) -> WorkerPool:
+        """Return a pool whose results are those of one GPU."""
+        return _PoolOfGpu(self, index)
+
+    def unknown(self, question: Question) -> list[Setup]:
+        """Return the Setups of a question without a result."""
+        (setups,) = question.arguments
+        return [setup for setup in setups if (question.method, id(setup)) not in self._known]
+
+    def learn(self, question: Question, value: Any) -> None:
+        """Store the results of a question, or its error for each Setup. Raises `PoliciesDiffer`."""
+        if isinstance(value, PoliciesDiffer):
+            raise value
+        (setups,) = question.arguments
+        values = [value] * len(setups) if isinstance(value, SnugfitError) else value
+        self._known |= {(question.method, id(setup)): one for setup, one in zip(setups, values, strict=True)}
+
+    def value(self, question: Question, index: int) -> Any:
+        """Return the known results of a question on one GPU. The error of an evaluation is one for all."""
+        (setups,) = question.arguments
+        values = [self._known[question.method, id(setup)] for setup in setups]
+        errors = [one for one in values if isinstance(one, SnugfitError)]
+        if errors and (question.method == "judge" or all(one is errors[0] for one in values)):
+            return errors[0]
+        return [one if isinstance(one, SnugfitError) else one[index : index + 1] for one in values]
+
+
+class _PoolOfGpu(WorkerPool):
+    """A pool for the search of one GPU. Its workers compute only unknown results."""
+
+    def __init__(self, results: SharedResults, index: int) -> None:
+        super().__init__(results.pool.workers)
+        self._results, self._index = results, index
+
+    def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
+        """Yield the answers to these questions as `WorkerPool.answers` does, the known ones at once."""
+        asked: dict[int, tuple[Question, Question]] = {}
+        known: list[Question] = []
+
+        def ask_for_rest(worker: int) -> Question | None:
+            if known or (question := ask(worker)) is None:
+                return None
+            if not (setups := self._results.unknown(question)):
+                known.append(question)
+                return None
+            rest = question._replace(arguments=(setups,))
+            asked[question.number] = question, rest
+            return rest
+
+        while True:
+            for number, value in self._results.pool.answers(ask_for_rest, helped=helped):
+                question, rest = asked.pop(number)
+                self._results.learn(rest, value)
+                yield Answer(number, self._results.value(question, self._index))
+            if not known:
+                return
+            question = known.pop()
+            yield Answer(question.number, self._results.value(question, self._index))
