@@ -40,11 +40,11 @@ def test_compiled_layers_are_lowered_only_where_they_may_matter(slow: bool) -> N
         most = max(bound.needed_bytes for bound in told.bounds)
         told.bounds = [
             bound
-            if one.setup.compile
+            if one.setup.lowering
             else bound._replace(compiled_bytes=2 * most, outside_bytes=2 * most, compiled_seconds=1e6)
             for bound, one in zip(told.bounds, space.candidates, strict=True)
         ]
     state = SearchState(space)
     search(state, WorkerPool([told]))  # type: ignore[list-item]
-    lowered = {number for number in state.bounds if space.candidates[number].setup.compile}
+    lowered = {number for number in state.bounds if space.candidates[number].setup.lowering}
     assert bool(lowered) != slow

@@ -171,7 +171,9 @@ class Feature:
         """Return names of rates (`Rates.patterns`) that come before those of the kernel's operator."""
         return ()
 
-    def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
         """Return a context in which operators of the feature run on shapes as on the policy's device. Kernels
         that torch does not launch are given to `recorder.launch`."""
         return nullcontext()
@@ -185,11 +187,25 @@ class Feature:
         """Return whether a step of few layers shows what each further layer adds."""
         return True
 
+    def program_decisions(self) -> AbstractContextManager[list[Any]]:
+        """Return a context that yields a list of the decisions of each program that runs. Each has a method
+        `are_alike(deeper, periods)` for a program of one period of layers more, and of `periods` more."""
+        return nullcontext([])
+
     # ---- predicting a step ----
 
     def context_bytes(self, operators: Collection[str]) -> int:
         """Return bytes outside of the allocator that NVML counts for these operators of a step."""
         return 0
+
+    def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
+        """Return further seconds of a first step. It loads these `kernels` (`prediction/startup.py`), and
+        its programs launch `in_programs` kernels."""
+        return 0.0
+
+    def timing_doubts(self, setup: Setup) -> Sequence[str]:
+        """Return sentences on the accuracy of predicted seconds."""
+        return ()
 
     # ---- searching a plan ----
 

@@ -322,7 +322,7 @@ class _PassesBounds:
 
         Empty if the timer lacks them, and for a step that is itself compiled or recorded.
         """
-        if setup.compile is not None or setup.capture is not None:
+        if setup.lowering is not None or setup.capture is not None:
             return ()
         return self._device_seconds(setup, self._left_by_compilers)
 

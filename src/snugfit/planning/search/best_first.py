@@ -175,7 +175,7 @@ class BestFirst:
         return self._is_compiled(number) and not self.state.is_begun(number)
 
     def _is_compiled(self, number: int) -> bool:
-        return self.state.space.candidates[number].setup.compile is not None
+        return self.state.space.candidates[number].setup.lowering is not None
 
     # ---- the answers -------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class CompiledKinds:
         self.waiting: list[int] = []
         """Candidates without recomputing and with whole logits."""
         for number, candidate in enumerate(space.candidates if any_wait else ()):
-            wish, saving_nothing = candidate.setup.compile, saves_nothing.get(number, number)
+            wish, saving_nothing = candidate.setup.lowering, saves_nothing.get(number, number)
             if wish is None or wish.is_one_program or saving_nothing is None:
                 continue
             bare = self._without_compiler(saving_nothing)

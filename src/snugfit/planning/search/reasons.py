@@ -65,7 +65,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
-    longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.compile is None))
+    longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.lowering is None))
     questions += [Question(number, "judge", ([candidates[number].setup],)) for number in longest_first]
     verified, doubts, timing = False, (), None
     for number, value in pool.answers_to(questions, lambda worker, one: state.is_for(worker, one.number)):
@@ -134,7 +134,7 @@ def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
 
 def _is_lowered(state: SearchState, number: int) -> bool:
     """Return whether a worker has lowered the candidate's compiled layers, or it has none."""
-    return state.space.candidates[number].setup.compile is None or state.is_begun(number)
+    return state.space.candidates[number].setup.lowering is None or state.is_begun(number)
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:

@@ -368,7 +368,7 @@ class RecomputingKinds:
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._total_seconds)
         kind, program = candidates[first].passes, candidates[first].program
-        compiled = candidates[first].setup.compile is not None
+        compiled = candidates[first].setup.lowering is not None
         alike = [
             number
             for number in firsts

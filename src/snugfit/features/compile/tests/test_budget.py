@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
+from test_compiled import OTHERS
 from torch._functorch import config as functorch
 
 from aligned import compare
-from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError
+from snugfit.features.compile.memory_budget import InductorWithin
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
@@ -33,13 +35,11 @@ from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.step.wishes.compile_budget import InductorWithin
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.training.run.train import train
 from snugfit.units import MIB
-from test_compiled import OTHERS
 from tiers import slow_but
 
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -131,7 +131,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(budget: float) ->
 @pytest.mark.whole
 @pytest.mark.slow
 def test_the_law_of_dropout_would_notice_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.step.wishes.compile_budget._draws", lambda node: False)
+    monkeypatch.setattr("snugfit.features.compile.memory_budget._draws", lambda node: False)
     with torch._inductor.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         seen, right = masked(0.5)
     assert not torch.allclose(seen, right, rtol=1e-2)

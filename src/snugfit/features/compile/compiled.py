@@ -41,8 +41,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from snugfit.errors import RecipeError
+from snugfit.features.compile.fields import COMPILE, WITH_GRAPHS, CompileWish
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import WITH_GRAPHS, CompileWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ OTHERS = tuple(
 )
 """Settings that are not the default, by name."""
 
+
+COMPILES = ("sdpa", "eager")
+"""Attention that was tried in compiled code."""
 
 GRAPHS_MEASURED = (
     "of steps that play CUDA graphs back three models were measured on an H100 with torch 2.11: of gpt2, "
@@ -155,9 +159,14 @@ class Compiled(Technique):
                 f"{recipe[Slot.CHECKPOINTING]} looks into layers that are compiled, or joins several. Try "
                 "'every_layer' or 'every_nth_layer'."
             )
+        attention, gradients = recipe[Slot.ATTENTION], recipe[Slot.GRADIENTS]
+        if attention.alone.attention not in COMPILES:
+            yield f"{attention} was not tried with it. Take 'sdpa'."
+        if gradients.alone.release:
+            yield f"{gradients} was not tried with it. Leave one of them out."
         if not job.trains:
             yield "compiled layers are simulated in training only. Leave it out."
-        if self.backend != "inductor" and setup.compile is not None:
+        if self.backend != "inductor" and COMPILE.of(setup) is not None:
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} cuts the programs of Inductor. Try "
                 f"'compiled + {recipe[Slot.CHECKPOINTING]}'."

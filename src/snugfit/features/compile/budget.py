@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.features.compile.fields import COMPILE, CompileWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import CompileWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -60,13 +61,15 @@ class Budget(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Compiled programs keep no more than this."""
-        return setup.with_fields(compile=replace(setup.compile or CompileWish(), budget=float(self.share)))
+        return setup.with_fields(
+            compile=replace(COMPILE.of(setup) or CompileWish(), budget=float(self.share))
+        )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse an uncompiled layer, which torch does not cut, and a budget of 0 with dropout, whose masks
         are lost.
         """
-        if recipe[Slot.ENGINE].install(Setup()).compile is None:
+        if COMPILE.of(recipe[Slot.ENGINE].install(Setup())) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
         if self.share == 0 and (dropout := _dropout(job)):
             yield (
