@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
+from snugfit.cli.plugins import words_in
 from snugfit.errors import UsageError, did_you_mean
+from snugfit.feature_folders import use_plugins
 from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class Request:
         configuration = _configuration(flags, settings)
         settings = {**(configuration.settings if configuration else {}), **settings}
         settings |= _on_mesh(settings)
+        use_plugins(words_in(settings.get("plugin", "")))
         lengths = _lengths(flags)
         text = settings.get("recipe", "plain")
         rest = without_auto(text) if takes_auto else None
