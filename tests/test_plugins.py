@@ -72,33 +72,7 @@ class ThinBiases(Feature):
 }
 """A technique that freezes biases, whose first step takes 100 seconds longer."""
 
-USE = """
-import json, sys
-from pathlib import Path
-from snugfit.cli.plugins import named_plugins
-from snugfit.feature_folders import use_plugins
-
-use_plugins(named_plugins(["predict", "--plugin", sys.argv[1]]))
-
-from small_models import small_job
-from small_runs import small_run
-from snugfit.prediction.predict import predict
-from snugfit.planning.search.search import plan
-from snugfit.training.run.train import train
-
-job = small_job("bert", 2)
-plain, thin = (predict(job, recipe, gpu="h200") for recipe in ("plain", "thin"))
-keep = "thin + sdpa + bf16 + adamw + keep_all + uncompiled"
-planned = plan(job, gpu="h200", keep=keep, workers=1)
-trained = train(small_run(Path(sys.argv[2]), "thin", max_steps=1))
-print(json.dumps({
-    "seconds": thin.startup.total_seconds(0) - plain.startup.total_seconds(0),
-    "bytes": plain.footprint.requested_bytes - thin.footprint.requested_bytes,
-    "version": thin.versions["plugin thin_biases"],
-    "planned": [planned.best.recipe, planned.versions["plugin thin_biases"]],
-    "frozen": [n for n, w in trained.model.named_parameters() if not w.requires_grad],
-}))
-"""
+USE = Path(__file__).with_name("plugin_in_use.py")
 
 
 @pytest.fixture
@@ -114,7 +88,7 @@ def plugin(tmp_path: Path) -> Path:
 def test_a_plugin_is_predicted_planned_and_trained(plugin: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
     done = subprocess.run(
-        [sys.executable, "-c", USE, str(plugin), str(tmp_path / "run")],
+        [sys.executable, USE, plugin, tmp_path / "run"],
         capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

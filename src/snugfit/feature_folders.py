@@ -6,7 +6,7 @@ inputs of models (`inputs.py`) here.
 
 A plugin is named on the command line (`--plugin`) or in the environment variable `PLUGINS`, which processes
 inherit. It is an entry point of the group `snugfit.features`, or the path of a package's folder. Fields of
-`Setup` are read once in a process, so plugins load before any other module of snugfit asks for features.
+`Setup` are read once in a process. So plugins load before the first import of a module that uses features.
 """
 
 from __future__ import annotations

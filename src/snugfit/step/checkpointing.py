@@ -284,13 +284,8 @@ class _Span:
 
 def layer_names(job: Job) -> tuple[str, ...]:
     """Return the classes of the repeated layers of this job's model, by name."""
-    return tuple(sorted({type(layer).__name__ for layer in layers_of(job)}))
-
-
-def layers_of(job: Job) -> list[torch.nn.Module]:
-    """Return the repeated layers of this job's model, on `meta`."""
     import torch
 
     with torch.device("meta"):
         model = instantiate(job, dtype="float32", attention="sdpa")
-    return [layer for layers in layer_stacks(model) for layer in layers]
+    return tuple(sorted({type(layer).__name__ for layers in layer_stacks(model) for layer in layers}))

@@ -73,8 +73,7 @@ class Configuration(Protocol):
 class Feature:
     """A deletable folder. Subclasses override the methods that they need."""
 
-    name: ClassVar[str]
-    """The folder's name; the registry sets it."""
+    name: ClassVar[str]  # the folder's, set by the registry
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """Module names by slot; each module has one technique, and the module's name is the technique's."""
@@ -152,7 +151,7 @@ class Feature:
     def place_state(self, optimizer: Any, weight: Any) -> None:
         """Move the state of a weight, which was read from a checkpoint, to the memory that it needs."""
 
-    # ---- simulating and predicting a step ----
+    # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return after how many of `layers` layers the treatment of layers repeats."""
@@ -198,7 +197,9 @@ class Feature:
         """Return sentences on the accuracy of predicted seconds."""
         return ()
 
-    # ---- searching a plan ----
+    def lowered_kinds(self) -> Sequence[type[Any]]:
+        """Return subclasses of `LoweredKinds` (`planning/cost/lowered.py`): bounds of lowered candidates."""
+        return ()
 
     def has_timed_bytes(self, setup: Setup) -> bool:
         """Return whether saved bytes depend on the time of copies, so that no other step bounds them."""

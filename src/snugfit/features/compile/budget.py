@@ -71,7 +71,7 @@ class Budget(Technique):
         """
         if COMPILE.of(recipe[Slot.ENGINE].install(Setup())) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
-        if self.share == 0 and (dropout := _dropout(job)):
+        if self.share == 0 and (dropout := job.stated_dropout()):
             yield (
                 f"the model has dropout ({dropout}), whose masks would be others in the backward pass. "
                 "Try 'budget(0.1)', or 'every_layer'."
@@ -81,11 +81,3 @@ class Budget(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Three quarters, a half and a quarter."""
         yield from (cls(share=share) for share in PLANNED)
-
-
-def _dropout(job: Job) -> str:
-    """Return the model's dropout as its config names it; empty without dropout or config."""
-    if job.model.module is not None:
-        return ""
-    facts = job.transformers_config().to_dict().items()
-    return next((f"{k}={v}" for k, v in facts if "drop" in k and isinstance(v, float) and v), "")

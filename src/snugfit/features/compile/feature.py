@@ -50,6 +50,12 @@ class Compile(Feature):
 
         return decisions_of_programs()
 
+    def lowered_kinds(self) -> Sequence[type[Any]]:
+        """Return the bounds of compiled layers."""
+        from snugfit.features.compile.compiled_kinds import CompiledKinds
+
+        return (CompiledKinds,)
+
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
         """Return the seconds of compiling; programs of layers are shared, and those of a model are not."""
         wish = COMPILE.of(setup)

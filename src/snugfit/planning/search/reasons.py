@@ -121,7 +121,7 @@ def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
     if recipe[slot] == plain or plain not in state.space.offers(slot):
         return None
     number = stand_in(state.space, recipe.with_(plain))
-    if number is None or _is_lowered(state, number) or not _affordable(state, recipe, slot):
+    if number is None or not state.must_be_lowered(number) or not _affordable(state, recipe, slot):
         return recipe.with_(plain)
     return None
 
@@ -129,12 +129,7 @@ def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
 def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
     """Return the candidates with another technique in this slot, without those that must be lowered first."""
     alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
-    return [number for number in state.space.others(alike, slot) if _is_lowered(state, number)]
-
-
-def _is_lowered(state: SearchState, number: int) -> bool:
-    """Return whether a worker has lowered the candidate's compiled layers, or it has none."""
-    return state.space.candidates[number].setup.lowering is None or state.is_begun(number)
+    return [number for number in state.space.others(alike, slot) if not state.must_be_lowered(number)]
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 IRREGULAR = (
-    "A program of this step would be recorded as a CUDA graph again and again: what it is given lies "
-    "elsewhere each time, or is new while others are played back. Leave the mode out of 'compiled'."
+    "A program of this step would be recorded as a CUDA graph again and again: its inputs have other "
+    "addresses each time, or it is new while others are replayed. Leave the mode out of 'compiled'."
 )
 
 

@@ -158,16 +158,20 @@ class Compiler:
 
     def time_products_padded(self, products: Sequence[PaddedProduct]) -> None:
         """Benchmark these products with and without padding, unless they were benchmarked before."""
-        start = len(self._recorder.kernels)
-        time_padding(self._policy, products, self._padded)
-        self._within.append(range(start, len(self._recorder.kernels)))
+        with self._inside():
+            time_padding(self._policy, products, self._padded)
 
     def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
         """Run a program that is recorded as a CUDA graph, with the copies of its inputs."""
+        with self._inside():
+            return self._trees.call(function, arguments)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Count the kernels of this context as those of programs."""
         start = len(self._recorder.kernels)
-        out = self._trees.call(function, arguments)
+        yield
         self._within.append(range(start, len(self._recorder.kernels)))
-        return out
 
     @contextlib.contextmanager
     def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
@@ -176,10 +180,8 @@ class Compiler:
 
         self._run += bool(torch._C._len_torch_dispatch_stack())
         self._notes.attention.extend(attention)
-        start = len(self._recorder.kernels)
-        with self._recorder.program(**how):
+        with self._inside(), self._recorder.program(**how):
             yield
-        self._within.append(range(start, len(self._recorder.kernels)))
 
     @contextlib.contextmanager
     def _real_surroundings(self) -> Iterator[None]:

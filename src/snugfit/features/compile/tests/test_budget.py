@@ -25,11 +25,11 @@ from reported import foreseen, reports
 from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError
+from snugfit.features.compile.compiled_kinds import CompiledKinds
 from snugfit.features.compile.memory_budget import InductorWithin
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
-from snugfit.planning.search.budgets import Budgets
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy
@@ -253,9 +253,9 @@ def test_plans_look_at_budgets_where_compiled_layers_do_not_fit(monkeypatch: pyt
         state: Any = SimpleNamespace(
             judged={}, bounds={without: SimpleNamespace(needed_bytes=needed)}, memory_bytes=10
         )
-        budgets = Budgets(space, [state], lambda number: None)
-        assert budgets.are_idle(within) == idle
+        budgets = CompiledKinds(space, [state], {}, lambda number: None)
+        assert budgets.is_idle(within) == idle
         left_out = list(budgets.left_out([within, without]))
         assert [(one.what, one.recipes) for one in left_out] == ([("budget", 1)] if idle else [])
-        assert not budgets.are_idle(without)
-        assert not Budgets(space, [state], lambda number: None, everywhere=True).are_idle(within)
+        assert not budgets.is_idle(without)
+        assert not CompiledKinds(space, [state], {}, lambda number: None, everywhere=True).is_idle(within)
