@@ -12,10 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from small_models import small_job
 from snugfit import feature_folders
 from snugfit.cli.main import run
+from snugfit.cli.plan_cache import key_of
 from snugfit.cli.plugins import named_plugins, without_plugins
 from snugfit.errors import SnugfitError
+from snugfit.versions import versions
 
 FILES = {
     "__init__.py": """
@@ -114,6 +117,16 @@ def test_a_digest_of_its_source_is_a_part_of_its_version(plugin: Path) -> None:
     before = feature_folders._digest(plugin)
     (plugin / "thin.py").write_text("")
     assert feature_folders._digest(plugin) != before
+
+
+def test_stored_answers_and_journals_belong_to_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, keys = small_job("bert", 2), set[str | None]()
+    for version in ("1", "2"):
+        plugin = feature_folders.Plugin("thin", "thin", version)
+        monkeypatch.setattr(feature_folders, "plugins", lambda plugin=plugin: (plugin,))
+        keys.add(key_of(job))
+        assert versions()["plugin thin"] == version
+    assert len(keys) == 2
 
 
 def loaded(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> feature_folders.Plugin:
