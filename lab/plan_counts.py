@@ -56,7 +56,7 @@ COUNTED = {
     "rehearsals": ("snugfit.rehearsal.record.recorder", "Recorder.recording"),
     "screens": ("snugfit.planning.cost.parts", "Parts.screen"),
     "full simulations": ("snugfit.planning.cost.parts", "Parts.judge"),
-    "programs lowered": ("snugfit.rehearsal.compiled.layers", "lower"),
+    "programs lowered": ("snugfit.features.compile.simulation.layers", "lower"),
 }
 """Counted functions with their modules, by the name of the count."""
 

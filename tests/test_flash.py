@@ -181,7 +181,7 @@ def test_what_does_not_go_with_it_is_refused(job: Job, recipe: str, says: str) -
 
 
 def test_compiled_layers_were_not_tried_with_it() -> None:
-    with pytest.raises(RecipeError, match="compiled was not tried"):
+    with pytest.raises(RecipeError, match="flash was not tried"):
         Recipe.parse(RECIPE + " + compiled").check(a_job(), installed=False)
 
 

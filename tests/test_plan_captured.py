@@ -24,7 +24,7 @@ from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
 from snugfit.rehearsal.captured_parts import CannotBeRecorded
-from snugfit.techniques.engine.compiled import Compiled
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from tiers import slow_but
@@ -133,7 +133,7 @@ def test_what_is_played_already_stays() -> None:
 
 @pytest.mark.whole
 def test_a_plan_chooses_it_where_the_host_decides_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compiled, "planning_objection", lambda job: "compiling takes long")
+    monkeypatch.setattr(roster.find("compiled"), "planning_objection", lambda job: "compiling takes long")
     keep = kept("bf16 + micro_batches(2)", but="engine")
     made = plan(job_of("bert"), gpu="h200", keep=keep, workers=1)
     assert made.best is not None

@@ -18,12 +18,12 @@ from snugfit.errors import SnugfitError
 from snugfit.job.batch import SyntheticDataset
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
+from snugfit.planning.cost.lowered import CACHE_SHARE
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.parts_pool import parts_pool
 from snugfit.planning.cost.periodic import MANY, AllocatorPeaks, Requests, replay_periodic
 from snugfit.planning.cost.same_trace import trace_under
 from snugfit.planning.cost.timer import GpuTimers, seconds_of
-from snugfit.planning.search.recomputing import CACHE_SHARE
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
 from snugfit.prediction.allocator import Allocator, Replay, replay
 from snugfit.prediction.worker_pool import Question, WorkerPool

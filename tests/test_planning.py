@@ -298,7 +298,7 @@ def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
         assert without is not None
         needed, seconds = told.bounds[without][:2]
         resting = int(needed * 0.8)
-        compiled = candidate.setup.compile
+        compiled = candidate.setup.lowering
         if wish not in (None, EVERY_LAYER) or candidate.setup.has_budget:
             part = 1 / wish.every if wish else 1 - (compiled.budget if compiled else 1)
             checkpointing = [candidate.recipe.with_(one) for one in space.offers(Slot.CHECKPOINTING)]
@@ -320,10 +320,10 @@ def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
         traces.setdefault(candidate.trace, (least, after))
     known = [traces[candidate.trace] for candidate in space.candidates]
     bounds = [least for least, _ in known]
-    compiled_layers = next((one for one in space.offers(Slot.ENGINE) if one.install(Setup()).compile), None)
+    compiled_layers = next((one for one in space.offers(Slot.ENGINE) if one.install(Setup()).lowering), None)
     for number, least in enumerate(bounds) if compiled_layers else ():
         bare, other = space.variant(number, plain), space.variant(number, plain, compiled_layers)
-        if bare is not None and other is not None and not space.candidates[number].setup.compile:
+        if bare is not None and other is not None and not space.candidates[number].setup.lowering:
             seconds = min(bounds[bare].seconds, bounds[other].seconds)
             bounds[number] = least._replace(compiled_seconds=seconds)
     return Told(told.numbers, bounds, [after for _, after in known])

@@ -81,12 +81,12 @@ def test_what_is_compiled_alike_goes_to_one_worker() -> None:
     state.bounds |= {number: bounds[0] for number, bounds in known.bounds.items()}
     state.judge(state.by_trace(state.bounds), pool)
     programs = [
-        {program_of(setup) for setup in (*one.screened, *one.judged) if setup.compile} for one in workers
+        {program_of(setup) for setup in (*one.screened, *one.judged) if setup.lowering} for one in workers
     ]
     assert all(programs)
     assert programs[0].isdisjoint(programs[1])
     alike = [setup.with_fields(logits=None, checkpoint=None) for setup in workers[0].screened]
-    assert len({repr(setup) for setup in alike if setup.compile}) == len(programs[0])
+    assert len({repr(setup) for setup in alike if setup.lowering}) == len(programs[0])
 
 
 def run_best_first(workers: int) -> tuple[list[Known], SearchState]:
@@ -115,7 +115,7 @@ def test_a_slower_recipe_that_saves_little_is_left_out_unless_it_alone_fits() ->
 
 def test_compiled_layers_are_lowered_by_one_worker_each() -> None:
     told, _ = run_best_first(2)
-    programs = [{program_of(s) for s in (*one.screened, *one.judged) if s.compile} for one in told]
+    programs = [{program_of(s) for s in (*one.screened, *one.judged) if s.lowering} for one in told]
     assert programs[0].isdisjoint(programs[1])
 
 
@@ -139,4 +139,4 @@ def test_a_size_that_nobody_lowered_explains_nothing() -> None:
     state.judge(state.by_trace(numbers[:1]), pool)
     reasons = {one.slot: one for one in explain(state, pool, numbers[0], JOB).reasons}
     assert reasons["batching"].against == "micro_batches(2)"
-    assert {setup.micro_batches for setup in worker.judged if setup.compile} == {4, 2}
+    assert {setup.micro_batches for setup in worker.judged if setup.lowering} == {4, 2}

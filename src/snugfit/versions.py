@@ -8,6 +8,8 @@ import re
 from importlib import util
 from pathlib import Path
 
+from snugfit.feature_folders import plugin_versions
+
 __version__ = "0.1.0"
 """The version of snugfit itself."""
 
@@ -41,13 +43,13 @@ def _installed_version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `python`, `snugfit` and every installed package of `CORE` and `OPTIONAL`."""
+    """Return the versions of `python`, `snugfit`, plugins, and packages of `CORE` and `OPTIONAL`."""
     installed = {"python": platform.python_version(), "snugfit": __version__}
     for package in (*CORE, *OPTIONAL):
         version = version_of(package)
         if version is not None:
             installed[package] = version
-    return installed
+    return installed | plugin_versions()
 
 
 def torch_cuda() -> str | None:

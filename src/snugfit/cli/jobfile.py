@@ -32,7 +32,9 @@ from snugfit.user_files import LimitedLoader, load_yaml, read_text
 
 DEEPEST = 3
 _OUTSIDE_THE_JOB: dict[str, type] = {
-    **dict.fromkeys(("recipe", "gpu", "mesh", "memory", "headroom", "keep", "free", "loop", "software"), str),
+    **dict.fromkeys(
+        ("recipe", "gpu", "mesh", "memory", "headroom", "keep", "free", "loop", "software", "plugin"), str
+    ),
     "gpus": int,
 }
 _DATA = {

@@ -32,12 +32,14 @@ from snugfit.cli.gpus import gpus
 from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
+from snugfit.cli.plugins import OPTION, named_plugins, without_plugins
 from snugfit.cli.predict import predict
 from snugfit.cli.schema import schema
 from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
+from snugfit.feature_folders import use_plugins
 from snugfit.frontends.launch import COMMAND_LINE
 from snugfit.frontends.one_of_several import one_of_several
 from snugfit.techniques.feature import features, hooks
@@ -95,6 +97,15 @@ def options(
             "--version", "-V", help="Print the version and exit.", callback=_show_version, is_eager=True
         ),
     ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            OPTION,
+            help="Load this plugin, by name or by the path of its folder. Can be repeated, here or after the "
+            "command.",
+            metavar="NAME_OR_PATH",
+        ),
+    ] = None,
 ) -> None:
     """Will this training step fit that GPU? Predict it without one, measure it on one, compare the two."""
 
@@ -106,7 +117,9 @@ def run(arguments: Sequence[str]) -> int:
     COMMAND_LINE.set(tuple(arguments))
     try:
         with one_of_several():
-            code = app(args=list(arguments), prog_name="snugfit", standalone_mode=False)
+            use_plugins(named_plugins(arguments))
+            arguments = without_plugins(arguments)
+            code = app(args=arguments, prog_name="snugfit", standalone_mode=False)
             sys.stdout.flush()
     except ToldElsewhere as told:
         return told.exit_code
@@ -125,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Run the command, then exit without freeing the heap. This is the console entry point."""
+    """Run the command, then exit without freeing the heap."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for a config of a few kB
     if "--offline" in sys.argv:  # read by huggingface_hub when it is imported

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
+from snugfit.cli.plugins import words_in
 from snugfit.errors import UsageError, did_you_mean
+from snugfit.feature_folders import use_plugins
 from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Request:
         settings |= _on_mesh(settings)
         if isinstance(settings.get("gpu"), str) and (chosen := choice_of(settings["gpu"])):
             typer.echo(chosen, err=True)
+        use_plugins(words_in(settings.get("plugin", "")))
         lengths = _lengths(flags)
         text = settings.get("recipe", "plain")
         rest = without_auto(text) if takes_auto else None

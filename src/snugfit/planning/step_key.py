@@ -51,7 +51,6 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "masters": ("passes", "update"),
     "logits": ("passes",),
     "checkpoint": ("passes",),
-    "compile": ("passes",),
     "capture": ("update", "launches"),
     "optimizer": ("update",),
     "autocast": ("passes",),
@@ -96,7 +95,7 @@ def passes_key(setup: Setup) -> Hashable:
 
 def program_key(setup: Setup) -> Hashable:
     """Return the fields of a Setup that determine its compiled layers; None if it compiles none."""
-    if setup.compile is None:
+    if setup.lowering is None:
         return None
     saving_nothing = setup.with_fields(checkpoint=None, logits=None)
     return _values(saving_nothing, "passes"), _values(setup, "micro_batches")

@@ -45,8 +45,9 @@ from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.step.wishes.engine.config import group_bytes
 from snugfit.step.wishes.mesh.by_accelerate import is_spread
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import CompileWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
 from snugfit.units import MIB
 
@@ -76,18 +77,6 @@ PREFETCHED_BATCHES = 2
 RETRIED = (
     "While the model is built the allocator runs out of memory and releases its cached memory. On a larger "
     "GPU it reserves more."
-)
-
-COMPILED_SECONDS = (
-    "Seconds of compiled layers rest on eleven runs on one H200. Steps that the GPU bounds took 2 to 12 % "
-    "longer than predicted, others up to 30 %. First steps without a cache took 6 to 15 s."
-)
-
-
-WHOLE_SECONDS = (
-    "Seconds of a model that is compiled whole rest on four runs on H200s. Two that the GPU bounds took 11 "
-    "and 12 % longer than predicted. The launches are fitted to two that the host bounds. First steps "
-    "took 16 to 66 s."
 )
 
 
@@ -300,8 +289,7 @@ def _seconds(
     except GpuError as unknown:
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
-    if setup.compile is not None and setup.compile.backend == CompileWish.backend:
-        doubts = (*doubts, WHOLE_SECONDS if setup.compile.is_one_program else COMPILED_SECONDS)
+    doubts += tuple(sentence for further in hooks("timing_doubts") for sentence in further(setup))
     workers = setup.loader.workers
     if pipelined is not None:
         alone = step_seconds(

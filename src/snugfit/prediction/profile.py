@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from snugfit.errors import UsageError, did_you_mean
-from snugfit.feature_folders import feature_files
+from snugfit.feature_folders import feature_files, plugin_versions
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, Setup
 from snugfit.versions import __version__, version_of
@@ -82,6 +82,6 @@ def find_software(name: str) -> Software:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the installed packages of `REHEARSED_ON`, and of snugfit."""
+    """Return the versions of the installed packages of `REHEARSED_ON`, of snugfit and of plugins."""
     installed = {package: version for package in REHEARSED_ON if (version := version_of(package))}
-    return {"snugfit": __version__, **installed}
+    return {"snugfit": __version__, **installed, **plugin_versions()}

@@ -170,8 +170,8 @@ class HostLaunchCosts:
     This and the next three are fitted to ten readings on the hosts of three H200s, torch 2.11. Eight are
     forward and backward passes of compiled layers, against the same passes uncompiled
     (results/h200-2026-11-23/compiled/host.json). Two are steps of BERT that is compiled whole
-    (tests/data/compiled-h200.json), whose 344 and 1,864 launches the host decides. All ten are met within 6
-    %.
+    (`features/compile/tests/data/compiled-h200.json`), whose 344 and 1,864 launches the host decides. All
+    ten are met within 6 %.
     """
 
     in_program: float = 3.1e-5

@@ -23,8 +23,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.job.build import instantiate
-from snugfit.rehearsal.trace.trace import GENERATED, MATRIX_PRODUCTS, TRITON
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, TRITON
 from snugfit.results.footprint import Startup
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
@@ -66,15 +67,6 @@ class StartupRates:
     worker: float
     """Starting a worker process."""
 
-    compiler: float = 4.5
-    """Starting torch.compile: its imports, its processes, tracing."""
-
-    generated: float = 0.115
-    """Compiling a kernel that torch.compile generates, with the share of its program."""
-
-    in_whole: float = 0.027
-    """Compiling a kernel of a whole model's program, in which equal layers share nothing."""
-
     triton: float = 0.6
     """Compiling a kernel that a library wrote in Triton, which later processes find on the disk."""
 
@@ -103,12 +95,6 @@ process that is the first to read torch's files waits for the disk too.
 first step took 3.4 s longer than without. With eight, Qwen3-0.6B's took 5.8 s in all. With six that were on
 the disk it took 0.5 s longer (results/h200-2026-11-23/liger).
 
-`compiler` and `generated`: seven models whose layers were compiled one by one on the host of one H200, torch
-2.11 (results/h200-2026-11-23/compiled). Without a cache first steps took 6.0 to 8.4 s, with one 1.3 to 1.7 s.
-One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of BERT-large took 66
-s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-22, `tests/data/compiled-h200.json`). `in_whole`
-meets these within 30 %.
-
 `pinned_byte`: five runs with activations on the host of one H200 (2026-11-23). For each GiB that they lock,
 first steps took 0.36 to 0.86 s longer than predicted. The two largest took 0.36 s. Alone, 4 GiB took 0.35 s
 each (results/h200-2026-11-23/activation-offload).
@@ -128,7 +114,7 @@ def startup(
     """Return the start-up of a run of this job in the plain loop, whose first step uses these kernels.
 
     `step_seconds` is the steady step's length, and `pinned_bytes` its page-locked memory. `in_programs` is
-    the number of kernels in the programs of a model that is compiled whole.
+    the number of kernels that its programs launch.
     """
     size = model_size(job)
     drawing = rates.host_number * size.numbers if job.build_on == "host" else 0.0
@@ -141,28 +127,17 @@ def startup(
         + rates.triton * _count_of_triton(kernels)
         + rates.worker * setup.loader.workers
         + rates.pinned_byte * pinned_bytes
-        + rates.in_whole * in_programs
-        + (compile_seconds(kernels, rates) if setup.compile else 0.0),
+        + sum(further(setup, kernels, in_programs) for further in hooks("first_step_seconds")),
     )
 
 
-def compile_seconds(kernels: KernelSet, rates: StartupRates = STARTUP_RATES) -> float:
-    """Return the seconds that torch.compile takes with no cache of an earlier run."""
-    generated = {kernel for kernel in kernels if _operator(kernel).startswith(GENERATED)}
-    return rates.compiler + rates.generated * len(generated)
-
-
 def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
-    """Return the number of a step's kernels that the programs of a whole model launch.
-
-    It is 0 where layers are compiled or nothing is.
-    """
-    if setup.compile is None or not setup.compile.is_one_program:
-        return 0
+    """Return the number of a step's kernels that compiled programs launch."""
     return sum(kernel.compiled for kernel in kernels) // setup.micro_batches
 
 
-def _operator(kernel: Hashable) -> str:
+def operator_of(kernel: Hashable) -> str:
+    """Return the operator of an element of a `KernelSet`."""
     return str(kernel[0]) if isinstance(kernel, tuple) else ""
 
 
@@ -173,7 +148,7 @@ def distinct_kernels(kernels: Iterable[Kernel]) -> KernelSet:
 
 
 def _count_of_triton(kernels: KernelSet) -> int:
-    return sum(_operator(kernel).startswith(TRITON) for kernel in kernels)
+    return sum(operator_of(kernel).startswith(TRITON) for kernel in kernels)
 
 
 def count_packages(setup: Setup) -> int:

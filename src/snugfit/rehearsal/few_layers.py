@@ -7,8 +7,7 @@ Inductor takes one or two seconds per layer.
 The model is simulated in full unless three conditions hold:
 
 - The inserted moves repeat the moves before them, at one position per stack of layers.
-- Inductor's decisions that depend on the memory of a whole program are the same at full depth
-  (`compiled/decisions.py`).
+- A compiler's decisions that depend on the memory of a whole program are the same at full depth.
 - The gradients are those that the update frees.
 
 Buffers of neighbouring layers may alternate between two places. So the depths of the deeper and of the full
@@ -19,8 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.job.config import LAYERS
 from snugfit.rehearsal.splice import Part, SharedBlock, rehearse_passes, rehearse_update, splice
@@ -29,11 +30,10 @@ from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import without_layer_numbers
 from snugfit.techniques.feature import hooks
-from snugfit.techniques.setup import CompileWish, Setup
+from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.compiled.decisions import Decisions
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.trace.trace import Trace
 
@@ -58,10 +58,10 @@ RecordPasses = Callable[["Job", Setup, "Policy"], Part]
 
 
 class _Shallow(NamedTuple):
-    """The passes of a model with few layers, and Inductor's decisions for it."""
+    """The passes of a model with few layers, and a compiler's decisions for its programs."""
 
     part: Part
-    decisions: list[Decisions]
+    decisions: list[Any]
 
 
 def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | None:
@@ -69,7 +69,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
 
     Return None if equality is not certain, or if shallow models save no work.
     """
-    is_one_program = setup.compile is not None and setup.compile.is_one_program
+    is_one_program = _is_one_program(setup)
     if not is_one_program and (setup.capture is not None or not _is_deep(job)):
         return None
     passes = passes_from_few_layers(job, setup, policy)
@@ -78,6 +78,11 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     update = rehearse_update(job, setup, policy, passes.gradients, passes.shared)
     run = splice(passes, update, micro_batches=setup.micro_batches)
     return None if run is None else run.trace()
+
+
+def _is_one_program(setup: Setup) -> bool:
+    lowering = setup.lowering
+    return lowering is not None and lowering.is_one_program
 
 
 def _is_deep(job: Job) -> bool:
@@ -101,7 +106,7 @@ def passes_from_few_layers(
     checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
-    is_one_program = setup.compile is not None and setup.compile.is_one_program
+    is_one_program = _is_one_program(setup)
     written = 0 if is_one_program else depth.layers * WRITTEN_SHARE
     if 2 * layers + period + written >= depth.layers:
         return None
@@ -116,15 +121,7 @@ def _repeats_layers(setup: Setup) -> bool:
     joined = setup.release, setup.parallel, setup.sharding
     if any(joined) or setup.records_graphs:
         return False
-    if setup.compile is not None and not _compiles_layers_alike(setup.compile):
-        return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
-
-
-def _compiles_layers_alike(wish: CompileWish) -> bool:
-    """Return True if `torch.compile` uses its defaults, and no memory budget spans all layers."""
-    has_defaults = (wish.backend, wish.mode) == (CompileWish.backend, CompileWish.mode)
-    return has_defaults and (not wish.is_one_program or wish.budget >= 1)
 
 
 def _shallow_layers(layers: int, period: int) -> int:
@@ -139,11 +136,10 @@ def _shallow_layers(layers: int, period: int) -> int:
 def _rehearse(
     depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int, record: RecordPasses
 ) -> _Shallow:
-    from snugfit.rehearsal.compiled.layers import decisions_of_programs
-
-    with decisions_of_programs() as decisions:
+    with ExitStack() as stack:
+        noted = [stack.enter_context(decisions()) for decisions in hooks("program_decisions")]
         part = record(depth.shallower(job, layers), setup, policy)
-    return _Shallow(part, decisions)
+    return _Shallow(part, list(chain(*noted)))
 
 
 def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
@@ -161,16 +157,14 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 
 
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
-    """Return True if Inductor decides alike in these two models and in the deep one."""
-    from snugfit.rehearsal.compiled.decisions import decides_alike
-
+    """Return True if a compiler decides alike in these two models and in the deep one."""
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
     if few.keys() == more.keys():  # the programs of layers, each by itself
         return True
     if len(shallow.decisions) != len(deeper.decisions):
         return False
     pairs = {(id(one), id(other)): (one, other) for one, other in zip(shallow.decisions, deeper.decisions)}
-    return all(decides_alike(one, other, periods) for one, other in pairs.values())
+    return all(one.are_alike(other, periods) for one, other in pairs.values())
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:

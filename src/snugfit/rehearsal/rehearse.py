@@ -35,7 +35,6 @@ from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.trace.trace import Recording, Trace
@@ -153,10 +152,10 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # may import code that compiles itself
-        stack.enter_context(_programs(step.setup, policy, recorder, notes))
-        stack.enter_context(in_force(policy, notes))
+        stack.enter_context(_capture_context(step.setup, policy, recorder))
         for overrides in hooks("simulation_overrides"):
-            stack.enter_context(overrides(policy, recorder))
+            stack.enter_context(overrides(step.setup, policy, recorder, notes))
+        stack.enter_context(in_force(policy, notes))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
@@ -185,16 +184,13 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         return recording
 
 
-def _programs(
-    setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
+def _capture_context(
+    setup: Setup, policy: Policy, recorder: Recorder
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context that simulates compiled layers or CUDA graphs, if the Setup has any."""
-    from snugfit.rehearsal.compiled.captured_steps import captured_steps
-    from snugfit.rehearsal.compiled.layers import compiled_layers
+    """Return the context that simulates the CUDA graphs of steps, if the Setup records any."""
+    from snugfit.rehearsal.captured_steps import captured_steps
     from snugfit.rehearsal.device.policy import CudaPolicy
 
-    if setup.compile is not None:
-        return compiled_layers(policy, recorder, notes)
     if setup.capture is not None and setup.capture.recorded and isinstance(policy, CudaPolicy):
         return captured_steps(recorder)
     return contextlib.nullcontext()

@@ -28,7 +28,6 @@ from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
     AttentionHandler,
     CheckpointHandler,
-    CompileHandler,
     LogitsHandler,
     WeightsDtypeHandler,
 )
@@ -54,7 +53,6 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     MatmulHandler(),
     MastersHandler(),
     LogitsHandler(),
-    CompileHandler(),
     CheckpointHandler(),
     ParallelHandler(),
     OptimizerHandler(),

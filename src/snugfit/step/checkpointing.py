@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.job.build import instantiate
 from snugfit.step.own_forward import forward_of
 from snugfit.step.selective import checkpoint_arguments
 from snugfit.step.wishes.mesh.stages import is_elsewhere
@@ -31,13 +32,11 @@ from snugfit.techniques.technique import Slot
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.job.job import Job
     from snugfit.techniques.setup import CheckpointWish
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """The switch's names in versions of transformers, the newest first."""
-
-COMPILED = "compiled_by_snugfit"
-"""Attribute that marks a compiled forward pass; transformers' switch may be inside of it (`compiling.py`)."""
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
@@ -123,7 +122,7 @@ def _checkpoint_single(
     model: torch.nn.Module, layers: list[torch.nn.Module], more: Mapping[str, Any]
 ) -> None:
     holders = _switch_holders(model, layers)
-    replaced = any(hasattr(layer.forward, COMPILED) or "forward" in vars(layer) for layer in layers)
+    replaced = any("forward" in vars(layer) for layer in layers)
     if replaced or not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         for layer in layers:
             layer.forward = _recompute(forward_of(layer), more)
@@ -281,3 +280,12 @@ class _Span:
         if not torch.is_grad_enabled():
             return all_layers(hidden)
         return checkpoint(all_layers, hidden, use_reentrant=False)
+
+
+def layer_names(job: Job) -> tuple[str, ...]:
+    """Return the classes of the repeated layers of this job's model, by name."""
+    import torch
+
+    with torch.device("meta"):
+        model = instantiate(job, dtype="float32", attention="sdpa")
+    return tuple(sorted({type(layer).__name__ for layers in layer_stacks(model) for layer in layers}))

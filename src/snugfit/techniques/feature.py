@@ -1,25 +1,22 @@
 """The contract between the core and its features, and the registry of features.
 
-A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`. The
-subclass adds handlers of the feature's fields of `Setup` (`fields.py`) and techniques. It also overrides
-methods that the command line, data, simulation and search call on every feature. The core imports no feature
-and names none: it calls `wishes()`, `features()` and `hooks()`. A feature's tasks and inputs of models are in
-`inputs.py` (`job/inputs.py`).
-
-Listing features imports no torch. A feature imports its own modules within the methods that need them.
+A feature is a folder of `features/` that can be deleted, or a plugin (`feature_folders.py`). Its `feature.py`
+has one subclass of `Feature`, which adds techniques and handlers of its fields of `Setup` (`fields.py`). It
+overrides methods that the core calls on every feature by `hooks()`. The core names no feature. Tasks and
+inputs of models are in `inputs.py` (`job/inputs.py`). A feature imports its own modules within methods.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from snugfit.feature_folders import FOLDER, FeatureError, feature_names
+from snugfit.feature_folders import FeatureError, feature_packages, import_feature
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -30,8 +27,7 @@ if TYPE_CHECKING:
 
 
 class InstallStage(IntEnum):
-    """The moments of preparing a training run, in their order. Handlers of one stage run core first, then by
-    the feature's name."""
+    """The moments of preparing a run. Handlers of one stage run core first, then by the feature's name."""
 
     BUILD = 0
     """The model is created: its dtype and attention are arguments of its constructor."""
@@ -81,8 +77,7 @@ class Configuration(Protocol):
 class Feature:
     """A deletable folder. Subclasses override the methods that they need."""
 
-    name: ClassVar[str]
-    """The folder's name; the registry sets it."""
+    name: ClassVar[str]  # the folder's, set by the registry
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """Module names by slot; each module has one technique, and the module's name is the technique's."""
@@ -96,7 +91,7 @@ class Feature:
     """Replacement text by command and removed option of earlier versions."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
-        """Return functions that become subcommands of their names."""
+        """Return functions that become subcommands."""
         return ()
 
     def documents(self) -> Mapping[str, type]:
@@ -120,8 +115,8 @@ class Feature:
         return ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-        """Return the configuration that the options of a command give. The `settings` of its job file and
-        flags go before it, and gain those of its flags. Raises `UsageError`."""
+        """Return the configuration that a command's options give, and add its flags' `settings`, which go
+        before it. Raises `UsageError`."""
         return None
 
     def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
@@ -144,8 +139,7 @@ class Feature:
         return None
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
-        """Return `IndexedSamples` of these `Rows`; None for a task of others. `how` has `pack` and
-        `label_names`. Raises `UsageError`."""
+        """Return `IndexedSamples` of `Rows`, None for other tasks; `how` has `pack` and `label_names`."""
         return None
 
     # ---- running a step ----
@@ -161,7 +155,7 @@ class Feature:
     def place_state(self, optimizer: Any, weight: Any) -> None:
         """Move the state of a weight, which was read from a checkpoint, to the memory that it needs."""
 
-    # ---- simulating a step ----
+    # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return after how many of `layers` layers the treatment of layers repeats."""
@@ -175,27 +169,41 @@ class Feature:
         """Return names of rates (`Rates.patterns`) that come before those of the kernel's operator."""
         return ()
 
-    def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
-        """Return a context in which operators of the feature run on shapes as on the policy's device. Kernels
-        that torch does not launch are given to `recorder.launch`."""
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the feature's operators run on shapes as on the policy's device.
+        `recorder.launch` takes kernels that torch does not launch."""
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return owner and attribute of each tensor that belongs to a weight, in the order in which they
-        move."""
+        """Return owner and attribute of each tensor that belongs to a weight, in the order of moves."""
         return ()
 
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return whether a step of few layers shows what each further layer adds."""
         return True
 
-    # ---- predicting a step ----
+    def program_decisions(self) -> AbstractContextManager[list[Any]]:
+        """Return a context that yields a list of decisions for each program that runs. `are_alike(deeper,
+        periods)` of one compares it with a program of one more period of layers, for `periods` more."""
+        return nullcontext([])
 
     def context_bytes(self, operators: Collection[str]) -> int:
         """Return bytes outside of the allocator that NVML counts for these operators of a step."""
         return 0
 
-    # ---- searching a plan ----
+    def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
+        """Return further seconds of a first step with this `KernelSet` (`prediction/startup.py`)."""
+        return 0.0
+
+    def timing_doubts(self, setup: Setup) -> Sequence[str]:
+        """Return sentences on the accuracy of predicted seconds."""
+        return ()
+
+    def lowered_kinds(self) -> Sequence[type[Any]]:
+        """Return subclasses of `LoweredKinds` (`planning/cost/lowered.py`): bounds of lowered candidates."""
+        return ()
 
     def spreading(self) -> Any:
         """Return the ways to spread a model over GPUs (`planning/several_gpus/candidates.py`)."""
@@ -208,11 +216,11 @@ class Feature:
 @functools.cache
 def features() -> tuple[Feature, ...]:
     """Return every feature, by name. Raises `FeatureError` for a folder that breaks the contract."""
-    return tuple(map(_read, feature_names()))
+    return tuple(itertools.starmap(_read, feature_packages().items()))
 
 
-def _read(name: str) -> Feature:
-    module = importlib.import_module(f"{FOLDER}.{name}.feature")
+def _read(name: str, package: str) -> Feature:
+    module = import_feature(f"{package}.feature")
     classes = [
         value
         for value in vars(module).values()
@@ -241,9 +249,9 @@ def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
 def technique_modules() -> tuple[tuple[Slot, str], ...]:
     """Return slot and module of each technique of a feature."""
     return tuple(
-        (slot, f"{FOLDER}.{feature.name}.{module}")
+        (slot, f"{feature_packages()[feature.name]}.{module}")
         for feature in features()
         for slot, modules in feature.techniques.items()
         for module in modules
-        if feature.needs.get(module, feature.name) in feature_names()
+        if feature.needs.get(module, feature.name) in feature_packages()
     )

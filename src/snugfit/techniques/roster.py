@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
 import json
 import pkgutil
@@ -32,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from snugfit.errors import RecipeError, SnugfitError, did_you_mean
+from snugfit.feature_folders import import_feature
 from snugfit.job.job import Job
 from snugfit.techniques.feature import technique_modules
 from snugfit.techniques.setting import describe, setting_types, show_setting
@@ -56,7 +56,7 @@ def techniques() -> tuple[type[Technique], ...]:
         for entry in pkgutil.iter_modules([str(root / slot)])
     ]
     classes = [
-        _read(importlib.import_module(module), slot, module.rpartition(".")[2])
+        _read(import_feature(module), slot, module.rpartition(".")[2])
         for slot, module in (*of_core, *technique_modules())
     ]
     for slot in Slot:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from snugfit.documents import decode_fields
 from snugfit.job.dtype import LOST_BELOW, dtype_name
 from snugfit.techniques.wish import Call as Call  # noqa: PLC0414 - exported: optimizers are Calls
-from snugfit.techniques.wish import used_wishes, wishes
+from snugfit.techniques.wish import Lowering, lowering_wishes, used_wishes, wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -123,44 +123,6 @@ class LogitsWish:
         each, stay within `LOGITS_BYTES`.
         """
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
-
-
-WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of Inductor that record CUDA graphs (`torch._inductor.list_mode_options`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileWish:
-    """The parts of the model that `torch.compile` compiles, and its options."""
-
-    what: str = "layers"
-    """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
-
-    backend: str = "inductor"
-    """Compiler of a traced graph, by torch's name."""
-
-    mode: str = "default"
-    """Set of `inductor`'s options, by torch's name."""
-
-    autocast: str = "around"
-    """Position of autocast. `around` the compiled code, whose backward pass is then traced under it too; or
-    `within` it, whose backward pass is traced without.
-    """
-
-    budget: float = 1.0
-    """Share of the bytes beyond its inputs that a compiled program may keep for its backward pass; the rest
-    is computed again.
-    """
-
-    @property
-    def is_one_program(self) -> bool:
-        """Return True where the whole model is compiled as one."""
-        return self.what == "model"
-
-    @property
-    def records_graphs(self) -> bool:
-        """Return whether its programs are recorded as CUDA graphs and replayed."""
-        return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,9 +294,6 @@ class CoreSetup:
     checkpoint: CheckpointWish | None = None
     """checkpoint: which layers keep only their inputs (non-reentrant); None keeps everything."""
 
-    compile: CompileWish | None = None
-    """checkpoint: the compiled parts, inside of recomputed ones; None compiles nothing."""
-
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(
             factory=Call(path="torch.optim:AdamW", arguments={"foreach": True}), trainer_name="adamw_torch"
@@ -373,15 +332,25 @@ class CoreSetup:
     """process: the CUDA allocator grows segments in place instead of taking new ones."""
 
     @property
+    def lowering(self) -> Lowering | None:
+        """Return the wish whose programs replace the model's code; None where it runs as written."""
+        for wish in lowering_wishes():
+            if (value := wish.of(self)) is not None:
+                return value
+        return None
+
+    @property
     def records_graphs(self) -> bool:
         """Return whether CUDA graphs are recorded, so that the first steps differ from later ones."""
         recorded = self.capture is not None and self.capture.recorded
-        return recorded or (self.compile is not None and self.compile.records_graphs)
+        lowering = self.lowering
+        return recorded or (lowering is not None and lowering.records_graphs)
 
     @property
     def has_budget(self) -> bool:
-        """Return whether compiled layers keep less than their default."""
-        return self.compile is not None and self.compile.budget < 1
+        """Return whether programs keep less for their backward pass than their default."""
+        lowering = self.lowering
+        return lowering is not None and lowering.has_budget
 
     def trained_dtype(self, job: Job) -> str:
         """Return the dtype of the trained weights, by torch's name: a module's narrowest, where it has

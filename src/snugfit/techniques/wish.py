@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from snugfit.feature_folders import FeatureError, feature_objects
 
@@ -38,6 +38,22 @@ class Call:
         return self.resolve()(*given, **{**more, **self.arguments})
 
 
+class Lowering(Protocol):
+    """A wish by which the programs of a compiler replace the model's code."""
+
+    @property
+    def is_one_program(self) -> bool:
+        """True if one program replaces the whole model; otherwise each layer has its own."""
+
+    @property
+    def records_graphs(self) -> bool:
+        """True if programs are recorded as CUDA graphs and replayed."""
+
+    @property
+    def has_budget(self) -> bool:
+        """True if programs keep less for their backward pass than their default."""
+
+
 @dataclass(frozen=True)
 class Wish(Generic[T]):
     """A field of `Setup` that a feature adds."""
@@ -51,6 +67,8 @@ class Wish(Generic[T]):
     touches: tuple[str, ...] = ("passes", "update")
     """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
 
+    lowers: bool = False
+    """True if its value is a `Lowering`, or None."""
     freezes: bool = False
     """True if it freezes the model's weights and adds others, in fp32, that train."""
     packages: tuple[str, ...] = ()
@@ -73,6 +91,12 @@ def wishes() -> tuple[Wish[Any], ...]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")
     return tuple(fields)
+
+
+@functools.cache
+def lowering_wishes() -> tuple[Wish[Lowering | None], ...]:
+    """Return the fields whose values are a `Lowering` or None."""
+    return tuple(wish for wish in wishes() if wish.lowers)
 
 
 def used_wishes(setup: Any) -> list[Wish[Any]]:

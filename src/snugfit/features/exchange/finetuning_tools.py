@@ -279,7 +279,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     if not recipe[Slot.KERNELS].plain:
         why = f"how {to} runs these kernels and which loss it takes with them was not compared"
         raise _refusal(to, recipe[Slot.KERNELS], why)
-    if recipe.setup().compile is not None and to != "trl":
+    if recipe.setup().lowering is not None and to != "trl":
         why = f"{to} compiles the whole model or nothing (torch_compile), which was not compared"
         raise _refusal(to, recipe[Slot.ENGINE], why)
     if "layers.float8" in write_arguments(recipe)[0] and to != "trl":

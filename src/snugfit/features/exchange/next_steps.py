@@ -50,7 +50,7 @@ def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
 
     Raises `RecipeError` if arguments alone cannot express the recipe.
     """
-    if (wish := recipe.setup().compile) is not None and not wish.is_one_program:
+    if (wish := recipe.setup().lowering) is not None and not wish.is_one_program:
         raise RecipeError(f"{recipe[Slot.ENGINE]} is a call of the model's layers, and no argument.")
     plain, arguments = training_arguments(job, Recipe()), training_arguments(job, recipe)
     return {

@@ -10,7 +10,7 @@ from snugfit.errors import RecipeError
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.script import samples_at_once, setup_on
 from snugfit.job.architectures import class_of
-from snugfit.step.compiling import layer_names
+from snugfit.step.checkpointing import layer_names
 from snugfit.techniques.deepspeed_zero import AUTO, zero_section
 from snugfit.techniques.translate import write_arguments
 

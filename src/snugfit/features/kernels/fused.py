@@ -80,7 +80,7 @@ class Fused(Technique):
             yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
-        if recipe[Slot.ENGINE].alone.compile is not None:
+        if recipe[Slot.ENGINE].alone.lowering is not None:
             yield f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with it."
         if recipe[Slot.ATTENTION].alone.attention not in ("sdpa", PADDING_FREE):
             yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."

@@ -96,7 +96,7 @@ class Liger(Technique):
             yield f"{why} Try 'torch_kernels'."
         if why or not job.trains:
             return
-        if recipe[Slot.ENGINE].install(Setup()).compile is not None:
+        if recipe[Slot.ENGINE].install(Setup()).lowering is not None:
             yield f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it."
         parts = liger_table.parts_by_model_type()[_model_type(job)]
         for part in sorted(self.set_parts.keys() - parts):

@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary
 from snugfit.errors import RecipeError
 from snugfit.features.quantized.fields import FLOAT8, FLOAT8_MULTIPLE
 from snugfit.hub_kernels import import_torchao
-from snugfit.step.checkpointing import layer_stacks
-from snugfit.step.compiling import layer_names
+from snugfit.step.checkpointing import layer_names, layer_stacks
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot

@@ -77,7 +77,7 @@ class Qlora(LowRank):
         )
         if kernels.reads_weights:
             yield f"products of {kernels} read weights, which are quantized here. Try 'torch_kernels'."
-        if engine.alone.compile is not None:
+        if engine.alone.lowering is not None:
             yield f"products with weights in 4 bits are not compiled, so leave {engine} out, or try 'lora'."
         if (wish := checkpointing.alone.checkpoint) is not None and wish.keep:
             yield (

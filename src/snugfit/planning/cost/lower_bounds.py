@@ -24,7 +24,7 @@ from snugfit.planning.cost.batch_sizes import (
     rehearse_sizes,
     update_of,
 )
-from snugfit.planning.cost.compiled_work import is_left, left_by_compilers
+from snugfit.planning.cost.lowered import left_by_lowering, lowered_kinds
 from snugfit.planning.cost.queue import QueueSegment, extrapolate_depth, join, stack
 from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import ShallowJob, ShallowJobs, linear_extrapolate
@@ -256,7 +256,8 @@ class _PassesBounds:
     def in_programs(self, setup: Setup) -> int:
         """Return live bytes at the start of the layers' backward pass, if these were compiled."""
         left_bytes = [
-            sum(n for name, n in one.kept_bytes.items() if is_left(name)) for one in self._profiles(setup)
+            sum(n for name, n in one.kept_bytes.items() if lowered_kinds().is_left(name))
+            for one in self._profiles(setup)
         ]
         return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
 
@@ -322,7 +323,7 @@ class _PassesBounds:
 
         Empty if the timer lacks them, and for a step that is itself compiled or recorded.
         """
-        if setup.compile is not None or setup.capture is not None:
+        if setup.lowering is not None or setup.capture is not None:
             return ()
         return self._device_seconds(setup, self._left_by_compilers)
 
@@ -352,7 +353,7 @@ class _PassesBounds:
         """Return the kernels that compiled layers launch too. The result is cached, since timers identify
         works by id."""
         if id(work) not in self._left:
-            self._left[id(work)] = work, left_by_compilers(work)
+            self._left[id(work)] = work, left_by_lowering(work)
         return self._left[id(work)][1]
 
     def _works_of(

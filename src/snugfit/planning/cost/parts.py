@@ -291,7 +291,7 @@ class Parts:
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:
             # the first step of compiled layers times their kernels, which no second one does
-            is_short = setup.compile is None and self._second_step_is_redundant(setup)
+            is_short = setup.lowering is None and self._second_step_is_redundant(setup)
             record = short_passes if is_short else rehearse_passes
             asked = self.job, setup, self.policy
             few = passes_from_few_layers(*asked, record) if self.shallow_jobs.few else None

@@ -115,7 +115,7 @@ def _refuse_without_padding(recipe: Recipe, lengths: Lengths) -> None:
 def _refuse_graphs(recipe: Recipe) -> None:
     """Raise `UsageError` for CUDA graphs. Each shape of a batch records separate graphs, and their memory
     adds up."""
-    wish = recipe.setup().compile
+    wish = recipe.setup().lowering
     if wish is not None and wish.records_graphs:
         raise UsageError(
             f"{recipe} records CUDA graphs for each length of a batch, whose memory adds up, and that is not "

@@ -140,7 +140,7 @@ class BestFirst:
             for *_, seconds, kind in self._kinds_below(most):
                 needed = self._examine(kind)
                 numbers = self.kinds.next_of(needed.numbers) if needed.seconds < most else []
-                if numbers and self._must_be_lowered(numbers[0]):
+                if numbers and self.state.must_be_lowered(numbers[0]):
                     lowers_later |= seconds > now
                     numbers = [] if lowers_later else numbers
                 if numbers and self._may_screen(worker, numbers[0]):
@@ -154,7 +154,7 @@ class BestFirst:
         unnecessary."""
         waiting = self.kinds.waiting
         return sorted(
-            (self._must_be_lowered(needed.numbers[0]), self.kinds.rank(kind), needed.seconds, kind)
+            (self.state.must_be_lowered(needed.numbers[0]), self.kinds.rank(kind), needed.seconds, kind)
             for kind, needed in self._needed.items()
             if needed.seconds < most and kind in waiting
         )
@@ -171,11 +171,8 @@ class BestFirst:
     def _may_screen(self, worker: int, number: int) -> bool:
         return not self._is_compiled(number) or self.state.may_be_for(worker, number)
 
-    def _must_be_lowered(self, number: int) -> bool:
-        return self._is_compiled(number) and not self.state.is_begun(number)
-
     def _is_compiled(self, number: int) -> bool:
-        return self.state.space.candidates[number].setup.compile is not None
+        return self.state.space.candidates[number].setup.lowering is not None
 
     # ---- the answers -------------------------------------------------------------------------------------
 

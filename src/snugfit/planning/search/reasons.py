@@ -65,7 +65,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
-    longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.compile is None))
+    longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.lowering is None))
     questions += [Question(number, "judge", ([candidates[number].setup],)) for number in longest_first]
     verified, doubts, timing = False, (), None
     for number, value in pool.answers_to(questions, lambda worker, one: state.is_for(worker, one.number)):
@@ -121,7 +121,7 @@ def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
     if recipe[slot] == plain or plain not in state.space.offers(slot):
         return None
     number = stand_in(state.space, recipe.with_(plain))
-    if number is None or _is_lowered(state, number) or not _affordable(state, recipe, slot):
+    if number is None or not state.must_be_lowered(number) or not _affordable(state, recipe, slot):
         return recipe.with_(plain)
     return None
 
@@ -129,12 +129,7 @@ def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
 def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
     """Return the candidates with another technique in this slot, without those that must be lowered first."""
     alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
-    return [number for number in state.space.others(alike, slot) if _is_lowered(state, number)]
-
-
-def _is_lowered(state: SearchState, number: int) -> bool:
-    """Return whether a worker has lowered the candidate's compiled layers, or it has none."""
-    return state.space.candidates[number].setup.compile is None or state.is_begun(number)
+    return [number for number in state.space.others(alike, slot) if not state.must_be_lowered(number)]
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:

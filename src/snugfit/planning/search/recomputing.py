@@ -17,7 +17,7 @@ Logits in chunks are such a kind too. They do not change the memory while a laye
 logits may have its peak in a layer or in its update. Chunks then save nothing and need no rehearsal.
 
 Compiled layers are lowered separately for each size of a micro-batch. They wait too
-(`compiled_kinds.py`). They are lowered one size at a time, after all possibly faster recipes were
+(`cost/lowered.py`). They are lowered one size at a time, after all possibly faster recipes were
 evaluated. The uncompiled recipe is rehearsed before. It takes a tenth of the time and may show that they
 are unnecessary.
 
@@ -36,8 +36,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
-from snugfit.planning.search.budgets import BUDGET_SHARE, Budgets
-from snugfit.planning.search.compiled_kinds import CompiledKinds
+from snugfit.planning.cost.lowered import lowered_kinds
 from snugfit.planning.search.other_sizes import OtherSizes
 from snugfit.planning.search.screening import Screening, screen
 from snugfit.planning.search.some_layers import least_of_some, least_of_spans
@@ -56,9 +55,6 @@ if TYPE_CHECKING:
 
 SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 """Slots whose techniques save memory in the passes, and no time."""
-
-CACHE_SHARE = 0.1
-"""Greatest share by which recomputing may reduce the seconds of a step."""
 
 NOTHING = Bound(0, 0.0)
 
@@ -113,12 +109,13 @@ class RecomputingKinds:
                 self._whole[number] = self.space.variant(number, plain[0])
             if (full := self._with_each(number)) is not None:
                 self._full[number] = full
-        self._compiled = CompiledKinds(self.space, states[0].bounds, self._without, CACHE_SHARE)
-        for number in self._compiled.waiting:
+        self._lowered = lowered_kinds()(
+            self.space, states, self._without, self._least_of_waiting, everywhere=budgets
+        )
+        for number in self._lowered.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
             self._without[number] = None
         self._sizes = OtherSizes(self.space, states[0].bounds)
-        self._budgets = Budgets(self.space, states, self._least_of_waiting, everywhere=budgets)
         self._twins = Twins(
             self.space, self._base_of, self._known_bounds, self._may_be_rehearsed, self._is_refused
         )
@@ -137,13 +134,13 @@ class RecomputingKinds:
             if (numbers := self._needed_of(kind, lambda n: is_needed(n, self._least(n)), twins=twins))
         }
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
-        kinds = [kind for kind in kinds if not self._is_compiled_saving(needed[kind][0])] or kinds
+        kinds = [kind for kind in kinds if not self._is_lowered_saving(needed[kind][0])] or kinds
         kinds.sort(key=lambda kind: min(map(self._total_seconds, needed[kind])))
         chosen = [number for kind in kinds for number in needed[kind]]
         firsts = (self._firsts_of(needed[kind]) for kind in kinds)
         asked = self._take(chosen if twins else itertools.chain.from_iterable(firsts))
         if not twins:  # needed in spite of the results for recomputing each layer
-            left = (n for n in chosen if n not in asked and n not in self._compiled)
+            left = (n for n in chosen if n not in asked and n not in self._lowered)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
         if self._is_any_below(asked):
             return [*asked, *self.screen(lambda number, least: True)]
@@ -151,10 +148,10 @@ class RecomputingKinds:
             self._twins.drop_if_misleading()
         return list(asked)
 
-    def _is_compiled_saving(self, number: int) -> bool:
+    def _is_lowered_saving(self, number: int) -> bool:
         """Return whether this candidate has compiled layers and saves memory. Its counterpart that saves none
         bounds it."""
-        return number in self._compiled and _saves(self.space.candidates[number].setup)
+        return number in self._lowered and _saves(self.space.candidates[number].setup)
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the candidates to screen before these of one kind, or these.
@@ -164,7 +161,7 @@ class RecomputingKinds:
         the bytes of larger ones.
         """
         firsts = [*map(self._first_of, numbers)]
-        if uncompiled := [number for number in firsts if number not in self._compiled]:
+        if uncompiled := [number for number in firsts if number not in self._lowered]:
             return uncompiled
         pieces = {number: self._sizes.pieces(number) for number in firsts}
         saves = _saves(self.space.candidates[firsts[0]].setup)
@@ -186,7 +183,7 @@ class RecomputingKinds:
             for number in self.waiting[kind]
             if may_be_needed(number)
             and (twins or not self._saves_nothing(number))
-            and not self._budgets.are_idle(number)
+            and not self._lowered.is_idle(number)
         ]
         return needed if twins or not needed or not self._twins.stand_for(kind, needed) else []
 
@@ -217,10 +214,10 @@ class RecomputingKinds:
         lowered candidate with each or none of them recomputed, and the uncompiled one.
         """
         bases = [self._full.get(number)]
-        if number in self._compiled:
+        if number in self._lowered:
             lowered = [*bases, self._without_checkpoints(number)]
             lowered = [one for one in lowered if one is not None and self.states[0].is_begun(one)]
-            bases = [*lowered, self._compiled.alike(number), *bases]
+            bases = [*lowered, self._lowered.alike(number), *bases]
         for before in bases:
             if before not in (None, number) and self._waits(before):
                 return self._first_of(before)
@@ -298,7 +295,7 @@ class RecomputingKinds:
         """Return a rank that is lower for a kind to screen earlier: whole logits, or no savings, bound the
         rest."""
         first = self.waiting[kind][0]
-        return 2 * (first in self._whole) + self._is_compiled_saving(first)
+        return 2 * (first in self._whole) + self._is_lowered_saving(first)
 
     def next_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the candidates to screen next for these of one kind, in one rehearsal.
@@ -308,7 +305,7 @@ class RecomputingKinds:
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._total_seconds)
         kind, program = candidates[first].passes, candidates[first].program
-        compiled = candidates[first].setup.compile is not None
+        compiled = candidates[first].setup.lowering is not None
         alike = [
             number
             for number in firsts
@@ -320,9 +317,8 @@ class RecomputingKinds:
 
     def _bases(self, number: int) -> Iterator[int]:
         """Yield candidates whose kinds bound this one, including itself for its other sizes."""
-        alike = self._compiled.alike(number) if number in self._compiled else None
         plainer = self._without.get(number), self._whole.get(number), self._without_checkpoints(number)
-        for base in (number, alike, *plainer, self._full.get(number)):
+        for base in (number, self._lowered.alike(number), *plainer, self._full.get(number)):
             if base is not None:
                 yield base
 
@@ -363,7 +359,7 @@ class RecomputingKinds:
         if number not in self._least_known:
             bases = self._without[number], self._whole.get(number), self._full.get(number)
             sizes = self._sizes.smaller(number)
-            for other in (*bases, *sizes, *self._compiled.bounded_by(number)):
+            for other in (*bases, *sizes, *self._lowered.bounded_by(number)):
                 if other is not None:
                     self._by[other].add(number)
             if (none := self._without_checkpoints(number)) is not None:
@@ -380,8 +376,7 @@ class RecomputingKinds:
     def _least_of(self, number: int) -> OnGpus:
         without, least = self._without[number], [NOTHING] * len(self.states)
         if without is not None and self._is_known(without):
-            share = BUDGET_SHARE if self.space.candidates[number].setup.has_budget else CACHE_SHARE
-            again = self._compiled.again_seconds(number)
+            share, again = self._lowered.saved_share(number), self._lowered.again_seconds(number)
             least = [
                 Bound(self._least_saving(number, without, bound), bound.seconds * (1 - share) + again)
                 for bound in self._bounds(without)
@@ -392,7 +387,7 @@ class RecomputingKinds:
                 max(known.seconds, bound.seconds * (1 - ROUNDING), other.seconds),
             )
             for known, bound, other in zip(
-                map(Bound.at_least, least, self._least_of_compiled(number)),
+                map(Bound.at_least, least, self._least_of_lowered(number)),
                 self._bounds_of_whole(number),
                 map(Bound.at_least, self._least_by_each(number), self._least_by_sizes(number)),
                 strict=True,
@@ -402,18 +397,18 @@ class RecomputingKinds:
     def _least_by_sizes(self, number: int) -> OnGpus:
         return [self._sizes.least(number)]
 
-    def _least_of_compiled(self, number: int) -> OnGpus:
+    def _least_of_lowered(self, number: int) -> OnGpus:
         """Return the lower bounds of compiled layers; zero for any other candidate.
 
         They follow from the uncompiled candidate, from fewer pieces, or from compiled layers that save
         less.
         """
-        if (least := self._compiled.least(number)) is None:
+        if (least := self._lowered.least(number)) is None:
             return [NOTHING] * len(self.states)
-        without, setup = self._without[number], self.space.candidates[number].setup
+        without = self._without[number]
         if without is None or not self._waits(without):
             return [least]
-        share, again = BUDGET_SHARE if setup.has_budget else CACHE_SHARE, self._compiled.again_seconds(number)
+        share, again = self._lowered.saved_share(number), self._lowered.again_seconds(number)
         return [least.at_least(Bound(0, one.seconds * (1 - share) + again)) for one in self._least(without)]
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
@@ -483,14 +478,14 @@ class RecomputingKinds:
 
     def left_out(self) -> Iterator[Exclusion]:
         """Return exclusions for candidates that were never screened, because they could not matter."""
-        return self._budgets.left_out(itertools.chain.from_iterable(self.waiting.values()))
+        yield from self._lowered.left_out(itertools.chain.from_iterable(self.waiting.values()))
 
     # ---- twins -------------------------------------------------------------------------------------------
 
     def _base_of(self, number: int) -> int | None:
         """Return the candidate by which this one is compared with a twin: the same without recomputing,
         chunks of logits and compiler."""
-        return self._compiled.bare(number) if number in self._compiled else self._without.get(number)
+        return self._lowered.bare(number) if number in self._lowered else self._without.get(number)
 
     def _known_bounds(self, number: int) -> OnGpus | None:
         return self._bounds(number) if self._is_known(number) else None

@@ -50,7 +50,7 @@ def screen(
     def ask(worker: int) -> Question | None:
         for index in reversed(waiting) if worker % 2 else waiting:
             setups = [space.candidates[number].setup for number in order[index]]
-            if state is None or setups[0].compile is None or state.is_for(worker, order[index][0]):
+            if state is None or setups[0].lowering is None or state.is_for(worker, order[index][0]):
                 waiting.remove(index)
                 return Question(index, "screen", (setups,))
         return None
@@ -71,7 +71,7 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for number in numbers:
         candidate = space.candidates[number]
-        compiled = candidate.setup.compile is not None
+        compiled = candidate.setup.lowering is not None
         groups[candidate.passes, candidate.program if compiled else None].append(number)
     return sorted(groups.values(), key=lambda group: repr(space.candidates[group[0]].update))
 

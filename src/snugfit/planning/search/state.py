@@ -151,6 +151,10 @@ class SearchState:
         """Return whether a worker rehearsed a candidate with the same compiled layers."""
         return self.space.candidates[number].program in self.worker_of
 
+    def must_be_lowered(self, number: int) -> bool:
+        """Return whether the candidate has compiled layers that no worker has lowered."""
+        return self.space.candidates[number].setup.lowering is not None and not self.is_begun(number)
+
     def learn_group(self, group: list[int], answer: Any) -> None:
         """Store the figures of these candidates of one trace, or exclude them after an error.
 

@@ -118,7 +118,7 @@ class Twins:
         assert base is not None
         assert bounds is not None
         setup, plainer = self.space.candidates[number].setup, self.space.candidates[base].setup
-        needs = _needs if setup.compile == plainer.compile else _needs_if_compiled
+        needs = _needs if setup.lowering == plainer.lowering else _needs_if_compiled
         return [one for bound in bounds for one in needs(bound)]
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
+from snugfit.feature_folders import plugin_words
 from snugfit.job.inputs import has_sequence, has_target
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.feature import hooks
@@ -54,4 +55,5 @@ def job_words(job: Job) -> str:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if job.dtype != (job.model.dtype or "float32"):
         words += ["--dtype", job.dtype]
+    words += [word for plugin in plugin_words() for word in ("--plugin", plugin)]
     return shlex.join(words)

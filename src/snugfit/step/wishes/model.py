@@ -13,7 +13,6 @@ from snugfit.errors import RecipeError
 from snugfit.job.build import no_package_asked_for
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
-from snugfit.step.compiling import compile_lines, compile_parts, run_as_written, whole_files
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import literal
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import CheckpointWish, CompileWish, LogitsWish, Setup
+    from snugfit.techniques.setup import CheckpointWish, LogitsWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -204,7 +203,7 @@ class CheckpointHandler(Handler):
         """Wrap layers, by the same code as in every loop, also of a model that trains already. Earlier
         wrappers are removed first.
         """
-        _unwrap_layers(live)
+        unwrap_layers(live)
         stop_own_checkpointing(live.model)
         own = [(module, _own_forward(module)) for module in live.model.modules()]
         self.wrap(value, live.model)
@@ -231,41 +230,7 @@ class CheckpointHandler(Handler):
         return {"checkpointing": (*(script_lines(value.keep) if value.keep else ()), call)}
 
 
-class CompileHandler(Handler):
-    """Layers, or a whole model, that torch.compile compiles."""
-
-    wish, slot, stage = "compile", Slot.ENGINE, InstallStage.COMPILE
-
-    def around_run(self, value: CompileWish | None) -> Context | None:
-        """Keep unfinished files of a killed compiler out of later runs."""
-        return whole_files if value is not None and value.backend == "inductor" else None
-
-    def wrap(self, value: CompileWish | None, model: Any) -> None:
-        """Compile the layers or the model in place."""
-        if value is not None:
-            compile_parts(model, value)
-
-    def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
-        """Compile as in a new model; parts compiled for another recipe are restored first."""
-        _unwrap_layers(live)  # recomputed layers are around compiled ones
-        run_as_written(live.model)
-        self.wrap(value, live.model)
-        if value is not None:
-            yield f"{value.what}: compiled, by {live.technique(self.slot)}"
-
-    def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the script's `torch.nn.Module.compile` lines for the same layers or model. Hooks and the
-        switch for checkpointing are outside of the compiled part there too.
-        """
-        if value is None:
-            return {}
-        try:
-            return {"compiling": compile_lines(context.job, value, trainer=context.trainer)}
-        except RecipeError as refused:
-            raise context.refusal(Slot.CHECKPOINTING, str(refused)) from None
-
-
-def _unwrap_layers(live: LiveTraining) -> None:
+def unwrap_layers(live: LiveTraining) -> None:
     """Restore layers that were wrapped to be recomputed."""
     for module, before in live.own_forwards:
         module.__dict__.pop("forward", None)

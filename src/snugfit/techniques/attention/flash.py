@@ -42,15 +42,13 @@ class Flash(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """16 bits, and a model that transformers calls the package for."""
         setup = Setup()
-        for slot in (Slot.PRECISION, Slot.ENGINE, Slot.CHECKPOINTING):
+        for slot in (Slot.PRECISION, Slot.CHECKPOINTING):
             setup = recipe[slot].install(setup)
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
         dtype = setup.autocast or setup.weights_dtype or job.dtype
         if dtype not in HALVES:
             yield f"it computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
-        if setup.compile is not None:
-            yield f"{recipe[Slot.ENGINE]} was not tried with it. Take 'sdpa'."
         if setup.checkpoint is not None and setup.checkpoint.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 

@@ -57,7 +57,7 @@ class PaddingFree(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require an output for each token, and attention that the kernel supports."""
         setup = Setup()
-        for slot in (Slot.PRECISION, Slot.ENGINE, Slot.SHARDING):
+        for slot in (Slot.PRECISION, Slot.SHARDING):
             setup = recipe[slot].install(setup)
         if not job.trains:
             yield "it drops padding in training alone. Take 'sdpa'."
@@ -66,8 +66,6 @@ class PaddingFree(Technique):
         dtype = setup.autocast or setup.weights_dtype or job.dtype
         if dtype not in HALVES:
             yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
-        if setup.compile is not None:
-            yield f"{recipe[Slot.ENGINE]} was not tried with batches of another length each. Take 'sdpa'."
         if setup.sharding is not None:
             yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Take 'sdpa'."
 

@@ -89,8 +89,6 @@ class Released(Technique):
                 f"{recipe[Slot.OPTIMIZER]} does not update one weight at a time. Try 'adamw_fused', 'adamw', "
                 "'sgd' or 'adamw_compact'."
             )
-        if setup.compile is not None:
-            yield f"{recipe[Slot.ENGINE]} was not tried with it. Leave one of them out."
         if setup.capture is not None and not keeps_masters(setup):
             yield (
                 f"{recipe[Slot.OPTIMIZER]} reads its learning rate on the host for each weight, which cannot "

@@ -16,7 +16,6 @@ from snugfit.step.checkpointing import layer_stacks
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 
-COMPILED = Recipe.parse("compiled + every_layer")
 WHOLE = "compiled(what=model)"
 WITHIN = "compiled(what=model, autocast=within)"
 """The Trainer's and accelerate's own way of compilation."""
@@ -25,7 +24,7 @@ WITHIN = "compiled(what=model, autocast=within)"
 @pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
 def test_a_script_compiles_the_layers_and_nothing_around_them(tmp_path: Path, to: str) -> None:
     job = job_in(tmp_path / "model", "llama")
-    made = export(job, COMPILED, to)
+    made = export(job, Recipe.parse("compiled + every_layer"), to)
     scope = namespace(made, next(iter(made.files)))
     model = scope["build_model"](*([] if to == "hf" else [torch.device("cpu")]))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]

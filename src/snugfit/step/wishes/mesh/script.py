@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.compiling import layer_names
+from snugfit.step.checkpointing import layer_names
 from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.technique import Slot
 

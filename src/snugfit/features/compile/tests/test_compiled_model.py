@@ -18,13 +18,16 @@ import torch._dynamo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
+from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
+from test_compiled import LOSS_OUTSIDE, of_llama, rehearsed
 
 from aligned import compare, peak
-from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
+from snugfit.features.compile import compiling
+from snugfit.features.compile.fields import CompileWish
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.cost.startup_share import PlannedRun, StartupShares
@@ -33,11 +36,8 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.results.prediction import Prediction
-from snugfit.step import compiling
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import CompileWish
-from test_compiled import LOSS_OUTSIDE, of_llama, rehearsed
 from tiers import slow_but
 
 WHOLE = "compiled(what=model)"

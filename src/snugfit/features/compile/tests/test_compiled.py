@@ -14,36 +14,36 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from compiled_on_cpu import no_vectors  # noqa: F401
 from torch._inductor.fx_utils import get_node_storage
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aligned import compare, peak
-from compiled_on_cpu import no_vectors  # noqa: F401
 from cpu_scratch import compared
 from kept import kept
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
+from snugfit.features.compile import compiling
+from snugfit.features.compile.fields import CompileWish
+from snugfit.features.compile.prices import STARTING
+from snugfit.features.compile.simulation.joint_passes import PADDED
+from snugfit.features.compile.simulation.layers import Compiler
+from snugfit.features.compile.simulation.lowering import relabel
 from snugfit.job.job import Job
 from snugfit.planning.cost.startup_share import PlannedRun, StartupShares
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
-from snugfit.prediction.startup import STARTUP_RATES
-from snugfit.rehearsal.compiled.joint_passes import PADDED
-from snugfit.rehearsal.compiled.layers import Compiler
-from snugfit.rehearsal.compiled.lowering import relabel
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import GENERATED, Trace, Work
 from snugfit.results.footprint import Kind
-from snugfit.step import compiling
 from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import CompileWish
 from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
 from tiers import slow_but
@@ -270,7 +270,7 @@ def test_a_short_run_pays_for_compiling_in_each_of_its_steps() -> None:
     for steps in (10, 1000):
         shares = StartupShares(job, PlannedRun(steps=steps))
         compiled, plain = (shares.of(*traces[recipe]) for recipe in ("compiled", "plain"))
-        assert compiled.once - plain.once > STARTUP_RATES.compiler
+        assert compiled.once - plain.once > STARTING
         assert compiled.share - plain.share == pytest.approx((compiled.once - plain.once) / steps)
     setup, trace = traces["compiled"]
     least = shares.least_share(setup, [Work(kernels=trace.kernels[: len(trace.kernels) // 2], waits=())])

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 from unittest.mock import patch
 
-from snugfit.rehearsal.compiled.graph_trees import GENERATOR_BYTES
 from snugfit.rehearsal.trace.trace import Memory
 from snugfit.step.batches import place
 from snugfit.step.capture.graphs import Graphs, NotRecorded
@@ -26,6 +25,12 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.rehearsal.record.recorder import Recorder
+
+GENERATOR_BYTES = 8
+"""Size in bytes of two numbers on the device: the seed and the offset of a generator that graphs use.
+
+The source is `c10::CUDAGeneratorState::register_graph`.
+"""
 
 WAITS = "its code waits for the device, to read a number from it"
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from snugfit.planning.cost.compiled_work import left_by_compilers
+from snugfit.planning.cost.lowered import left_by_lowering
 from snugfit.planning.search.search import search
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.worker_pool import WorkerPool
@@ -28,7 +28,7 @@ def test_products_and_attention_stay_and_whatever_is_outside_layers() -> None:
         kernel("aten::gelu", "classifier"),
     ]
     gone = [kernel("aten::gelu", LAYER), kernel("aten::bmm", LAYER), kernel("aten::native_layer_norm", LAYER)]
-    assert left_by_compilers(Work((*gone, *left), (1,))) == Work(tuple(left), ())
+    assert left_by_lowering(Work((*gone, *left), (1,))) == Work(tuple(left), ())
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -40,11 +40,11 @@ def test_compiled_layers_are_lowered_only_where_they_may_matter(slow: bool) -> N
         most = max(bound.needed_bytes for bound in told.bounds)
         told.bounds = [
             bound
-            if one.setup.compile
+            if one.setup.lowering
             else bound._replace(compiled_bytes=2 * most, outside_bytes=2 * most, compiled_seconds=1e6)
             for bound, one in zip(told.bounds, space.candidates, strict=True)
         ]
     state = SearchState(space)
     search(state, WorkerPool([told]))  # type: ignore[list-item]
-    lowered = {number for number in state.bounds if space.candidates[number].setup.compile}
+    lowered = {number for number in state.bounds if space.candidates[number].setup.lowering}
     assert bool(lowered) != slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from small_models import small_job
-from snugfit.rehearsal.compiled.timed_padding import Operand, PaddedProduct, time_padding
+from snugfit.features.compile.simulation.timed_padding import Operand, PaddedProduct, time_padding
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record.first_launches import settings_known

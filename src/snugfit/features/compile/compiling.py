@@ -37,15 +37,14 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
-from snugfit.job.build import instantiate
-from snugfit.step.checkpointing import COMPILED, layer_stacks, without_cache
-from snugfit.step.wishes.compile_budget import InductorWithin, plain_refusals
+from snugfit.features.compile.memory_budget import InductorWithin, plain_refusals
+from snugfit.step.checkpointing import layer_names, layer_stacks, without_cache
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.features.compile.fields import CompileWish
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import CompileWish
 
 
 def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
@@ -112,7 +111,7 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     """Return Python lines that compile this job's `model` alike in scripts without snugfit. With `trainer` a
     whole model is compiled by the Trainer's arguments. Raises `RecipeError` where plain torch is not enough.
     """
-    if wish.budget < 1 and any(map(_has_dropout, _layers_of(job))):
+    if wish.budget < 1 and job.stated_dropout():
         raise RecipeError(
             "the layers have dropout, for which torch draws other random numbers in the backward pass where "
             "a budget is set (pytorch issue 190758); snugfit keeps them, which a script without it does not"
@@ -120,7 +119,7 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     bounded = (
         "from torch._functorch import config as functorch",
         "",
-        f"functorch.activation_memory_budget = {wish.budget}  # of what a layer would keep",
+        f"functorch.activation_memory_budget = {wish.budget}  # a share of a layer's default",
     )
     before = bounded if wish.budget < 1 else ()
     how = ", ".join(f'{name}="{value}"' for name, value in compile_arguments(wish).items())
@@ -158,28 +157,6 @@ def compile_arguments(wish: CompileWish) -> dict[str, Any]:
     """Return the arguments of `torch.compile` that differ from its defaults; the budget is not among them."""
     said = {"backend": (wish.backend, "inductor"), "mode": (wish.mode, "default")}
     return {name: value for name, (value, default) in said.items() if value != default}
-
-
-def layer_names(job: Job) -> tuple[str, ...]:
-    """Return the classes of the repeated layers of this job's model, by name."""
-    return tuple(sorted({type(layer).__name__ for layer in _layers_of(job)}))
-
-
-def _layers_of(job: Job) -> list[torch.nn.Module]:
-    """Return the repeated layers of this job's model, on `meta`."""
-    import torch
-
-    with torch.device("meta"):
-        model = instantiate(job, dtype="float32", attention="sdpa")
-    return [layer for layers in layer_stacks(model) for layer in layers]
-
-
-def _has_dropout(layer: torch.nn.Module) -> bool:
-    """Return whether a module of this layer has dropout: one of torch's, or a share in a field of its own."""
-    numbers = ((name, value) for module in layer.modules() for name, value in vars(module).items())
-    if any("drop" in name and isinstance(value, float) and value for name, value in numbers):
-        return True
-    return any("Dropout" in type(module).__name__ and getattr(module, "p", 0) for module in layer.modules())
 
 
 def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
@@ -245,7 +222,6 @@ def _in_training(
         arguments, keywords = without_cache(arguments, keywords)
         return compiled(*arguments, **keywords)
 
-    setattr(run, COMPILED, True)
     return run
 
 

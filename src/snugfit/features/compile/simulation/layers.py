@@ -1,4 +1,4 @@
-"""Simulate layers compiled one by one, or a model compiled as a whole (`step/compiling.py`).
+"""Simulate layers compiled one by one, or a model compiled as a whole (`compiling.py`).
 
 Dynamo and AOTAutograd run as in a real step, on the simulation's tensors. The policy's overrides are active,
 and the recorder does not see these stages. Inductor lowers their graphs for the policy's device
@@ -32,26 +32,26 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.compiled.decisions import Decisions, noted_decisions
-from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
-from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
-from snugfit.rehearsal.compiled.lowering import computed_again, lower
-from snugfit.rehearsal.compiled.program import Run, as_boxed, attention_in, load
-from snugfit.rehearsal.compiled.timed_padding import PaddedProduct, time_padding
+from snugfit.features.compile import compiling
+from snugfit.features.compile.memory_budget import plain_refusals, within_budget
+from snugfit.features.compile.simulation.decisions import Decisions, noted_decisions
+from snugfit.features.compile.simulation.graph_trees import GraphFunction, GraphTrees
+from snugfit.features.compile.simulation.joint_passes import joint_passes_for
+from snugfit.features.compile.simulation.lowering import computed_again, lower
+from snugfit.features.compile.simulation.program import Run, as_boxed, attention_in, load
+from snugfit.features.compile.simulation.timed_padding import PaddedProduct, time_padding
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record.first_launches import time_settings
-from snugfit.step import compiling
-from snugfit.step.wishes.compile_budget import plain_refusals, within_budget
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.features.compile.fields import CompileWish
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.trace.trace import Kernel
-    from snugfit.techniques.setup import CompileWish
 
 
 NOT_COMPILED = (
@@ -158,16 +158,20 @@ class Compiler:
 
     def time_products_padded(self, products: Sequence[PaddedProduct]) -> None:
         """Benchmark these products with and without padding, unless they were benchmarked before."""
-        start = len(self._recorder.kernels)
-        time_padding(self._policy, products, self._padded)
-        self._within.append(range(start, len(self._recorder.kernels)))
+        with self._inside():
+            time_padding(self._policy, products, self._padded)
 
     def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
         """Run a program that is recorded as a CUDA graph, with the copies of its inputs."""
+        with self._inside():
+            return self._trees.call(function, arguments)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Count the kernels of this context as those of programs."""
         start = len(self._recorder.kernels)
-        out = self._trees.call(function, arguments)
+        yield
         self._within.append(range(start, len(self._recorder.kernels)))
-        return out
 
     @contextlib.contextmanager
     def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
@@ -176,10 +180,8 @@ class Compiler:
 
         self._run += bool(torch._C._len_torch_dispatch_stack())
         self._notes.attention.extend(attention)
-        start = len(self._recorder.kernels)
-        with self._recorder.program(**how):
+        with self._inside(), self._recorder.program(**how):
             yield
-        self._within.append(range(start, len(self._recorder.kernels)))
 
     @contextlib.contextmanager
     def _real_surroundings(self) -> Iterator[None]:

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
+from test_compiled import LOSS_OUTSIDE, of_llama
+from test_compiled_model import measured_job
 from torch._dynamo.utils import counters
 
 from aligned import peak
-from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.data.lengths import Lengths
@@ -34,8 +36,6 @@ from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Memory, Trace
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
-from test_compiled import LOSS_OUTSIDE, of_llama
-from test_compiled_model import measured_job
 from tiers import slow_but
 
 pytestmark = pytest.mark.whole

@@ -15,31 +15,31 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
+from test_compiled import OTHERS
 from torch._functorch import config as functorch
 
 from aligned import compare
-from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError
+from snugfit.features.compile.compiled_kinds import CompiledKinds
+from snugfit.features.compile.memory_budget import InductorWithin
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
-from snugfit.planning.search.budgets import Budgets
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.step.wishes.compile_budget import InductorWithin
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.training.run.train import train
 from snugfit.units import MIB
-from test_compiled import OTHERS
 from tiers import slow_but
 
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -131,7 +131,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(budget: float) ->
 @pytest.mark.whole
 @pytest.mark.slow
 def test_the_law_of_dropout_would_notice_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.step.wishes.compile_budget._draws", lambda node: False)
+    monkeypatch.setattr("snugfit.features.compile.memory_budget._draws", lambda node: False)
     with torch._inductor.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         seen, right = masked(0.5)
     assert not torch.allclose(seen, right, rtol=1e-2)
@@ -253,9 +253,9 @@ def test_plans_look_at_budgets_where_compiled_layers_do_not_fit(monkeypatch: pyt
         state: Any = SimpleNamespace(
             judged={}, bounds={without: SimpleNamespace(needed_bytes=needed)}, memory_bytes=10
         )
-        budgets = Budgets(space, [state], lambda number: None)
-        assert budgets.are_idle(within) == idle
+        budgets = CompiledKinds(space, [state], {}, lambda number: None)
+        assert budgets.is_idle(within) == idle
         left_out = list(budgets.left_out([within, without]))
         assert [(one.what, one.recipes) for one in left_out] == ([("budget", 1)] if idle else [])
-        assert not budgets.are_idle(without)
-        assert not Budgets(space, [state], lambda number: None, everywhere=True).are_idle(within)
+        assert not budgets.is_idle(without)
+        assert not CompiledKinds(space, [state], {}, lambda number: None, everywhere=True).is_idle(within)

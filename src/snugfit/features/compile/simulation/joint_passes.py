@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from snugfit.rehearsal.compiled.lowering import relabel
-from snugfit.rehearsal.compiled.timed_padding import PaddedProduct, product_of
+from snugfit.features.compile.simulation.lowering import relabel
+from snugfit.features.compile.simulation.timed_padding import PaddedProduct, product_of
 from snugfit.rehearsal.device.attention import attention_by
 from snugfit.rehearsal.device.policy import CudaPolicy
 

@@ -23,7 +23,7 @@ from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
-FOLDER = Path(__file__).parents[1] / "results" / "h200-2026-11-23" / "compiled"
+FOLDER = Path(__file__).parents[5] / "results" / "h200-2026-11-23" / "compiled"
 COMPILED = sorted(file.parent.name for file in FOLDER.rglob("measurement.json")
                   if "uncompiled" not in file.parent.name)  # fmt: skip
 BAND = {"requested_bytes": 1e-6, "allocated_bytes": 0.002, "reserved_bytes": 0.0035}

@@ -45,15 +45,11 @@ class Flex(Technique):
         return setup.with_fields(attention="flex_attention")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse attention with dropout, and techniques that compile it or look into it, which were not
-        tried.
-        """
-        setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ENGINE].install(Setup()))
+        """Refuse attention with dropout, and layers that keep a part of it."""
+        wish = recipe[Slot.CHECKPOINTING].alone.checkpoint
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
-        if setup.compile is not None:
-            yield f"{recipe[Slot.ENGINE]} was not tried with it. Take 'sdpa'."
-        if setup.checkpoint is not None and setup.checkpoint.keep:
+        if wish is not None and wish.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
     @classmethod

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from clean_forks import Forks, forks_of
+from snugfit.features.compile.compiling import whole_files
 from snugfit.step.applier import run_context
-from snugfit.step.compiling import whole_files
 from snugfit.techniques.recipe import Recipe
 from test_build_lock import compiles, end, until
 

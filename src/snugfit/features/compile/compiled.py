@@ -41,8 +41,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from snugfit.errors import RecipeError
+from snugfit.features.compile.fields import COMPILE, CompileWish
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import WITH_GRAPHS, CompileWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -56,6 +57,16 @@ OTHERS = tuple(
 )
 """Settings that are not the default, by name."""
 
+WAYS: tuple[tuple[str, dict[str, bool], dict[str, str]], ...] = (
+    ("layers.compile", {"torch_compile": False, "layers.compile": True}, {}),
+    ("forward.compile", {"torch_compile": False, "forward.compile": True}, {"what": "model"}),
+    ("torch_compile", {"torch_compile": True}, {"what": "model", "autocast": "within"}),
+)
+"""Ways to compile elsewhere: the prefix of their options, their arguments, and the same settings here."""
+
+
+COMPILES = ("sdpa", "eager")
+"""Attention that was tried in compiled code."""
 
 GRAPHS_MEASURED = (
     "of steps that play CUDA graphs back three models were measured on an H100 with torch 2.11: of gpt2, "
@@ -74,31 +85,13 @@ class Compiled(Technique):
     extra: ClassVar = "compile"
     source: ClassVar = "torch.nn.Module.compile; Ansel et al., ASPLOS 2024 (PyTorch 2)"
     elsewhere: ClassVar = ("compile", "torch_compile", "regional_compilation")
-    counterparts: ClassVar = (
-        Counterpart(arguments={"torch_compile": False, "layers.compile": True}),
-        Counterpart(arguments={"torch_compile": False, "forward.compile": True}, settings={"what": "model"}),
-        Counterpart(arguments={"torch_compile": True}, settings={"what": "model", "autocast": "within"}),
-        *(
-            Counterpart(
-                arguments={"torch_compile": False, "layers.compile": True, f"layers.compile_{name}": value},
-                settings={name: value},
-            )
-            for name, value in OTHERS
-        ),
-        *(
-            Counterpart(
-                arguments={"torch_compile": False, "forward.compile": True, f"forward.compile_{name}": value},
-                settings={"what": "model", name: value},
-            )
-            for name, value in OTHERS
-        ),
-        *(
-            Counterpart(
-                arguments={"torch_compile": True, f"torch_compile_{name}": value},
-                settings={"what": "model", "autocast": "within", name: value},
-            )
-            for name, value in OTHERS
-        ),
+    counterparts: ClassVar = tuple(
+        Counterpart(
+            arguments={**arguments, **({f"{prefix}_{name}": value} if name else {})},
+            settings={**settings, **({name: value} if name else {})},
+        )
+        for name, value in (("", ""), *OTHERS)
+        for prefix, arguments, settings in WAYS
     )
 
     what: Literal["layers", "model"] = "layers"
@@ -136,15 +129,12 @@ class Compiled(Technique):
             )
 
     @property
-    def _graphs(self) -> bool:
-        """Return whether programs are recorded as CUDA graphs."""
-        return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
+    def _wish(self) -> CompileWish:
+        return CompileWish(**vars(self))
 
     def install(self, setup: Setup) -> Setup:
         """Compile layers when the modules in them are final."""
-        return setup.with_fields(
-            compile=CompileWish(what=self.what, backend=self.backend, mode=self.mode, autocast=self.autocast),
-        )
+        return setup.with_fields(compile=self._wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse kernels of other libraries, dispatch modes and joined layers, which do not compile."""
@@ -155,14 +145,19 @@ class Compiled(Technique):
                 f"{recipe[Slot.CHECKPOINTING]} looks into layers that are compiled, or joins several. Try "
                 "'every_layer' or 'every_nth_layer'."
             )
+        attention, gradients = recipe[Slot.ATTENTION], recipe[Slot.GRADIENTS]
+        if attention.alone.attention not in COMPILES:
+            yield f"{attention} was not tried with it. Take 'sdpa'."
+        if gradients.alone.release:
+            yield f"{gradients} was not tried with it. Leave one of them out."
         if not job.trains:
             yield "compiled layers are simulated in training only. Leave it out."
-        if self.backend != "inductor" and setup.compile is not None:
+        if self.backend != "inductor" and COMPILE.of(setup) is not None:
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} cuts the programs of Inductor. Try "
                 f"'compiled + {recipe[Slot.CHECKPOINTING]}'."
             )
-        if self._graphs:
+        if self._wish.records_graphs:
             yield from self._objections_to_graphs(recipe)
         if self.what == "model" and not recipe[Slot.HEAD].plain:
             head = recipe[Slot.HEAD]
@@ -207,12 +202,12 @@ class Compiled(Technique):
             )
         if self.mode == "reduce-overhead":
             yield GRAPHS_MEASURED
-        if self._graphs:
+        if self._wish.records_graphs:
             yield "batches of other lengths record CUDA graphs of their own, whose memory adds up."
 
     def is_searched(self) -> bool:
         """Return False for steps that record CUDA graphs: a search assumes equal steps from the second on."""
-        return not self._graphs
+        return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
         """Other attention than torch's own choice, and masters in two halves: no compiled step with them was

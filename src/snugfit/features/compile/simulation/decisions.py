@@ -43,6 +43,13 @@ class Decisions:
     """Estimated bytes after each kernel of the final program."""
     reuses: list[Reuse] = field(default_factory=list)
 
+    def are_alike(self, deeper: Decisions, periods: int) -> bool:
+        """Return whether Inductor decides as here and in `deeper` for `periods` more periods of layers.
+
+        The deeper model has one period more than this one.
+        """
+        return _same_order(self, deeper, periods) and _same_reuses(self, deeper, periods)
+
 
 @contextlib.contextmanager
 def noted_decisions() -> Iterator[Decisions]:
@@ -87,14 +94,6 @@ def _noting(decide: Any, decisions: Decisions) -> Any:
         return taken
 
     return should_reuse_buffer
-
-
-def decides_alike(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
-    """Return True if Inductor decides as in these two models for `periods` more periods of layers.
-
-    The deeper model has one period more than the shallow one.
-    """
-    return _same_order(shallow, deeper, periods) and _same_reuses(shallow, deeper, periods)
 
 
 def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.features.compile.fields import COMPILE, CompileWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import CompileWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -60,15 +61,17 @@ class Budget(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Compiled programs keep no more than this."""
-        return setup.with_fields(compile=replace(setup.compile or CompileWish(), budget=float(self.share)))
+        return setup.with_fields(
+            compile=replace(COMPILE.of(setup) or CompileWish(), budget=float(self.share))
+        )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse an uncompiled layer, which torch does not cut, and a budget of 0 with dropout, whose masks
         are lost.
         """
-        if recipe[Slot.ENGINE].install(Setup()).compile is None:
+        if COMPILE.of(recipe[Slot.ENGINE].install(Setup())) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
-        if self.share == 0 and (dropout := _dropout(job)):
+        if self.share == 0 and (dropout := job.stated_dropout()):
             yield (
                 f"the model has dropout ({dropout}), whose masks would be others in the backward pass. "
                 "Try 'budget(0.1)', or 'every_layer'."
@@ -78,11 +81,3 @@ class Budget(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Three quarters, a half and a quarter."""
         yield from (cls(share=share) for share in PLANNED)
-
-
-def _dropout(job: Job) -> str:
-    """Return the model's dropout as its config names it; empty without dropout or config."""
-    if job.model.module is not None:
-        return ""
-    facts = job.transformers_config().to_dict().items()
-    return next((f"{k}={v}" for k, v in facts if "drop" in k and isinstance(v, float) and v), "")

@@ -1,0 +1,1 @@
+"""Compilation by torch.compile, and its simulation."""

@@ -1,0 +1,198 @@
+"""Lower bounds of candidates with compiled layers, before Inductor lowers their layers.
+
+A compiler fuses element-wise operators, sums and norms. Matrix products, convolutions and attention remain
+library calls, and nothing outside the layers changes. So the uncompiled candidate bounds the seconds. The
+tensors that are live outside the layers, and the products' saved outputs, bound the bytes. More micro-batches
+are never faster than fewer ones, up to `PIECES_SHARE`.
+
+Each budget is a separate program for each size of a micro-batch. Lowering it takes as long as for compiled
+layers without one. As an ordinary kind of recomputing, budgets increased a plan from 49 to 113 seconds of
+CPU (Llama-3.2-1B, 2 x 2048 tokens). A budget saves memory and no time. It is therefore included only if
+compiled layers that keep all do not fit, and otherwise reported as left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.planning.cost.figures import Bound
+from snugfit.planning.cost.lowered import CACHE_SHARE, LoweredKinds
+from snugfit.planning.plan import Exclusion
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.planning.search.space import Space
+    from snugfit.planning.search.state import SearchState
+    from snugfit.techniques.setup import Setup
+
+STAYS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
+"""Products that remain library calls. The compiler may replace written-out attention, with batched ones, by
+one kernel."""
+
+LIBRARIES = ("scaled_dot_product", "convolution")
+"""Parts of the names of other operators that remain library calls."""
+
+COMPILED_SHARE = 0.005
+"""Greatest share by which a compiled step may fall below its bound of seconds. Products and attention took
+equal seconds in every compared step of BERT-large."""
+
+PIECES_SHARE = 0.1
+"""Greatest share by which more micro-batches may be faster than fewer ones. Each micro-batch launches all
+kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
+
+
+BUDGET_SHARE = 0.02
+"""Greatest share by which layers with a budget may take fewer seconds than compiled layers that keep all.
+
+None of GPT-2, RoBERTa, BERT, ViT, Qwen, Gemma and Llama took less than these by the rates of an H200.
+"""
+
+
+class _Counterparts(NamedTuple):
+    """Uncompiled candidates that bound a compiled one."""
+
+    alike: int | None
+    """The same recipe without the compiler."""
+    bare: int
+    """The same, without recomputing and with whole logits."""
+
+
+class CompiledKinds(LoweredKinds):
+    """Candidates with compiled layers whose uncompiled recipe is in the space too.
+
+    In a search for several GPUs none waits, for its bounds are those of one GPU.
+    """
+
+    space: Space
+
+    def __init__(self, *asked: Any, **how: Any) -> None:
+        super().__init__(*asked, **how)
+        self._bounds: Mapping[int, Bound] = self.states[0].bounds
+        self._uncompiled: dict[int, _Counterparts] = {}
+        self._fewer: dict[int, list[int]] = {}
+        """Numbers of the same candidates with fewer micro-batches, by candidate."""
+        self.waiting: list[int] = []
+        for number, candidate in enumerate(self.space.candidates if len(self.states) == 1 else ()):
+            lowering, saving_nothing = candidate.setup.lowering, self.saves_nothing.get(number, number)
+            if lowering is None or lowering.is_one_program or saving_nothing is None:
+                continue
+            bare = self._without_compiler(saving_nothing)
+            if bare is not None:
+                self._uncompiled[number] = _Counterparts(self._without_compiler(number), bare)
+                if number not in self.saves_nothing:
+                    self.waiting.append(number)
+
+    @staticmethod
+    def is_left(operator: str) -> bool:
+        """Return whether this operator remains a library call. The compiler never recomputes its outputs, so
+        outputs that the backward pass reads are kept."""
+        return operator in STAYS or any(name in operator for name in LIBRARIES)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._uncompiled
+
+    def alike(self, number: int) -> int | None:
+        """Return the same candidate without the compiler."""
+        return self._uncompiled[number].alike if number in self else None
+
+    def bare(self, number: int) -> int:
+        """Return the same candidate without the compiler, without recomputing and with whole logits."""
+        return self._uncompiled[number].bare
+
+    def bounded_by(self, number: int) -> Iterator[int]:
+        """Yield the candidates that bound this one; none for an uncompiled one."""
+        if number in self._uncompiled:
+            yield from (other for other in self._uncompiled[number] if other is not None)
+            yield from self._in_fewer_pieces(number)
+
+    def least(self, number: int) -> Bound | None:
+        """Return the lower bound of this candidate; None for an uncompiled one."""
+        if number not in self._uncompiled:
+            return None
+        candidates = self.space.candidates
+        setup, least = candidates[number].setup, Bound(0, 0.0)
+        for other in self._uncompiled[number]:
+            if other is not None and (known := self._bounds.get(other)):
+                plainer = candidates[other].setup
+                share = 1 - COMPILED_SHARE
+                if plainer.checkpoint != setup.checkpoint:
+                    share -= CACHE_SHARE
+                needed = _least_bytes(known, setup, plainer)
+                least = least.at_least(Bound(needed, known.compiled_seconds * share))
+        for other in self._in_fewer_pieces(number):
+            if known := self._bounds.get(other):
+                least = least.at_least(Bound(0, known.seconds * (1 - PIECES_SHARE)))
+        return least
+
+    def again_seconds(self, number: int) -> float:
+        """Return the least seconds of this candidate's recomputation, by the uncompiled one; 0 if unknown."""
+        if number not in self._uncompiled:
+            return 0.0
+        alike, bare = self._uncompiled[number]
+        again = None if alike is None else self._bounds.get(alike)
+        once = self._bounds.get(bare)
+        if again is None or once is None:
+            return 0.0
+        return max(0.0, again.compiled_seconds - once.compiled_seconds) * (1 - COMPILED_SHARE)
+
+    def _without_compiler(self, number: int) -> int | None:
+        return self.space.variant(number, roster.plain(Slot.ENGINE))
+
+    def _in_fewer_pieces(self, number: int) -> list[int]:
+        if number not in self._fewer:
+            candidates = self.space.candidates
+            sizes = self.space.variants(number, Slot.BATCHING)
+            most = candidates[number].setup.micro_batches
+            self._fewer[number] = [one for one in sizes if candidates[one].setup.micro_batches < most]
+        return self._fewer[number]
+
+    def saved_share(self, number: int) -> float:
+        """Return the share that a budget may save, or that of other recomputing."""
+        return BUDGET_SHARE if self.space.candidates[number].setup.has_budget else CACHE_SHARE
+
+    def is_idle(self, number: int) -> bool:
+        """Return whether this candidate has a budget without need: the same without one fits on each GPU.
+
+        The user's own budget is always included.
+        """
+        candidate, start = self.space.candidates[number], self.space.fixed.start
+        own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]
+        if self.everywhere or own or not candidate.setup.has_budget:
+            return False
+        if (without := self._without(number)) is None:
+            return False
+        return all(self._fits(index, state, without) for index, state in enumerate(self.states))
+
+    def _without(self, number: int) -> int | None:
+        return self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
+
+    def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
+        """Yield one exclusion for the idle candidates whose recipe without a budget was screened."""
+        idle = [
+            number for number in numbers if self.is_idle(number) and self._without(number) in self._bounds
+        ]
+        if idle:
+            name = self.space.candidates[idle[0]].recipe[Slot.CHECKPOINTING].name
+            why = f"compiled layers fit without it, and are faster (--keep '{name}(0.5)' plans with it)"
+            yield Exclusion(what=name, why=why, recipes=len(idle))
+
+    def _fits(self, index: int, state: SearchState, number: int) -> bool:
+        """Return whether a candidate may fit by its known bytes.
+
+        A candidate that may fit and was not evaluated is no faster than another that fits. A candidate
+        that cannot be simulated cannot be simulated with a budget either.
+        """
+        least = self.least_of(number)
+        known = state.judged.get(number) or state.bounds.get(number) or (least and least[index])
+        return not known or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes
+
+
+def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:
+    """Return the least bytes of a step with compiled layers, from the uncompiled one."""
+    if setup.logits != uncompiled.logits:
+        return other.resting_bytes
+    alike = setup.checkpoint == uncompiled.checkpoint and not setup.has_budget
+    return other.compiled_bytes if alike else other.outside_bytes

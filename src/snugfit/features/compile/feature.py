@@ -1,0 +1,75 @@
+"""Compilation of layers or a whole model by torch.compile, and attention that torch compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.features.compile.fields import COMPILE
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
+
+
+class Compile(Feature):
+    """Add the techniques `compiled`, `budget` and `flex`, and the handler of their field."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.ATTENTION: ("flex",),
+        Slot.CHECKPOINTING: ("budget",),
+        Slot.ENGINE: ("compiled",),
+    }
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handler that compiles a model's parts."""
+        from snugfit.features.compile.handler import CompileHandler
+
+        return (CompileHandler(),)
+
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
+        """Return a context in which Inductor's programs for the policy's device run on shapes."""
+        if COMPILE.of(setup) is None:
+            return nullcontext()
+        from snugfit.features.compile.simulation.layers import compiled_layers
+
+        return compiled_layers(policy, recorder, notes)
+
+    def treats_layers_alike(self, setup: Setup) -> bool:
+        """Return True for torch's defaults, unless a memory budget spans all layers."""
+        wish = COMPILE.of(setup)
+        return wish is None or wish.compiles_layers_alike
+
+    def program_decisions(self) -> AbstractContextManager[list[Any]]:
+        """Return a context that yields the list of Inductor's decisions for the programs that run."""
+        from snugfit.features.compile.simulation.layers import decisions_of_programs
+
+        return decisions_of_programs()
+
+    def lowered_kinds(self) -> Sequence[type[Any]]:
+        """Return the bounds of compiled layers."""
+        from snugfit.features.compile.compiled_kinds import CompiledKinds
+
+        return (CompiledKinds,)
+
+    def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
+        """Return the seconds of compiling; programs of layers are shared, and those of a model are not."""
+        wish = COMPILE.of(setup)
+        if wish is None:
+            return 0.0
+        from snugfit.features.compile.prices import compile_seconds
+
+        return compile_seconds(kernels, in_programs if wish.is_one_program else 0)
+
+    def timing_doubts(self, setup: Setup) -> Sequence[str]:
+        """Return the accuracy of the seconds of Inductor's kernels."""
+        from snugfit.features.compile.prices import COMPILED_SECONDS, WHOLE_SECONDS
+
+        wish = COMPILE.of(setup)
+        if wish is None or wish.backend != "inductor":
+            return ()
+        return (WHOLE_SECONDS if wish.is_one_program else COMPILED_SECONDS,)

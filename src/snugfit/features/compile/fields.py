@@ -1,0 +1,59 @@
+"""The field of `Setup` that this feature adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snugfit.techniques.wish import Wish
+
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of Inductor that record CUDA graphs (`torch._inductor.list_mode_options`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileWish:
+    """The parts of the model that `torch.compile` compiles, and its options."""
+
+    what: str = "layers"
+    """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
+
+    backend: str = "inductor"
+    """Compiler of a traced graph, by torch's name."""
+
+    mode: str = "default"
+    """Set of `inductor`'s options, by torch's name."""
+
+    autocast: str = "around"
+    """Position of autocast. `around` the compiled code, whose backward pass is then traced under it too; or
+    `within` it, whose backward pass is traced without.
+    """
+
+    budget: float = 1.0
+    """Share of the bytes beyond its inputs that a compiled program may keep for its backward pass; the rest
+    is computed again.
+    """
+
+    @property
+    def is_one_program(self) -> bool:
+        """Return True where the whole model is compiled as one."""
+        return self.what == "model"
+
+    @property
+    def records_graphs(self) -> bool:
+        """Return whether its programs are recorded as CUDA graphs and replayed."""
+        return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
+
+    @property
+    def compiles_layers_alike(self) -> bool:
+        """Return True if `torch.compile` uses its defaults, and no memory budget spans all layers."""
+        has_defaults = (self.backend, self.mode) == ("inductor", "default")
+        return has_defaults and not (self.is_one_program and self.has_budget)
+
+    @property
+    def has_budget(self) -> bool:
+        """Return whether programs keep less than their default."""
+        return self.budget < 1
+
+
+COMPILE = Wish[CompileWish | None]("compile", CompileWish | None, None, touches=("passes",), lowers=True)
+"""Compiled parts, inside of recomputed ones; None compiles nothing."""

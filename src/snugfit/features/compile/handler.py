@@ -1,0 +1,51 @@
+"""Compilation of a built or live model, and its lines in a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.features.compile.compiling import compile_lines, compile_parts, run_as_written, whole_files
+from snugfit.features.compile.fields import COMPILE
+from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
+from snugfit.step.wishes.model import unwrap_layers
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.features.compile.fields import CompileWish
+
+
+class CompileHandler(Handler):
+    """Layers, or a whole model, that torch.compile compiles."""
+
+    wish, slot, stage = COMPILE.name, Slot.ENGINE, InstallStage.COMPILE
+
+    def around_run(self, value: CompileWish | None) -> Context | None:
+        """Keep unfinished files of a killed compiler out of later runs."""
+        return whole_files if value is not None and value.backend == "inductor" else None
+
+    def wrap(self, value: CompileWish | None, model: Any) -> None:
+        """Compile the layers or the model in place."""
+        if value is not None:
+            compile_parts(model, value)
+
+    def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
+        """Compile as in a new model; parts compiled for another recipe are restored first."""
+        unwrap_layers(live)  # recomputed layers are around compiled ones
+        run_as_written(live.model)
+        self.wrap(value, live.model)
+        if value is not None:
+            yield f"{value.what}: compiled, by {live.technique(self.slot)}"
+
+    def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
+        """Return the script's `torch.nn.Module.compile` lines for the same layers or model. Hooks and the
+        switch for checkpointing are outside of the compiled part there too.
+        """
+        if value is None:
+            return {}
+        try:
+            return {"compiling": compile_lines(context.job, value, trainer=context.trainer)}
+        except RecipeError as refused:
+            raise context.refusal(Slot.CHECKPOINTING, str(refused)) from None
