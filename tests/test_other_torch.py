@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 
 from small_models import small_job
+from snugfit.features.distributed.simulate.host_tensors import HostTensors
 from snugfit.rehearsal.compiled.layers import FirstSizes, _where_numbers_are_drawn
 from snugfit.rehearsal.compiled.program import _namespace
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.techniques.recipe import Recipe
 
 

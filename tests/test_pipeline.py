@@ -18,6 +18,7 @@ from aligned import peak
 from reported import foreseen
 from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
+from snugfit.features.distributed.simulate import ranks as rank_patches
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -46,7 +47,6 @@ from snugfit.prediction.several_gpus.stages import (
 )
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sharded import ranks as rank_patches
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, WEIGHTS_APART, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of

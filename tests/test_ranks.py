@@ -27,6 +27,8 @@ from gloo_ranks import Case, Ran, losses_of, run_ranks
 from reported import foreseen
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.distributed.simulate import collectives
+from snugfit.features.distributed.simulate.offloaded_shards import HostShards
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.device import policy_for
@@ -36,8 +38,6 @@ from snugfit.rehearsal import rehearse as rehearsing
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.rehearse import record_step, rehearse
-from snugfit.rehearsal.sharded import collectives
-from snugfit.rehearsal.sharded.offloaded_shards import HostShards
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe

@@ -30,6 +30,7 @@ from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import ModelError, RecipeError, UsageError
+from snugfit.features.distributed.simulate.host_tensors import HostTensors
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -43,7 +44,6 @@ from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import DISK_BANDWIDTH, step_seconds
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
 from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step

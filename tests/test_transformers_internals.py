@@ -170,7 +170,7 @@ def test_one_of_several_is_said_where_accelerate_asks() -> None:
     """
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    from snugfit.rehearsal.sharded.ranks import process_group
+    from snugfit.features.distributed.simulate.ranks import process_group
     from snugfit.step.transformers_internals import placed_on
     from snugfit.techniques.setup import ParallelWish
 

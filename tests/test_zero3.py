@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from small_models import small_job
+from snugfit.features.distributed.simulate import engine
+from snugfit.features.distributed.simulate.engine import HOOKS
 from snugfit.job.build import instantiate
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sharded import engine
-from snugfit.rehearsal.sharded.engine import HOOKS
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer

@@ -158,7 +158,7 @@ class HostLaunchCosts:
     The function is written in Python. Its launches are not counted. Older calibrations have none. On two
     H200s' hosts (2026-11-23 and 24) eight steps with Liger took 80 microseconds for each, against five steps
     without. Four with bitsandbytes' 4-bit weights took 60 to 75. Two of ZeRO-3 took 65 and 90 for each of its
-    hooks (`rehearsal/sharded/engine.py`).
+    hooks (`features/distributed/simulate/engine.py`).
 
     Alone, on a CPU, such a hook took 28 to 50. An autograd Function of DeepSpeed's took 25 to 75. Both ran
     without CUDA's streams, events and ranges.

@@ -112,9 +112,8 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return True if the step runs on one GPU, has its own passes, and treats all layers alike."""
-    joined = setup.release, setup.parallel, setup.sharding
-    if any(joined) or setup.records_graphs:
+    """Return True if the step has its own passes and treats all layers alike."""
+    if setup.release or setup.records_graphs:
         return False
     if setup.compile is not None and not _compiles_layers_alike(setup.compile):
         return False

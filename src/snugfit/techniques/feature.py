@@ -159,6 +159,9 @@ class Feature:
 
     # ---- simulating a step ----
 
+    preloads: ClassVar[tuple[str, ...]] = ()
+    """Modules of a simulation that worker processes import before they work."""
+
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return after how many of `layers` layers the treatment of layers repeats."""
         return 1
@@ -167,11 +170,19 @@ class Feature:
         """Return sentences on open questions of a rehearsal with this optimizer, or None."""
         return ()
 
+    def micro_batches_to_settle(self, setup: Setup) -> float:
+        """Return how many micro-batches more than usual precede those that are alike; infinite for none."""
+        return 0
+
     def rate_names(self, kernel: Any) -> Sequence[str]:
         """Return names of rates (`Rates.patterns`) that come before those of the kernel's operator."""
         return ()
 
-    def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
+    def recorder_class(self, setup: Setup) -> type[Any] | None:
+        """Return the subclass of `Recorder` that writes the trace of this Setup; None for `Recorder`."""
+        return None
+
+    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[Any]:
         """Return a context in which operators of the feature run on shapes as on the policy's device. Kernels
         that torch does not launch are given to `recorder.launch`."""
         return nullcontext()

@@ -30,7 +30,7 @@ class Kernels(Feature):
 
         return FusedHandler(), LigerHandler()
 
-    def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
+    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[None]:
         """Return a context in which Liger's kernels are recorded in place of a launch."""
         from snugfit.features.kernels.launches import triton_launches
 

@@ -27,7 +27,7 @@ class Quantized(Feature):
 
         return QuantizeHandler(), Float8Handler()
 
-    def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
+    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[None]:
         """Return a context in which products with 4-bit weights run on shapes."""
         from snugfit.features.quantized.four_bit_products import four_bit_products
 

@@ -5,8 +5,8 @@ two steps are recorded. The first creates the optimizer states at its end. If th
 third equals the second.
 
 Micro-batches repeat likewise. The first allocates the gradients, and the last frees its batch. Those between
-them are equal, so three are recorded for any larger number. A rank of several reaches this state one
-micro-batch later, and all of its steps are recorded.
+them are equal, so three are recorded for any larger number. A feature may reach this state later
+(`Feature.micro_batches_to_settle`), and then all steps are recorded.
 
 Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
 simulated in full if they differ, or if the code may contain a counter of its own.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace, TraceWriter
 from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
+from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -33,13 +34,6 @@ RECORDED_STEPS = 2
 
 RECORDED_MICRO_BATCHES = 3
 """Number of micro-batches recorded for a step of more. The last but one is repeated."""
-
-RECORDED_BY_RANKS = 4
-"""Number of micro-batches recorded for a rank of several.
-
-In the second, some kernels still wait for collectives that occur only at the start of the first (DDP's
-buffers).
-"""
 
 
 class ShortRun(NamedTuple):
@@ -54,19 +48,20 @@ def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> Sh
     """Return the short run that represents one with many micro-batches of the same size, or None.
 
     Return None for few micro-batches, unless the steps are known to be `steady`. If the recording is not
-    periodic, the run is recorded again in full. All steps are recorded for several processes, because DDP
-    makes its buckets in the first two.
+    periodic, the run is recorded again in full. Steps whose micro-batches settle late (`Feature`) may settle
+    late themselves, so all of them are recorded.
     """
-    recorded = RECORDED_MICRO_BATCHES if setup.parallel is None else RECORDED_BY_RANKS
+    late = max((settle(setup) for settle in hooks("micro_batches_to_settle")), default=0)
+    recorded = RECORDED_MICRO_BATCHES + late
     many = setup.micro_batches > recorded
     if setup.records_graphs:
         return None  # the first steps differ from each other
-    steady = steady and setup.parallel is None
+    steady = steady and not late
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
-    count = min(setup.micro_batches, recorded)
+    count = int(min(setup.micro_batches, recorded))
     small = replace(job, batch_size=job.batch_size // setup.micro_batches * count)
-    recorded_steps = min(steps, RECORDED_STEPS) if setup.parallel is None else steps
+    recorded_steps = steps if late else min(steps, RECORDED_STEPS)
     return ShortRun(small, replace(setup, micro_batches=count), recorded_steps)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from snugfit.rehearsal.sharded.host_tensors import HostTensors
+from snugfit.features.distributed.simulate.host_tensors import HostTensors
 from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
     with contextlib.ExitStack() as stack:
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
+        recorder.host = stack.enter_context(host)
         yield host
 
 

@@ -19,7 +19,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -28,13 +28,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from snugfit.features.distributed.simulate import chunks, collectives
+from snugfit.features.distributed.simulate.device_module import ShapesModule
+from snugfit.features.distributed.simulate.host_tensors import asks_for_shapes
+from snugfit.features.distributed.simulate.offloaded_shards import TO_COPY, HostShards, shards_on_host
+from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.device.scratch import CUDA_RULES
 from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
-from snugfit.rehearsal.sharded import collectives
-from snugfit.rehearsal.sharded.device_module import ShapesModule
-from snugfit.rehearsal.sharded.host_tensors import asks_for_shapes
-from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
-from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
     ALONE,
@@ -51,6 +53,9 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import ParallelWish
 
 REDISTRIBUTION = 5
 """Number of operators on sharded tensors with the host time of one redistribution.
@@ -72,6 +77,12 @@ class RankRecorder(Recorder):
         self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
         """The host's memory if it contains the shards."""
+        self.keeps_exchanged = isinstance(self.policy, CudaPolicy)
+        """True if tensors of asynchronous collectives are kept alive until the next one begins.
+
+        This is NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin
+        together then have one handle.
+        """
         self.experts = 1
         """Number of ranks over which the experts of a layer are sharded.
 
@@ -152,7 +163,7 @@ class RankRecorder(Recorder):
             self._kept.clear()
             self._first_to_come = False
         self.claim(bucket, Kind.COMMUNICATION)
-        if self.policy.keeps_exchanged:
+        if self.keeps_exchanged:
             self._kept.append(bucket)
         self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
@@ -298,10 +309,10 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 @contextlib.contextmanager
-def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool = False) -> Iterator[None]:
-    """Run torch.distributed on `meta` inside the context, as rank `rank` of `ranks`.
+def rank_on_shapes(recorder: RankRecorder, rank: int | None, wish: ParallelWish) -> Iterator[None]:
+    """Run torch.distributed on `meta` inside the context, as this rank of the wish's processes.
 
-    With `most`, the rank has the largest part of an optimizer's sharded states.
+    With None, the rank has the largest part of an optimizer's sharded states.
     """
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
@@ -317,13 +328,43 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool 
             recorder.memory.resize(storage, nbytes)
         return out
 
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (torch.UntypedStorage, "resize_", resize),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        with_count("pre_forward", 2),
+        with_count("unshard", 1),
+        with_count("post_backward", 2),
+        (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
+        averaged_buckets(recorder),
+        (fake_work, "generate_unique_id", itertools.count().__next__),
+        counted_weights(recorder.count_weights_apart),
+        *([takes_the_largest_part()] if rank is None and wish.states == "sharded" else []),
+        *instead_of_others(handles_for_all=recorder.keeps_exchanged),
+    )
+    recorder.experts = wish.experts
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_group(rank or 0, wish.ranks))
+        stack.enter_context(patch.dict(CUDA_RULES, chunks.SCRATCH))
+        shapes = ShapesModule(recorder.order, wish.ranks, recorder.wait, recorder.empty_cache)
+        stack.enter_context(patch.object(torch, "meta", shapes, create=True))
+        for owner, name, instead in (*replaced, *while_spreading(recorder)):
+            stack.enter_context(patch.object(owner, name, instead))
+        if wish.on_host:
+            recorder.shards = stack.enter_context(shards_on_host(recorder))
+        yield
+
+
+def averaged_buckets(recorder: RankRecorder) -> tuple[Any, str, Any]:
+    """Return a patch by which DDP's averages of gradients are recorded and not computed."""
+    from torch.nn.parallel import DistributedDataParallel
+
     def average(recorder: RankRecorder, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         recorder.average(bucket.buffer())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    make = data_parallel.DistributedDataParallel.__init__
+    make = DistributedDataParallel.__init__
 
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
@@ -335,26 +376,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool 
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (torch.UntypedStorage, "resize_", resize),
-        (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
-        with_count("pre_forward", 2),
-        with_count("unshard", 1),
-        with_count("post_backward", 2),
-        (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
-        (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
-        (fake_work, "generate_unique_id", itertools.count().__next__),
-        counted_weights(recorder.count_weights_apart),
-        *([takes_the_largest_part()] if most else []),
-        *instead_of_others(handles_for_all=recorder.policy.keeps_exchanged),
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group(rank, ranks))
-        shapes = ShapesModule(recorder.order, ranks, recorder.wait, recorder.empty_cache)
-        stack.enter_context(patch.object(torch, "meta", shapes, create=True))
-        for owner, name, instead in (*replaced, *while_spreading(recorder)):
-            stack.enter_context(patch.object(owner, name, instead))
-        yield
+    return DistributedDataParallel, "__init__", make_and_hook
 
 
 def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int) -> Callable[..., Any]:

@@ -15,8 +15,8 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.simulate.device_module import ShapesModule
     from snugfit.rehearsal.record.recorder import Recorder
-    from snugfit.rehearsal.sharded.device_module import ShapesModule
 
 PLENTY = 1 << 50
 """Memory of the device in bytes, if no GPU is given."""

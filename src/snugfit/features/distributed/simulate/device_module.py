@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
+from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
 
 if TYPE_CHECKING:

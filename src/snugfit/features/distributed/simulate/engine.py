@@ -17,13 +17,13 @@ from unittest.mock import patch
 
 import torch
 
+from snugfit.features.distributed.simulate.device_module import ShapesModule
+from snugfit.features.distributed.simulate.host_tensors import HostTensors
+from snugfit.features.distributed.simulate.ranks import RankRecorder, process_group
+from snugfit.features.distributed.simulate.streams import Moment
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.recorder import Recorder
-from snugfit.rehearsal.sharded.device_module import ShapesModule
-from snugfit.rehearsal.sharded.host_tensors import HostTensors
-from snugfit.rehearsal.sharded.ranks import RankRecorder, process_group
-from snugfit.rehearsal.sharded.streams import Moment
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
@@ -181,9 +181,8 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Iterator[HostTensors]:
-    """Run DeepSpeed's engine on `meta` inside the context, as rank `rank` of `ranks`. Yield the host's
-    memory."""
+def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Iterator[None]:
+    """Run DeepSpeed's engine on `meta` inside the context, as rank `rank` of `ranks`."""
     import cpuinfo
     import deepspeed.accelerator.real_accelerator as real
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
@@ -194,7 +193,7 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
     from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper
     from deepspeed.runtime.zero import linear, stage3
 
-    from snugfit.rehearsal.sharded.accelerator import RankAccelerator, ShapesAccelerator
+    from snugfit.features.distributed.simulate.accelerator import RankAccelerator, ShapesAccelerator
 
     host = HostTensors(
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
@@ -223,7 +222,8 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
         stack.enter_context(_hooks_counted(recorder))
         if isinstance(recorder, RankRecorder):
             stack.enter_context(engine_of_rank(recorder))
-        yield host
+        stack.enter_context(host)
+        yield
 
 
 class _Gathering:

@@ -1,0 +1,54 @@
+"""Processes that train one model together, one for each GPU."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.several_gpus import ranks_of
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
+
+
+class Distributed(Feature):
+    """Simulate and price the steps of several processes, and of DeepSpeed's engine."""
+
+    # ---- simulating and predicting a step ----
+
+    preloads: ClassVar[tuple[str, ...]] = ("snugfit.features.distributed.simulate.ranks",)
+
+    def micro_batches_to_settle(self, setup: Setup) -> float:
+        """Return 1 for a rank: in the second micro-batch, some kernels still wait for collectives that occur
+        only at the start of the first (DDP's buffers). Return infinity for a pipeline, whose order of passes
+        depends on all micro-batches, and for an engine of several ranks."""
+        wish = setup.parallel
+        if wish is None:
+            return math.inf if ranks_of(setup) > 1 else 0
+        return math.inf if wish.stages > 1 else 1
+
+    def recorder_class(self, setup: Setup) -> type[Any] | None:
+        """Return the recorder of streams and collectives for one of several ranks."""
+        if ranks_of(setup) == 1:
+            return None
+        from snugfit.features.distributed.simulate.ranks import RankRecorder
+
+        return RankRecorder
+
+    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[Any]:
+        """Return a context in which one process of several, or DeepSpeed's engine, runs on shapes."""
+        if step.setup.parallel is not None:
+            from snugfit.features.distributed.simulate.ranks import rank_on_shapes
+
+            return rank_on_shapes(recorder, step.rank, step.setup.parallel)
+        if step.setup.sharding is not None:
+            from snugfit.features.distributed.simulate.engine import engine_on_shapes
+
+            return engine_on_shapes(recorder, step.rank or 0, step.setup.sharding.ranks)
+        return super().simulation_overrides(policy, recorder, step)
+
+    def treats_layers_alike(self, setup: Setup) -> bool:
+        """Return False for several processes and for DeepSpeed's engine."""
+        return setup.parallel is None and setup.sharding is None
