@@ -14,29 +14,14 @@ import torch
 from torch._functorch import config as functorch
 from torch._guards import CompileContext
 from torch._prims import rng_prims
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 
 from small_models import small_job
-from snugfit.features.distributed.simulate.host_tensors import HostTensors
 from snugfit.rehearsal.compiled.layers import FirstSizes, _where_numbers_are_drawn
 from snugfit.rehearsal.compiled.program import _namespace
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
-
-
-def test_shapes_that_dtensor_asks_for_on_the_host_are_no_tensors_there() -> None:
-    """DTensor names no device for them (`_rebuild_tensor_from_dtensor_meta`)."""
-    host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
-    with host:
-        with FakeTensorMode():
-            asked = torch.empty_strided((64, 64), (64, 1))
-            assert isinstance(asked.sqrt(), FakeTensor)
-        assert host.most == 0
-        made = torch.empty_strided((64, 64), (64, 1))
-        assert host.holds(made)
-        assert host.most == made.nbytes
 
 
 @pytest.fixture

@@ -390,7 +390,7 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
             for name, (flops, start) in known.attention.items()
         },
         bandwidth=known.bandwidth * wider,
-        link=known.link * _link(gpu) / _link(of),
+        link=known.link * host_link_bandwidth(gpu) / host_link_bandwidth(of),
         patterns=patterns,
         host=known.host.slower(OTHER_HOST),
         source=f"scaled from {known.gpu} by the data sheets",
@@ -420,7 +420,7 @@ def link_of(gpu: Gpu | None) -> float | None:
         return None
 
 
-def _link(gpu: Gpu) -> float:
+def host_link_bandwidth(gpu: Gpu) -> float:
     """Return the bytes per second to the host, by data sheet; those of PCIe gen3 x16 if unknown."""
     return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
 

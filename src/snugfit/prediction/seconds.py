@@ -19,10 +19,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from snugfit.prediction.exchanges import GPUS_PER_HOST, StreamsRun, exchanges
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
-from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST, interconnect_of
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, StreamsRun, seconds_in_streams
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,
@@ -48,6 +47,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 _T = TypeVar("_T")
+
+SIMULATED_STEPS = 3
+"""Steps that are simulated; the length of the last one is the answer."""
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
 """Operators that neither compute on the device nor move data in its own memory."""
@@ -118,24 +120,25 @@ def step_seconds(
     step. Raises `GpuError` when the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
-    clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host
+    clock, costs = KernelClock(rates, exchanges().link(gpu, rates)), rates.host
     kernels = with_worker_batches(workers, trace.kernels)
     device = each_once(clock.seconds, kernels)
     launches = each_once(lambda kernel: launch_seconds(kernel, costs), kernels)
     roles = queue_roles(kernels)
     on_device = [0.0 if role == TRAVELS else s for role, s in zip(roles, device, strict=True)]
     is_exchange = each_once(lambda kernel: kernel.operator in COLLECTIVES, kernels)
-    exchanges = [s if exchange else 0.0 for exchange, s in zip(is_exchange, device, strict=True)]
-    computing = [s - exchange for s, exchange in zip(on_device, exchanges, strict=True)]
+    exchanging = [s if exchange else 0.0 for exchange, s in zip(is_exchange, device, strict=True)]
+    computing = [s - exchange for s, exchange in zip(on_device, exchanging, strict=True)]
     phases = _by_phase(kernels, computing, launches, gpu)
     syncs, loading = (
         sync_points(kernels, trace.waits),
         sum(each_once(lambda kernel: loader_seconds(kernel, costs), kernels)),
     )
     exposed = 0.0
-    if communication := sum(exchanges):
-        length = streams.seconds if streams else seconds_in_streams(kernels, device, launches, syncs, costs)
-        exposed = max(0.0, length - seconds_in_streams(kernels, computing, launches, syncs, costs))
+    if communication := sum(exchanging):
+        run = exchanges().run_in_streams
+        length = (streams or run(kernels, device, launches, syncs, costs)).seconds
+        exposed = max(0.0, length - run(kernels, computing, launches, syncs, costs).seconds)
     else:
         length = simulate_queue(device, launches, syncs, costs, roles)
     length = max(length, loading)

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from snugfit.prediction.exchanges import exchanges
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.seconds import (
     COMPUTES,
+    SIMULATED_STEPS,
     TRAVELS,
     Stretch,
     between_syncs,
@@ -19,13 +21,12 @@ from snugfit.prediction.seconds import (
     sync_points,
     with_worker_batches,
 )
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, StreamsRun, simulate_streams
 from snugfit.rehearsal.trace.trace import ALONE, COLLECTIVES, COPIES
 from snugfit.results.step_seconds import PhaseSpan
 
 if TYPE_CHECKING:
+    from snugfit.prediction.exchanges import GpuLink, StreamsRun
     from snugfit.prediction.rates import HostLaunchCosts, Rates
-    from snugfit.prediction.several_gpus.communication import Interconnect
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 QUEUE_DEPTH = 1024
@@ -52,7 +53,7 @@ class TimedKernel(NamedTuple):
 
 
 def run_in_streams(
-    trace: Trace, rates: Rates, connected: Interconnect | None = None, *, workers: int = 0
+    trace: Trace, rates: Rates, connected: GpuLink | None = None, *, workers: int = 0
 ) -> StreamsRun | None:
     """Return the steady step of a trace whose exchanges run in parallel to the computation, else None."""
     kernels = with_worker_batches(workers, trace.kernels)
@@ -61,13 +62,14 @@ def run_in_streams(
     clock = KernelClock(rates, connected)
     device = each_once(clock.seconds, kernels)
     launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)
-    return simulate_streams(kernels, device, launches, sync_points(kernels, trace.waits), rates.host)
+    syncs = sync_points(kernels, trace.waits)
+    return exchanges().run_in_streams(kernels, device, launches, syncs, rates.host)
 
 
 def time_kernels(
     trace: Trace,
     rates: Rates,
-    connected: Interconnect | None = None,
+    connected: GpuLink | None = None,
     *,
     workers: int = 0,
     streams: StreamsRun | None = None,

@@ -182,7 +182,9 @@ class Feature:
         """Return the subclass of `Recorder` that writes the trace of this Setup; None for `Recorder`."""
         return None
 
-    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[Any]:
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
         """Return a context in which operators of the feature run on shapes as on the policy's device. Kernels
         that torch does not launch are given to `recorder.launch`."""
         return nullcontext()
@@ -201,6 +203,9 @@ class Feature:
     def context_bytes(self, operators: Collection[str]) -> int:
         """Return bytes outside of the allocator that NVML counts for these operators of a step."""
         return 0
+
+    def exchanges(self) -> Any:
+        """Return the `Exchanges` (`prediction/exchanges.py`) of several processes."""
 
     # ---- searching a plan ----
 

@@ -37,18 +37,26 @@ class Distributed(Feature):
 
         return RankRecorder
 
-    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[Any]:
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
         """Return a context in which one process of several, or DeepSpeed's engine, runs on shapes."""
-        if step.setup.parallel is not None:
+        if setup.parallel is not None:
             from snugfit.features.distributed.simulate.ranks import rank_on_shapes
 
-            return rank_on_shapes(recorder, step.rank, step.setup.parallel)
-        if step.setup.sharding is not None:
+            return rank_on_shapes(recorder, setup.parallel)
+        if setup.sharding is not None:
             from snugfit.features.distributed.simulate.engine import engine_on_shapes
 
-            return engine_on_shapes(recorder, step.rank or 0, step.setup.sharding.ranks)
-        return super().simulation_overrides(policy, recorder, step)
+            return engine_on_shapes(recorder, setup.sharding.ranks)
+        return super().simulation_overrides(setup, policy, recorder, notes)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return False for several processes and for DeepSpeed's engine."""
         return setup.parallel is None and setup.sharding is None
+
+    def exchanges(self) -> Any:
+        """Return the figures of several processes."""
+        from snugfit.features.distributed.price.exchanges import DistributedExchanges
+
+        return DistributedExchanges()

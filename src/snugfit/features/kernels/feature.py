@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.techniques.feature import Feature
 from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
 
 EXPERT_KERNELS, EXPERTS = "triton::moe_", 120 * MIB
 """NVML bytes that Liger's kernels for experts add.
@@ -30,7 +33,9 @@ class Kernels(Feature):
 
         return FusedHandler(), LigerHandler()
 
-    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[None]:
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
         """Return a context in which Liger's kernels are recorded in place of a launch."""
         from snugfit.features.kernels.launches import triton_launches
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.techniques.feature import Feature
 from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
 
 
 class Quantized(Feature):
@@ -27,7 +30,9 @@ class Quantized(Feature):
 
         return QuantizeHandler(), Float8Handler()
 
-    def simulation_overrides(self, policy: Any, recorder: Any, step: Any) -> AbstractContextManager[None]:
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
         """Return a context in which products with 4-bit weights run on shapes."""
         from snugfit.features.quantized.four_bit_products import four_bit_products
 

@@ -87,6 +87,8 @@ class Recorder(TorchDispatchMode, Observer):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy, self.steps = policy, steps
+        self.rank: int | None = None
+        """The simulated process of several; None for the one with the highest memory use."""
         self._modules = ModuleTracker()
         self._shadows = Shadows(routing)
         self._questions = Questions(

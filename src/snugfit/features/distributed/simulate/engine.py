@@ -26,6 +26,7 @@ from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
+from snugfit.step.wishes.engine.config import PROCESS_GROUP
 
 TO_COPY = torch.ops.aten._to_copy.default
 
@@ -181,8 +182,8 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Iterator[None]:
-    """Run DeepSpeed's engine on `meta` inside the context, as rank `rank` of `ranks`."""
+def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
+    """Run DeepSpeed's engine on `meta` inside the context, as one of so many ranks."""
     import cpuinfo
     import deepspeed.accelerator.real_accelerator as real
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
@@ -200,11 +201,13 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
     )
     recorder.host = host
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group(rank, ranks))
-        accelerator = ShapesAccelerator(recorder, host.pin, recorder.policy.free_bytes)
+        stack.enter_context(process_group(recorder.rank or 0, ranks))
+        free = recorder.policy.free_bytes
+        free = None if free is None else free - PROCESS_GROUP[2]  # the second stage reads it
+        accelerator = ShapesAccelerator(recorder, host.pin, free)
         if isinstance(recorder, RankRecorder):
             streams = ShapesModule(recorder.order, ranks, recorder.wait, recorder.empty_cache)
-            accelerator = RankAccelerator(recorder, host.pin, recorder.policy.free_bytes, streams)
+            accelerator = RankAccelerator(recorder, host.pin, free, streams)
         stack.enter_context(patch.object(real, "ds_accelerator", accelerator))
         stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # used under autocast
         stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it takes a second

@@ -309,8 +309,8 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 @contextlib.contextmanager
-def rank_on_shapes(recorder: RankRecorder, rank: int | None, wish: ParallelWish) -> Iterator[None]:
-    """Run torch.distributed on `meta` inside the context, as this rank of the wish's processes.
+def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]:
+    """Run torch.distributed on `meta` inside the context, as the recorder's rank of the wish's processes.
 
     With None, the rank has the largest part of an optimizer's sharded states.
     """
@@ -338,12 +338,12 @@ def rank_on_shapes(recorder: RankRecorder, rank: int | None, wish: ParallelWish)
         averaged_buckets(recorder),
         (fake_work, "generate_unique_id", itertools.count().__next__),
         counted_weights(recorder.count_weights_apart),
-        *([takes_the_largest_part()] if rank is None and wish.states == "sharded" else []),
+        *([takes_the_largest_part()] if recorder.rank is None and wish.states == "sharded" else []),
         *instead_of_others(handles_for_all=recorder.keeps_exchanged),
     )
     recorder.experts = wish.experts
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group(rank or 0, wish.ranks))
+        stack.enter_context(process_group(recorder.rank or 0, wish.ranks))
         stack.enter_context(patch.dict(CUDA_RULES, chunks.SCRATCH))
         shapes = ShapesModule(recorder.order, wish.ranks, recorder.wait, recorder.empty_cache)
         stack.enter_context(patch.object(torch, "meta", shapes, create=True))
@@ -532,7 +532,7 @@ def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
     in torch before 2.13.
 
     Neither end has a stream here, because a stage's wait is not in its own trace
-    (`prediction/several_gpus/stages.py`). A block that is freed during its transfer is reusable at once,
+    (`features/distributed/price/stages.py`). A block that is freed during its transfer is reusable at once,
     although NCCL references it until the end (`record_stream`).
     """
     import torch.distributed.distributed_c10d as exchanges

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.features.distributed.price.communication import Interconnect, interconnect_of
+from snugfit.features.distributed.price.streams import SimulatedStreams
 from snugfit.prediction.kernel_seconds import KernelClock
-from snugfit.prediction.seconds import launch_seconds, sync_points, with_worker_batches
-from snugfit.prediction.several_gpus.communication import Interconnect, interconnect_of
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
+from snugfit.prediction.seconds import SIMULATED_STEPS, launch_seconds, sync_points, with_worker_batches
 from snugfit.rehearsal.trace.trace import ALONE, RECEIVE, SEND
 from snugfit.step.wishes.mesh.stages import layers_of, stages_at
 
@@ -40,6 +40,16 @@ if TYPE_CHECKING:
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
 """The schedules of one stage on each GPU, by torch's names."""
+
+FURTHER = 1
+"""Number of micro-batches in the smallest simulation, beyond one for each stage.
+
+With as many as stages the first stage keeps its maximum at once. With one more it frees one before the
+next (1F1B).
+"""
+
+IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
+"""Schedules in which each micro-batch is like the one before, after the first ones."""
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs' gradients", "weights' gradients"
 
@@ -140,7 +150,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
     syncs = sync_points(kernels, trace.waits)
-    _, moments = simulate_streams(kernels, device, launches, syncs, rates.host)
+    moments = SimulatedStreams(kernels, device, launches, syncs, rates.host).moments
     numbers = {stage: number for number, stage in enumerate(sorted({one.stage for one in order}))}
     kinds = [(one.kind, numbers[one.stage]) for one in order]
     seconds: defaultdict[tuple[str, int], float] = defaultdict(float)

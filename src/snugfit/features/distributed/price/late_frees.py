@@ -14,76 +14,31 @@ it is free.
 from __future__ import annotations
 
 import bisect
-import heapq
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from snugfit.prediction.timeline import time_kernels
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.price.communication import Interconnect
     from snugfit.prediction.rates import Rates
-    from snugfit.prediction.several_gpus.communication import Interconnect
     from snugfit.prediction.timeline import TimedKernel
     from snugfit.rehearsal.trace.trace import Trace
-
-NONE_LATE: Mapping[int, int] = {}
-
-
-class TakesBack(Protocol):
-    """The part of an allocator that frees blocks."""
-
-    def release(self, block: Any) -> None:
-        """Free an allocated block."""
-
-    def drop(self, block: Any) -> None:
-        """Count a block as no longer allocated. It stays in place."""
-
-    def take_back(self, block: Any) -> None:
-        """Free a dropped block."""
-
-
-class Frees:
-    """The frees of one allocator, some of which are `late`.
-
-    `late` maps the event that frees to the event before which the block is free again.
-    """
-
-    def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
-        self._allocator, self._late = allocator, late
-        self._dropped: list[tuple[int, int, Any]] = []  # when it is back, a number of its own, the block
-
-    def free(self, event: int, block: Any) -> None:
-        """Free a block at this event, or drop it if its free is late."""
-        if event not in self._late:
-            self._allocator.release(block)
-            return
-        self._allocator.drop(block)
-        heapq.heappush(self._dropped, (self._late[event], event, block))
-
-    def pass_by(self, event: int) -> None:
-        """Free all blocks that are due before this event, which is about to happen."""
-        while self._dropped and self._dropped[0][0] <= event:
-            self._allocator.take_back(heapq.heappop(self._dropped)[2])
-
-    def finish(self) -> None:
-        """Free all dropped blocks at the end of a step, when all streams have ended."""
-        while self._dropped:
-            self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
 
 def late_frees(
     trace: Trace, rates: Rates | None, connected: Interconnect, *, workers: int = 0
-) -> Mapping[int, int]:
-    """Return the late frees of the trace's last step, in the form of `Frees`.
+) -> dict[int, int]:
+    """Return the late frees of the trace's last step, in the form of `Frees` (`allocator.py`).
 
     The result is empty if the trace has none, or if no rates are known.
     """
     if not trace.awaited or rates is None:
-        return NONE_LATE
+        return {}
     return _by_moments(trace, time_kernels(trace, rates, connected, workers=workers))
 
 
-def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> Mapping[int, int]:
+def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
     ends = [kernel.start + kernel.device_seconds for kernel in timed]
     launches = [kernel.launch for kernel in timed]
     late = {}
