@@ -74,6 +74,7 @@ HEAVY_THEMSELVES = {
     "step/wishes/masters/table.py",
     "step/wishes/engine/optimizer.py",
     "features/distributed/simulate/accelerator.py",
+    "features/distributed/simulate/allocations.py",
     "features/distributed/simulate/collectives.py",
     "features/distributed/simulate/engine.py",
     "features/distributed/simulate/host_tensors.py",

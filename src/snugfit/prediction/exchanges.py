@@ -83,6 +83,9 @@ class GpuLink:
 class Exchanges:
     """Figures of several processes. Those of the base class are of one process."""
 
+    modules: Sequence[str] = ()
+    """Modules that a process imports before it simulates."""
+
     # ---- bytes ----
 
     def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:

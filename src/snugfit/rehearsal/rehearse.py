@@ -92,7 +92,9 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    if loop == "plain" and (short := short_run(job, setup, steps, steady=steady)) is not None:
+    late = _recorder_class(setup).micro_batches_to_settle(setup)
+    short = short_run(job, setup, steps, steady=steady, late=late) if loop == "plain" else None
+    if short is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 
 class InstallStage(IntEnum):
-    """The moments of preparing a training run, in their order. Handlers of one stage run core first, then by
-    the feature's name."""
+    """The moments of preparing a run. Handlers of one stage run core first, then by the feature's name."""
 
     BUILD = 0
     """The model is created: its dtype and attention are arguments of its constructor."""
@@ -159,9 +158,6 @@ class Feature:
 
     # ---- simulating a step ----
 
-    preloads: ClassVar[tuple[str, ...]] = ()
-    """Modules of a simulation that worker processes import before they work."""
-
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return after how many of `layers` layers the treatment of layers repeats."""
         return 1
@@ -169,10 +165,6 @@ class Feature:
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
         """Return sentences on open questions of a rehearsal with this optimizer, or None."""
         return ()
-
-    def micro_batches_to_settle(self, setup: Setup) -> float:
-        """Return how many micro-batches more than usual precede those that are alike; infinite for none."""
-        return 0
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
         """Return names of rates (`Rates.patterns`) that come before those of the kernel's operator."""

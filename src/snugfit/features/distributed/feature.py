@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from snugfit.techniques.feature import Feature
 from snugfit.techniques.several_gpus import ranks_of
@@ -17,17 +16,6 @@ class Distributed(Feature):
     """Simulate and price the steps of several processes, and of DeepSpeed's engine."""
 
     # ---- simulating and predicting a step ----
-
-    preloads: ClassVar[tuple[str, ...]] = ("snugfit.features.distributed.simulate.ranks",)
-
-    def micro_batches_to_settle(self, setup: Setup) -> float:
-        """Return 1 for a rank: in the second micro-batch, some kernels still wait for collectives that occur
-        only at the start of the first (DDP's buffers). Return infinity for a pipeline, whose order of passes
-        depends on all micro-batches, and for an engine of several ranks."""
-        wish = setup.parallel
-        if wish is None:
-            return math.inf if ranks_of(setup) > 1 else 0
-        return math.inf if wish.stages > 1 else 1
 
     def recorder_class(self, setup: Setup) -> type[Any] | None:
         """Return the recorder of streams and collectives for one of several ranks."""

@@ -30,7 +30,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import StepSeconds
-from snugfit.techniques.feature import features
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
@@ -56,8 +55,7 @@ def modules_of(job: Job) -> list[str]:
     The last is ignored if transformers has no such file.
     """
     name = job.model.architecture
-    simulate = [module for feature in features() for module in feature.preloads]
-    return [__name__, *simulate, f"transformers.models.{name}.modeling_{name}"]
+    return [__name__, *exchanges().modules, f"transformers.models.{name}.modeling_{name}"]
 
 
 class Judged(NamedTuple):

@@ -5,8 +5,8 @@ two steps are recorded. The first creates the optimizer states at its end. If th
 third equals the second.
 
 Micro-batches repeat likewise. The first allocates the gradients, and the last frees its batch. Those between
-them are equal, so three are recorded for any larger number. A feature may reach this state later
-(`Feature.micro_batches_to_settle`), and then all steps are recorded.
+them are equal, so three are recorded for any larger number. Some runs reach this state later
+(`Recorder.micro_batches_to_settle`), and then all steps are recorded.
 
 Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
 simulated in full if they differ, or if the code may contain a counter of its own.
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace, TraceWriter
 from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
-from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -44,14 +43,15 @@ class ShortRun(NamedTuple):
     steps: int
 
 
-def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> ShortRun | None:
+def short_run(
+    job: Job, setup: Setup, steps: int, *, steady: bool = False, late: float = 0
+) -> ShortRun | None:
     """Return the short run that represents one with many micro-batches of the same size, or None.
 
     Return None for few micro-batches, unless the steps are known to be `steady`. If the recording is not
-    periodic, the run is recorded again in full. Steps whose micro-batches settle late (`Feature`) may settle
-    late themselves, so all of them are recorded.
+    periodic, the run is recorded again in full. If `late` micro-batches more than usual precede those that
+    are alike, steps may settle late too, and all of them are recorded.
     """
-    late = max((settle(setup) for settle in hooks("micro_batches_to_settle")), default=0)
     recorded = RECORDED_MICRO_BATCHES + late
     many = setup.micro_batches > recorded
     if setup.records_graphs:

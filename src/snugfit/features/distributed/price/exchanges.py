@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 class DistributedExchanges(Exchanges):
     """Figures of several processes."""
 
+    modules = ("snugfit.features.distributed.simulate.ranks",)
+
     def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:
         """Return one rank of each kind of pipeline stage; ranks of one stage are alike."""
         wish = setup.parallel

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from snugfit.features.distributed.simulate import chunks, collectives
+from snugfit.features.distributed.simulate.allocations import RankAllocations
 from snugfit.features.distributed.simulate.device_module import ShapesModule
 from snugfit.features.distributed.simulate.host_tensors import asks_for_shapes
 from snugfit.features.distributed.simulate.offloaded_shards import TO_COPY, HostShards, shards_on_host
@@ -55,7 +57,7 @@ from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
-    from snugfit.techniques.setup import ParallelWish
+    from snugfit.techniques.setup import ParallelWish, Setup
 
 REDISTRIBUTION = 5
 """Number of operators on sharded tensors with the host time of one redistribution.
@@ -69,6 +71,16 @@ _data_ptr = torch.Tensor.data_ptr
 
 class RankRecorder(Recorder):
     """A recorder of a rank's run, with streams and collectives."""
+
+    allocations = RankAllocations
+    memory: RankAllocations
+
+    @classmethod
+    def micro_batches_to_settle(cls, setup: Setup) -> float:
+        """Return 1: in the second micro-batch, some kernels still wait for collectives that occur only at the
+        start of the first (DDP's buffers). Return infinity for a pipeline, whose order of passes depends on
+        all micro-batches, and for DeepSpeed's engine."""
+        return 1 if setup.parallel is not None and setup.parallel.stages == 1 else math.inf
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -462,7 +474,7 @@ def _elements(groups: list[dict[str, Any]]) -> int:
     return sum(weight.numel() for group in groups for weight in group["params"])
 
 
-def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+def while_spreading(recorder: RankRecorder) -> list[tuple[Any, str, Any]]:
     """Return the patches under which FSDP2 and accelerate shard a model over ranks.
 
     A model on the host and on the device is on `meta` both times, where FSDP2 moves nothing. A tensor without
@@ -488,7 +500,7 @@ def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     return [*replaced, (torch.Tensor, "data_ptr", _address)]
 
 
-def _move(recorder: Recorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
+def _move(recorder: RankRecorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
     """Create each tensor without a recorded allocation on the device, as a move there would."""
     for tensor in (*parameters, *buffers):
         held = getattr(tensor, "_local_tensor", tensor)  # for a sharded matrix, this rank's part

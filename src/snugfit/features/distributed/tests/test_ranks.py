@@ -27,6 +27,7 @@ from reported import foreseen
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.features.distributed.simulate import collectives
+from snugfit.features.distributed.simulate.allocations import RankAllocations
 from snugfit.features.distributed.simulate.offloaded_shards import HostShards
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -35,7 +36,6 @@ from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal import rehearse as rehearsing
 from snugfit.rehearsal.device.policy import CpuPolicy
-from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.rehearse import record_step, rehearse
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
@@ -185,9 +185,9 @@ def test_a_gathered_tensor_that_is_not_freed_is_noticed(monkeypatch: pytest.Monk
 
 @pytest.mark.whole
 def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    resize = Allocations.resize
+    resize = RankAllocations.resize
     monkeypatch.setattr(
-        Allocations, "resize", lambda self, storage, size: size and resize(self, storage, size)
+        RankAllocations, "resize", lambda self, storage, size: size and resize(self, storage, size)
     )
     with pytest.raises(AssertionError):
         hold(2, "llama", "fsdp")
