@@ -86,7 +86,6 @@ class PeriodicRun:
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
     groups: int = 0
-    has_passes: bool = False
 
     def relative(self) -> RelativeTrace:
         """Return the moves of the whole run in order."""
@@ -96,7 +95,7 @@ class PeriodicRun:
                 whole += [
                     move._replace(step=index) if type(move) is PhaseStart else move for move in moves
                 ] * times
-        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups, self.has_passes)
+        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups)
 
     def trace(self) -> Trace:
         """Return the trace of the whole run. Raise `LookupError` if a move frees a block that is not live."""
@@ -107,7 +106,7 @@ class PeriodicRun:
             for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
                 writer.follow_times(moves, times, index)
         writer.follow(self.rest)
-        return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups, self.has_passes))
+        return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups))
 
     def steady_step(self, most: int) -> Trace:
         """Return kernels, waits and phases of the last step, with each piece repeated at most `most`
@@ -142,9 +141,7 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
         widened.append(wide)
     if steps > len(recorded) and not _leaves_as_many(recorded[-1]):
         return None
-    return PeriodicRun(
-        build, widened, steps, rest, relative.attention, relative.doubts, relative.groups, relative.has_passes
-    )
+    return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts, relative.groups)
 
 
 class SplitSteps(NamedTuple):

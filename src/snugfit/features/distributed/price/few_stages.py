@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.features.distributed.price.communication import (
@@ -211,13 +210,12 @@ class StagesQuestion:
         ]
         tied = self._part.ties_embeddings()
         orders = orders_of(wish, pieces)
-        together = partial(simulate_stages, work, orders, clips=self._clips, tied=tied)
-        real, at_once = together(transfer=self._transfer[kind]), together(transfer=0.0)
+        step = simulate_stages(work, orders, transfer=self._transfer[kind], clips=self._clips, tied=tied)
         return StagesStep(
             needed_bytes=int(max(one.unused_bytes + one.allocated_bytes for one in stages)),
-            step_seconds=real.step_seconds,
+            step_seconds=step.step_seconds,
             model_seconds=max(one.model_seconds for one in stages),
-            exposed_seconds=max(0.0, real.step_seconds - at_once.step_seconds),
+            exposed_seconds=step.exposed_seconds,
         )
 
     def _passes_at(self, stage: int) -> list[tuple[str, int]]:

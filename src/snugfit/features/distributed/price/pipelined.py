@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from snugfit.features.distributed.price.communication import interconnect_of
 from snugfit.features.distributed.price.stages import (
@@ -36,14 +35,6 @@ PIPELINE_BOUND_ABOVE = 0.15
 choice, as for the host."""
 
 
-class PipelinedSteps(NamedTuple):
-    """The steady step of all stages."""
-
-    real: PipelinedStep
-    at_once: PipelinedStep
-    """The same step with free transfers."""
-
-
 class PipelinedRanks:
     """Ranks that each have a stage of the layers (`DifferingRanks`)."""
 
@@ -52,18 +43,7 @@ class PipelinedRanks:
         self._ranks, self._job, self._setup, self._gpu, self._wish = ranks, job, setup, gpu, setup.parallel
         stages = stages_to_rehearse(self._wish, job.model.layers)
         self._stages = {one.rank: stage for one, stage in zip(ranks, stages, strict=True)}
-        self._steps: PipelinedSteps | None = None
-
-    def _run(self, rates: Rates) -> PipelinedSteps:
-        """Return the step of all stages, and the same with free transfers."""
-        assert self._gpu is not None
-        traces = {self._stages[one.rank]: one.trace for one in self._ranks}
-        steps = functools.partial(
-            pipelined_step, traces, self._wish, self._job.model.layers, self._gpu, rates,
-            micro_batches=self._setup.micro_batches, workers=self._setup.loader.workers,
-            tied=self._job.ties_embeddings(),
-        )  # fmt: skip
-        return PipelinedSteps(steps(), steps(transfer_takes=0.0))
+        self._step: PipelinedStep | None = None
 
     def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
         """Return the seconds of a stage's step: those without any wait for other stages, and the waits."""
@@ -75,9 +55,17 @@ class PipelinedRanks:
         )
         link = interconnect_of(self._gpu, rates)
         sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
-        self._steps = real, at_once = self._run(rates)
-        length, idle = real.step_seconds, real.idle[self._stages[rank]]
-        exposed = max(0.0, length - at_once.step_seconds)
+        self._step = step = pipelined_step(
+            {self._stages[one.rank]: one.trace for one in self._ranks},
+            self._wish,
+            self._job.model.layers,
+            self._gpu,
+            rates,
+            micro_batches=self._setup.micro_batches,
+            workers=workers,
+            tied=self._job.ties_embeddings(),
+        )
+        length, idle = step.step_seconds, step.idle[self._stages[rank]]
         waits = idle > max(length - idle - alone.device_seconds, PIPELINE_BOUND_ABOVE * length)
         return replace(
             alone,
@@ -85,9 +73,9 @@ class PipelinedRanks:
             samples_per_second=batch_size / length if length else 0.0,
             bound=PIPELINE if waits else alone.bound,
             communication_seconds=alone.communication_seconds + sent,
-            exposed_communication_seconds=alone.exposed_communication_seconds + exposed,
+            exposed_communication_seconds=alone.exposed_communication_seconds + step.exposed_seconds,
             idle_seconds=idle,
-            bubble=real.bubble,
+            bubble=step.bubble,
         )
 
     def predictions(self) -> tuple[RankPredicted, ...]:
@@ -101,7 +89,7 @@ class PipelinedRanks:
                 allocated_bytes=one.after.allocated_peak,
                 reserved_bytes=one.after.reserved_peak,
                 nvml_bytes=one.needed_bytes if one.context else None,
-                idle_seconds=self._steps.real.idle[self._stages[one.rank]] if self._steps else None,
+                idle_seconds=self._step.idle[self._stages[one.rank]] if self._step else None,
             )
             for one in self._ranks
         )

@@ -101,6 +101,8 @@ class RankRecorder(Recorder):
         Each rank has all rows of tokens, and its products skip those of other ranks' experts. The rest is
         assumed to be an even part.
         """
+        self.in_stages = False
+        """True if the rank has pipeline stages, whose passes the trace marks."""
         self.averages_over: Any = None
         """The process group over which DDP averages."""
         self._passes: list[int] = []  # in the last step: index of the kernel at which each begins
@@ -150,7 +152,7 @@ class RankRecorder(Recorder):
         elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self.take_unawaited())
             self._carried.clear()
-        if name in ("forward", "backward") and self._step == self.steps - 1:
+        if self.in_stages and name in ("forward", "backward") and self._step == self.steps - 1:
             self._passes.append(len(self.kernels))
         super().phase(name)
 
@@ -353,7 +355,7 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
         *([takes_the_largest_part()] if recorder.rank is None and wish.states == "sharded" else []),
         *instead_of_others(handles_for_all=recorder.keeps_exchanged),
     )
-    recorder.experts = wish.experts
+    recorder.experts, recorder.in_stages = wish.experts, wish.stages > 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(recorder.rank or 0, wish.ranks))
         stack.enter_context(patch.dict(CUDA_RULES, chunks.SCRATCH))
