@@ -92,15 +92,18 @@ class Exchanges:
         """Return one rank of each kind."""
         return (0,)
 
-    def group_bytes(self, setup: Setup, loop: str) -> int:
+    @staticmethod
+    def group_bytes(setup: Setup, loop: str) -> int:
         """Return the NVML bytes of the process's own group; it counts as context."""
         return 0
 
-    def communication_bytes(self, trace: Trace, gpus: int) -> int:
+    @staticmethod
+    def communication_bytes(trace: Trace, gpus: int) -> int:
         """Return the NVML bytes of the exchanges in a trace."""
         return 0
 
-    def late_frees(self, trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
+    @staticmethod
+    def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
         """Return the frees of blocks that other streams still use, in the form of `Frees`."""
         return {}
 
@@ -115,12 +118,13 @@ class Exchanges:
 
     # ---- seconds ----
 
-    def link(self, gpu: Gpu, rates: Rates | None = None) -> GpuLink:
+    @staticmethod
+    def link(gpu: Gpu, rates: Rates | None = None) -> GpuLink:
         """Return the connection of GPUs of this kind."""
         return GpuLink()
 
+    @staticmethod
     def run_in_streams(
-        self,
         kernels: Sequence[Kernel],
         device: Sequence[float],
         launches: Sequence[float],
@@ -140,7 +144,8 @@ class Exchanges:
         """Return the step of these ranks together; None where they are alike."""
         return None
 
-    def doubts(self, trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
+    @staticmethod
+    def doubts(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
         """Return sentences on the uncertainty of a trace's exchanges."""
         return []
 

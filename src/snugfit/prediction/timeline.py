@@ -69,18 +69,13 @@ def time_kernels(
     streams = streams or run_in_streams(trace, rates, connected, workers=workers)
     kernels, device, launches, syncs, host = queue_of(trace, rates, connected, workers=workers)
     if streams is not None:
-        return [
-            TimedKernel(kernel, launch, launch_time, start, end - start)
-            for kernel, launch_time, (launch, start, end) in zip(
-                kernels, launches, streams.moments, strict=True
-            )
-        ]
-    moments = queue_moments(device, launches, syncs, host, queue_roles(kernels))
+        spans = [(launch, start, end - start) for launch, start, end in streams.moments]
+    else:
+        moments = queue_moments(device, launches, syncs, host, queue_roles(kernels))
+        spans = [(*moment, seconds) for moment, seconds in zip(moments, device, strict=True)]
     return [
-        TimedKernel(kernel, launch, launch_time, start, device_time)
-        for kernel, launch_time, device_time, (launch, start) in zip(
-            kernels, launches, device, moments, strict=True
-        )
+        TimedKernel(kernel, launch, launch_time, start, seconds)
+        for kernel, launch_time, (launch, start, seconds) in zip(kernels, launches, spans, strict=True)
     ]
 
 

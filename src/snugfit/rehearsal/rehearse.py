@@ -153,9 +153,9 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # may import code that compiles itself
         stack.enter_context(_programs(step.setup, policy, recorder, notes))
+        stack.enter_context(in_force(policy, notes))
         for overrides in hooks("simulation_overrides"):
             stack.enter_context(overrides(step.setup, policy, recorder, notes))
-        stack.enter_context(in_force(policy, notes))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):

@@ -17,25 +17,33 @@ import bisect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from snugfit.errors import GpuError
+from snugfit.features.distributed.price.communication import interconnect_of
+from snugfit.prediction.rates import rates_for
 from snugfit.prediction.timeline import time_kernels
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
-    from snugfit.features.distributed.price.communication import Interconnect
+    from snugfit.job.gpu import Gpu
     from snugfit.prediction.rates import Rates
     from snugfit.prediction.timeline import TimedKernel
     from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.techniques.setup import Setup
 
 
-def late_frees(
-    trace: Trace, rates: Rates | None, connected: Interconnect, *, workers: int = 0
-) -> dict[int, int]:
-    """Return the late frees of the trace's last step, in the form of `Frees` (`allocator.py`).
+def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
+    """Return the late frees of the trace's last step, in the form of `Frees` (`last_step.py`).
 
-    The result is empty if the trace has none, or if no rates are known.
+    The result is empty if the trace has none, or if no rates of the GPU are known.
     """
-    if not trace.awaited or rates is None:
+    if gpu is None or not trace.awaited:
         return {}
-    return _by_moments(trace, time_kernels(trace, rates, connected, workers=workers))
+    try:
+        rates = rates or rates_for(gpu, ranks_of(setup))
+    except GpuError:
+        return {}
+    connected = interconnect_of(gpu, rates)
+    return _by_moments(trace, time_kernels(trace, rates, connected, workers=setup.loader.workers))
 
 
 def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:

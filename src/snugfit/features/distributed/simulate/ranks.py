@@ -34,6 +34,7 @@ from snugfit.features.distributed.simulate.allocations import RankAllocations
 from snugfit.features.distributed.simulate.device_module import ShapesModule
 from snugfit.features.distributed.simulate.host_tensors import asks_for_shapes
 from snugfit.features.distributed.simulate.offloaded_shards import TO_COPY, HostShards, shards_on_host
+from snugfit.features.distributed.simulate.patches import Patch, replace_attributes
 from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.scratch import CUDA_RULES
@@ -158,7 +159,7 @@ class RankRecorder(Recorder):
 
     def step_ends(self, index: int) -> None:
         """Record the end of optimizer step `index`, and the bytes in host memory."""
-        if self.shards is not None and MetaLink.observer is not None:
+        if self.shards is not None:
             MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
         super().step_ends(index)
 
@@ -332,7 +333,7 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    def with_count(name: str, hooks: int) -> tuple[Any, str, Any]:
+    def with_count(name: str, hooks: int) -> Patch:
         return FSDPParamGroup, name, _count_calls(getattr(FSDPParamGroup, name), recorder, hooks)
 
     def resize(storage: Any, nbytes: int) -> Any:
@@ -342,7 +343,7 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
             recorder.memory.resize(storage, nbytes)
         return out
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
+    replaced: tuple[Patch, ...] = (
         (torch.UntypedStorage, "resize_", resize),
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         with_count("pre_forward", 2),
@@ -360,15 +361,15 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
         stack.enter_context(process_group(recorder.rank or 0, wish.ranks))
         stack.enter_context(patch.dict(CUDA_RULES, chunks.SCRATCH))
         shapes = ShapesModule(recorder.order, wish.ranks, recorder.wait, recorder.empty_cache)
-        stack.enter_context(patch.object(torch, "meta", shapes, create=True))
-        for owner, name, instead in (*replaced, *while_spreading(recorder)):
-            stack.enter_context(patch.object(owner, name, instead))
+        stack.enter_context(
+            replace_attributes([(torch, "meta", shapes), *replaced, *while_spreading(recorder)])
+        )
         if wish.on_host:
             recorder.shards = stack.enter_context(shards_on_host(recorder))
         yield
 
 
-def averaged_buckets(recorder: RankRecorder) -> tuple[Any, str, Any]:
+def averaged_buckets(recorder: RankRecorder) -> Patch:
     """Return a patch by which DDP's averages of gradients are recorded and not computed."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -450,7 +451,7 @@ def _forget_meshes() -> None:
         getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)()
 
 
-def takes_the_largest_part() -> tuple[Any, str, Any]:
+def takes_the_largest_part() -> Patch:
     """Return a patch by which this process has the largest part of an optimizer's states (`zero1`).
 
     torch's `ZeroRedundancyOptimizer` assigns each weight, the largest first, to the process with the fewest
@@ -476,7 +477,7 @@ def _elements(groups: list[dict[str, Any]]) -> int:
     return sum(weight.numel() for group in groups for weight in group["params"])
 
 
-def while_spreading(recorder: RankRecorder) -> list[tuple[Any, str, Any]]:
+def while_spreading(recorder: RankRecorder) -> list[Patch]:
     """Return the patches under which FSDP2 and accelerate shard a model over ranks.
 
     A model on the host and on the device is on `meta` both times, where FSDP2 moves nothing. A tensor without
@@ -536,7 +537,7 @@ class _Handle:
         return True
 
 
-def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
+def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
     """Return patches of a pipeline stage's communication with other stages.
 
     Stages agree by two methods that shapes are known (`PipelineStage._warmup_forward_vote`, since torch
@@ -572,7 +573,7 @@ def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
     return [*known, *((owner, *pair) for owner in (exchanges, torch.distributed) for pair in instead)]
 
 
-def counted_weights(count: Callable[[int], None]) -> tuple[Any, str, Any]:
+def counted_weights(count: Callable[[int], None]) -> Patch:
     """Return a patch that counts the weights whose gradients are computed apart (`zero_bubble`).
 
     torch walks the graph in Python for each of them and calls autograd (`_backward.py`).

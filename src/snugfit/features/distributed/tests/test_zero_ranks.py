@@ -20,7 +20,6 @@ from forked_children import forked_children
 from gloo_ranks import Ran, losses_of, run_ranks
 from rank_events import to_last_birth, unheard, without_own
 from snugfit.errors import UsageError
-from snugfit.features.distributed.price.communication import interconnect_of
 from snugfit.features.distributed.price.evidence import evidence
 from snugfit.features.distributed.price.late_frees import late_frees
 from snugfit.job.gpu import find_gpu
@@ -37,6 +36,7 @@ from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from snugfit.results.footprint import Kind
 from snugfit.step.wishes.engine.config import engine_config
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB
 from test_measure import tiny_job
@@ -269,14 +269,13 @@ def test_a_free_is_late_by_the_queue() -> None:
         blocks, (1, -1, 2, 3), (Mark(0, 0, "forward"),), (main, side, main), (0,), (),
         awaited={0: (1,)}, launched=(0, 1, 3),
     )  # fmt: skip
-    connected = interconnect_of(gpu)
-    assert late_frees(trace, rates, connected) == {1: 4}
+    assert late_frees(trace, gpu, Setup(), rates) == {1: 4}
     assert replay(trace, late={1: 4}).reserved_peak == 4 * MIB
     assert replay(trace).reserved_peak == 2 * MIB
     assert replay(trace, late={1: 4}).requested_peak == 3 * MIB
     assert replay(trace).requested_peak == 2 * MIB
-    assert late_frees(replace(trace, awaited={0: (0,)}), rates, connected) == {}
-    assert late_frees(trace, None, connected) == {}
+    assert late_frees(replace(trace, awaited={0: (0,)}), gpu, Setup(), rates) == {}
+    assert late_frees(trace, None, Setup(), rates) == {}
 
 
 @with_deepspeed
