@@ -10,6 +10,7 @@ import torch
 
 from aligned import Event, compare, peak
 from gloo_ranks import Case, Ran, run_ranks, trained
+from rank_events import to_last_birth, unheard, without_own
 from reported import foreseen
 from snugfit.job.job import Job
 from snugfit.rehearsal.device.policy import CpuPolicy
@@ -17,7 +18,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
-from test_ranks import to_last_birth, unheard, without_own
 
 Cases = tuple[tuple[int, Job, str], ...]
 """Number of ranks, the job of all ranks together, and the recipe."""

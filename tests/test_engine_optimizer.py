@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_here import with_deepspeed
 from small_models import small_job
 from snugfit.errors import UsageError
 from snugfit.step.build import build_model, build_optimizer
@@ -21,7 +22,6 @@ from snugfit.step.wishes.engine.config import is_of_engine
 from snugfit.step.wishes.engine.loop import ACCELERATOR, in_process_group
 from snugfit.step.wishes.engine.owners import owners, part_bytes
 from snugfit.techniques.recipe import Recipe
-from test_sharding import with_deepspeed
 
 pytestmark = [pytest.mark.whole, with_deepspeed]
 

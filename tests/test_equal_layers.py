@@ -12,12 +12,10 @@ from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction import predict as room
 from snugfit.prediction import seconds as queue
-from snugfit.prediction import timeline
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
-from snugfit.prediction.rates import HostLaunchCosts, rates_for
 from snugfit.rehearsal import few_layers
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, splice
@@ -112,22 +110,6 @@ def test_equal_micro_batches_are_written_and_replayed_once(family: str, recipe: 
             )
     for how in ({}, {"expandable": True}, {"limit": 1 << 20}):
         assert replay(written, **how) == replay(plain, **how)
-
-
-@pytest.mark.parametrize("syncs", [(), (0,), (3, 3, 7), (2, 50, 50)])
-def test_a_step_without_copies_is_timed_as_any_other(
-    syncs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host: HostLaunchCosts = rates_for(GPU).host
-    device = [(number * 37 % 11 + 1) * 3.7e-6 for number in range(50)]
-    launches = [(number * 13 % 7 + 1) * 2.3e-6 for number in range(50)]
-    roles = [queue.COMPUTES] * len(device)
-    short = queue.simulate_queue(device, launches, syncs, host, roles)
-    moments = timeline.queue_moments(device, launches, syncs, host, roles)
-    monkeypatch.setattr(queue, "set", lambda roles: {None}, raising=False)
-    monkeypatch.setattr(timeline, "set", lambda roles: {None}, raising=False)
-    assert queue.simulate_queue(device, launches, syncs, host, roles) == short
-    assert timeline.queue_moments(device, launches, syncs, host, roles) == moments
 
 
 def test_kernels_that_are_one_object_are_asked_about_once() -> None:

@@ -33,12 +33,11 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.exchanges import exchanges
 from snugfit.prediction.profile import Software, installed_versions
-from snugfit.prediction.several_gpus.communication import communication_bytes
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
-from snugfit.step.wishes.engine.config import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
@@ -123,7 +122,7 @@ def foreseen(key: str, loop: str, gpu: str, *, constant: bool = False) -> tuple[
         trace = replace(trace, blocks=(Block(4, "", "", "build", -1, ""), *trace.blocks), events=(1, *events))
     after = replay(trace, expandable=wishes.expandable_segments)
     ranks = wishes.parallel.ranks if wishes.parallel else 1
-    group = group_bytes(wishes, loop) + communication_bytes(trace, ranks)
+    group = exchanges().group_bytes(wishes, loop) + exchanges().communication_bytes(trace, ranks)
     context, _ = context_of(device, software, trace, group=group)
     return after.requested_peak, after.allocated_peak, after.reserved_peak, after.reserved_peak + context
 

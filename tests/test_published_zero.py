@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from deepspeed_here import with_deepspeed
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import INSTALLED, find_software
 from snugfit.rehearsal.rehearse import record_step
 from snugfit.rehearsal.trace.trace import MarkKind
-from test_sharding import with_deepspeed
 
 GIB = 1 << 30
 PRINTED = 0.01

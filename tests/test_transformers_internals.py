@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import accelerate
 import pytest
-import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -160,27 +158,3 @@ def test_accelerates_state_is_where_we_substitute_it(tmp_path: Path) -> None:
     assert trainer.accelerator.dataloader_config.data_seed is None
     assert not trainer.accelerator.gradient_state.end_of_dataloader
     assert isinstance(trainer.accelerator.optimizer_step_was_skipped, bool)
-
-
-def test_one_of_several_is_said_where_accelerate_asks() -> None:
-    """Test a rank on shapes.
-
-    accelerate treats its group as one of GPUs, and reads no variables of a launcher. It receives the
-    model's layers before it shards them.
-    """
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    from snugfit.rehearsal.sharded.ranks import process_group
-    from snugfit.step.transformers_internals import placed_on
-    from snugfit.techniques.setup import ParallelWish
-
-    before = dict(os.environ)
-    with process_group(1, 4), placed_on(torch.device("meta"), ParallelWish(weights="sharded", ranks=4)):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        accelerator = accelerate.Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
-        assert accelerator.distributed_type is DistributedType.FSDP
-        assert (accelerator.num_processes, accelerator.process_index) == (4, 1)
-        assert accelerator.device.type == "meta"
-        assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
-        assert plugin.transformer_cls_names_to_wrap is None
-    assert dict(os.environ) == before

@@ -30,11 +30,11 @@ from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.device import policy_for
+from snugfit.prediction.exchanges import exchanges
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import Rates, packaged_rates
 from snugfit.prediction.seconds import launch_seconds, step_seconds
-from snugfit.prediction.several_gpus.communication import interconnect_of
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
@@ -317,6 +317,6 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
 
 def _shares(corrects: str, factor: float, rates: Rates) -> dict[str, float]:
     """Divide the link's share that collectives of this kind reach by the measured slowdown `factor`."""
-    connected = interconnect_of(find_gpu(rates.gpu), rates)
+    connected = exchanges().link(find_gpu(rates.gpu), rates)
     kinds = (ALL_REDUCE,) if corrects == ALL_REDUCE else sorted(COLLECTIVES - {ALL_REDUCE})
     return {kind: connected.share(kind, rates.gpus) / factor for kind in kinds}

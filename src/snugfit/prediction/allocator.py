@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from snugfit.prediction.addresses import DeviceAddresses
-from snugfit.prediction.last_step import MOST_REPEATED, LastStep, begin_of_last_step, places
-from snugfit.prediction.several_gpus.late_frees import NONE_LATE, Frees
+from snugfit.prediction.last_step import MOST_REPEATED, NONE_LATE, Frees, LastStep, begin_of_last_step, places
 from snugfit.rehearsal.trace.trace import MarkKind, Memory, Period, Trace
 
 MINIMUM = 512
@@ -239,7 +238,7 @@ def replay(
 
     While the model is built, the allocator releases cached segments at `limit` reserved bytes. The last step
     is repeated until nothing changes any more (`last_step.py`). Frees that are `late` are done before other
-    events than their own (`late_frees.py`).
+    events than their own (`Exchanges.late_frees`).
     """
     allocator = Allocator(expandable=expandable)
     frees = Frees(allocator, late)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from snugfit.job.job import Job
+from snugfit.prediction.exchanges import exchanges
 from snugfit.rehearsal.trace.trace import Block, Trace
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, ModuleLine, OperatorLine, TensorLine
@@ -54,14 +55,10 @@ def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
         )
 
 
-def _weights_dtype(setup: Setup) -> str | None:
-    return setup.weights_dtype if setup.sharding is None else setup.sharding.dtype
-
-
 def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
     optimizer = setup.optimizer.factory.path.split(":")[-1]
     fixed = {
-        Kind.WEIGHTS: f"parameters and buffers, in {_weights_dtype(setup)}",
+        Kind.WEIGHTS: f"parameters and buffers, in {exchanges().weights_dtype(setup)}",
         Kind.GRADIENTS: "from the first backward pass until the optimizer has used them",
         Kind.OPTIMIZER_STATES: f"kept by {optimizer} from step to step",
         Kind.ACTIVATIONS: "saved in the forward pass for the backward pass"

@@ -15,7 +15,6 @@ from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
 from snugfit.rehearsal.trace.trace import COPY_OUT
-from snugfit.step.wishes.engine.config import PROCESS_GROUP
 from snugfit.techniques.feature import hooks
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
@@ -93,10 +92,10 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
 
 
 def _free_bytes(gpu: Gpu) -> int | None:
-    """Return the bytes that an engine of stage 2 finds free on the GPU next to its process group."""
+    """Return the bytes that a process finds free on the GPU next to its context."""
     if gpu.memory_bytes is None:
         return None
-    return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT) - PROCESS_GROUP[2]
+    return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT)
 
 
 _INSTEAD = "Try a current CUDA GPU. For a rough answer, try snugfit predict --memory with its size."

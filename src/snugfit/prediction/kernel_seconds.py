@@ -40,7 +40,7 @@ from snugfit.rehearsal.trace.trace import (
 from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
-    from snugfit.prediction.several_gpus.communication import Interconnect
+    from snugfit.prediction.exchanges import GpuLink
     from snugfit.rehearsal.trace.trace import Kernel
 
 TILES = (
@@ -101,12 +101,12 @@ WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
 
 
 class KernelClock:
-    """The seconds of kernels on one GPU, and of exchanges over the interconnect `connected`.
+    """The seconds of kernels on one GPU, and of exchanges over the link `connected`.
 
     Kernels of the same shapes are computed once.
     """
 
-    def __init__(self, rates: Rates, connected: Interconnect | None = None) -> None:
+    def __init__(self, rates: Rates, connected: GpuLink | None = None) -> None:
         self.rates, self._connected = rates, connected
         self._cache: dict[tuple[object, ...], float] = {}
 

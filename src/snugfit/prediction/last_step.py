@@ -9,16 +9,61 @@ changes.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Protocol
 
-from snugfit.prediction.several_gpus.late_frees import Frees
 from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet
 from snugfit.rehearsal.trace.trace import Memory, Trace
 
 MOST_REPEATED = 12
 """Largest number of replays of the last step, for steps whose initial state never repeats."""
+
+
+NONE_LATE: Mapping[int, int] = {}
+
+
+class TakesBack(Protocol):
+    """The part of an allocator that frees blocks."""
+
+    def release(self, block: Any) -> None:
+        """Free an allocated block."""
+
+    def drop(self, block: Any) -> None:
+        """Count a block as no longer allocated. It stays in place."""
+
+    def take_back(self, block: Any) -> None:
+        """Free a dropped block."""
+
+
+class Frees:
+    """The frees of one allocator, some of which are `late`.
+
+    `late` maps the event that frees to the event before which the block is free again.
+    """
+
+    def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
+        self._allocator, self._late = allocator, late
+        self._dropped: list[tuple[int, int, Any]] = []  # when it is back, a number of its own, the block
+
+    def free(self, event: int, block: Any) -> None:
+        """Free a block at this event, or drop it if its free is late."""
+        if event not in self._late:
+            self._allocator.release(block)
+            return
+        self._allocator.drop(block)
+        heapq.heappush(self._dropped, (self._late[event], event, block))
+
+    def pass_by(self, event: int) -> None:
+        """Free all blocks that are due before this event, which is about to happen."""
+        while self._dropped and self._dropped[0][0] <= event:
+            self._allocator.take_back(heapq.heappop(self._dropped)[2])
+
+    def finish(self) -> None:
+        """Free all dropped blocks at the end of a step, when all streams have ended."""
+        while self._dropped:
+            self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
 
 class Allocates(Protocol):

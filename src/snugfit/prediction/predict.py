@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -15,27 +14,12 @@ from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
+from snugfit.prediction.exchanges import DifferingRanks, ForeseenRank, exchanges
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.pinned import host_state_bytes, managed_bytes, pinned_bytes
 from snugfit.prediction.profile import INSTALLED, Software, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
-from snugfit.prediction.several_gpus.communication import (
-    communication_bytes,
-    doubts_about_exchanges,
-    interconnect_of,
-)
-from snugfit.prediction.several_gpus.late_frees import NONE_LATE, late_frees
-from snugfit.prediction.several_gpus.pipelined import (
-    PipelinedSteps,
-    RankForeseen,
-    among_stages,
-    differing,
-    pipelined_steps,
-    stages_by_rank,
-    weights_on_host,
-)
-from snugfit.prediction.several_gpus.stages import without_other_stages
 from snugfit.prediction.startup import count_in_programs, distinct_kernels, startup
 from snugfit.prediction.timeline import phase_spans, run_in_streams, time_kernels
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
@@ -43,8 +27,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Kind, Moment, Startup
 from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
-from snugfit.step.wishes.engine.config import group_bytes
-from snugfit.step.wishes.mesh.by_accelerate import is_spread
 from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
@@ -112,13 +94,13 @@ def predict(
     part = job_of_rank(job, setup)
     warnings = recipe.check(part, gpu.compute_capability if gpu else None)
     available = memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None
-    stages = stages_by_rank(part, setup)
-    traces = {rank: _rehearse(part, setup, gpu, profile, loop, trainer_class, rank) for rank in stages}
+    several = exchanges().ranks_to_rehearse(part, setup)
+    traces = {rank: _rehearse(part, setup, gpu, profile, loop, trainer_class, rank) for rank in several}
     ranks = [_foresee_rank(*one, gpu, profile, setup, loop, rates) for one in traces.items()]
     shown = max(ranks, key=attrgetter("needed_bytes"))
     trace, peak = shown.trace, shown.trace.peak().position
-    pipelined = pipelined_steps(ranks, stages, part, setup, gpu, rates)
-    timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates, pipelined, stages[shown.rank])
+    differing = exchanges().differing(ranks, part, setup, gpu)
+    timing, timeline, about_seconds = _seconds(shown, gpu, job, setup, rates, differing)
     host = _host_bytes(part, setup, shown, ranks, loop)
     return Prediction(
         job=job,
@@ -137,7 +119,7 @@ def predict(
         timeline=timeline,
         gpus=gpus,
         rank=shown.rank,
-        ranks=differing(ranks, stages, part, setup, pipelined),
+        ranks=differing.predictions() if differing else (),
     )
 
 
@@ -149,16 +131,16 @@ def _foresee_rank(
     setup: Setup,
     loop: str,
     rates: Rates | None,
-) -> RankForeseen:
-    communication = communication_bytes(trace, ranks_of(setup))
-    group = group_bytes(setup, loop) + communication
+) -> ForeseenRank:
+    communication = exchanges().communication_bytes(trace, ranks_of(setup))
+    group = exchanges().group_bytes(setup, loop) + communication
     context, about_context = context_of(gpu, profile, trace, group=group)
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
-    late = _late_frees(trace, gpu, setup, rates)
+    late = exchanges().late_frees(trace, gpu, setup, rates)
     after = replay(trace, expandable=setup.expandable_segments, limit=limit, late=late)
     if limit is not None and after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
-    return RankForeseen(rank, trace, after, context, communication, about_context)
+    return ForeseenRank(rank, trace, after, context, communication, about_context)
 
 
 def rehearse_again(prediction: Prediction) -> Trace:
@@ -224,14 +206,14 @@ def _rehearse_once(
     )
 
 
-def _host_bytes(job: Job, setup: Setup, shown: RankForeseen, ranks: Sequence[RankForeseen], loop: str) -> int:
+def _host_bytes(job: Job, setup: Setup, shown: ForeseenRank, ranks: Sequence[ForeseenRank], loop: str) -> int:
     """Return the largest resident memory in bytes of the process and its workers, to within 400 MiB.
 
     Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors. First they
     are a model that is built on the host, until it moves. Then they are the loader's batches, offloaded
-    activations, and an optimizer's states. If a model is cut into stages, the whole model counts.
+    activations, and an optimizer's states.
     """
-    trace, weights = shown.trace, weights_on_host(job, setup, ranks)
+    trace = shown.trace
     batch = sum(block.nbytes for block in trace.blocks if block.kind == Kind.INPUTS and block.step == 0)
     workers = setup.loader.workers
     training = (
@@ -241,16 +223,11 @@ def _host_bytes(job: Job, setup: Setup, shown: RankForeseen, ranks: Sequence[Ran
         + pinned_bytes(trace.kernels)
         + host_state_bytes(trace.kernels)
     )
-    on_host = job.build_on == "host" or loop == "trainer"
-    on_host = on_host or len(ranks) > 1
-    if loop != "plain" and is_spread(setup) and setup.parallel:  # each rank builds all of it
-        on_host, weights = True, weights * (setup.parallel.shards or setup.parallel.ranks)
-    if setup.sharding is not None and setup.sharding.stage == 3 and loop != "plain":
-        on_host = False  # `built_by_transformers`: they are made on the device, part by part
-    return max(training, IMPORTED_BYTES + weights * on_host)
+    weights = exchanges().weights_on_host(job, setup, [one.trace for one in ranks], loop)
+    return max(training, IMPORTED_BYTES + weights)
 
 
-def _footprint(shown: RankForeseen, peak: int, host: int, memory: int | None) -> Footprint:
+def _footprint(shown: ForeseenRank, peak: int, host: int, memory: int | None) -> Footprint:
     trace, after, context, communication = shown.trace, shown.after, shown.context, shown.communication
     taken = context + after.reserved_peak
     managed = managed_bytes(trace.kernels)
@@ -273,13 +250,12 @@ def _footprint(shown: RankForeseen, peak: int, host: int, memory: int | None) ->
 
 
 def _seconds(
-    trace: Trace,
+    shown: ForeseenRank,
     gpu: Gpu | None,
     job: Job,
     setup: Setup,
     rates: Rates | None,
-    pipelined: PipelinedSteps | None,
-    stage: int,
+    differing: DifferingRanks | None,
 ) -> tuple[StepSeconds | None, tuple[PhaseSpan, ...], tuple[str, ...]]:
     """Return the steady step's seconds on this GPU, its timeline, and sentences on their uncertainty."""
     if gpu is None:
@@ -290,29 +266,17 @@ def _seconds(
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
     doubts += tuple(sentence for further in hooks("timing_doubts") for sentence in further(setup))
-    workers = setup.loader.workers
-    if pipelined is not None:
-        alone = step_seconds(
-            without_other_stages(trace), gpu, batch_size=job.batch_size, rates=rates, workers=workers
-        )
-        timing = among_stages(alone, trace, interconnect_of(gpu, rates), job, pipelined, stage)
-        return timing, (), (*doubts, *doubts_about_exchanges(trace, gpu, rates))
-    connected = interconnect_of(gpu, rates)
+    trace, workers = shown.trace, setup.loader.workers
+    doubts = (*doubts, *exchanges().doubts(trace, gpu, rates))
+    if differing is not None:
+        return differing.seconds(shown.rank, job.batch_size, rates), (), doubts
+    connected = exchanges().link(gpu, rates)
     streams = run_in_streams(trace, rates, connected, workers=workers)
     timing = step_seconds(
         trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers, streams=streams
     )
     timed = time_kernels(trace, rates, connected, workers=workers, streams=streams)
-    return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu, rates))
-
-
-def _late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> Mapping[int, int]:
-    """Return the frees of blocks that other streams still use; none if this GPU's seconds are unknown."""
-    if gpu is None or not trace.awaited:
-        return NONE_LATE
-    with contextlib.suppress(GpuError):
-        rates = rates or rates_for(gpu, ranks_of(setup))
-    return late_frees(trace, rates, interconnect_of(gpu, rates), workers=setup.loader.workers)
+    return timing, phase_spans(timed), doubts
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:

@@ -158,7 +158,7 @@ class HostLaunchCosts:
     The function is written in Python. Its launches are not counted. Older calibrations have none. On two
     H200s' hosts (2026-11-23 and 24) eight steps with Liger took 80 microseconds for each, against five steps
     without. Four with bitsandbytes' 4-bit weights took 60 to 75. Two of ZeRO-3 took 65 and 90 for each of its
-    hooks (`rehearsal/sharded/engine.py`).
+    hooks (`features/distributed/simulate/engine.py`).
 
     Alone, on a CPU, such a hook took 28 to 50. An autograd Function of DeepSpeed's took 25 to 75. Both ran
     without CUDA's streams, events and ranges.
@@ -390,7 +390,7 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
             for name, (flops, start) in known.attention.items()
         },
         bandwidth=known.bandwidth * wider,
-        link=known.link * _link(gpu) / _link(of),
+        link=known.link * host_link_bandwidth(gpu) / host_link_bandwidth(of),
         patterns=patterns,
         host=known.host.slower(OTHER_HOST),
         source=f"scaled from {known.gpu} by the data sheets",
@@ -420,7 +420,7 @@ def link_of(gpu: Gpu | None) -> float | None:
         return None
 
 
-def _link(gpu: Gpu) -> float:
+def host_link_bandwidth(gpu: Gpu) -> float:
     """Return the bytes per second to the host, by data sheet; those of PCIe gen3 x16 if unknown."""
     return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
 

@@ -15,14 +15,14 @@ without the effect of the first.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from snugfit.prediction.exchanges import GPUS_PER_HOST, StreamsRun, exchanges
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
-from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST, interconnect_of
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, StreamsRun, seconds_in_streams
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,
@@ -45,9 +45,13 @@ from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, Step
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
+    from snugfit.prediction.exchanges import GpuLink
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 _T = TypeVar("_T")
+
+SIMULATED_STEPS = 3
+"""Steps that are simulated; the length of the last one is the answer."""
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
 """Operators that neither compute on the device nor move data in its own memory."""
@@ -118,24 +122,20 @@ def step_seconds(
     step. Raises `GpuError` when the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
-    clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host
-    kernels = with_worker_batches(workers, trace.kernels)
-    device = each_once(clock.seconds, kernels)
-    launches = each_once(lambda kernel: launch_seconds(kernel, costs), kernels)
+    queue = queue_of(trace, rates, exchanges().link(gpu, rates), workers=workers)
+    kernels, device, launches, syncs, costs = queue
     roles = queue_roles(kernels)
     on_device = [0.0 if role == TRAVELS else s for role, s in zip(roles, device, strict=True)]
     is_exchange = each_once(lambda kernel: kernel.operator in COLLECTIVES, kernels)
-    exchanges = [s if exchange else 0.0 for exchange, s in zip(is_exchange, device, strict=True)]
-    computing = [s - exchange for s, exchange in zip(on_device, exchanges, strict=True)]
+    exchanging = [s * exchange for exchange, s in zip(is_exchange, device, strict=True)]
+    computing = [s - exchange for s, exchange in zip(on_device, exchanging, strict=True)]
     phases = _by_phase(kernels, computing, launches, gpu)
-    syncs, loading = (
-        sync_points(kernels, trace.waits),
-        sum(each_once(lambda kernel: loader_seconds(kernel, costs), kernels)),
-    )
+    loading = sum(each_once(lambda kernel: loader_seconds(kernel, costs), kernels))
     exposed = 0.0
-    if communication := sum(exchanges):
-        length = streams.seconds if streams else seconds_in_streams(kernels, device, launches, syncs, costs)
-        exposed = max(0.0, length - seconds_in_streams(kernels, computing, launches, syncs, costs))
+    if communication := sum(exchanging):
+        run = exchanges().run_in_streams
+        length = (streams or run(*queue)).seconds
+        exposed = max(0.0, length - run(*queue._replace(device=computing)).seconds)
     else:
         length = simulate_queue(device, launches, syncs, costs, roles)
     length = max(length, loading)
@@ -158,6 +158,27 @@ def step_seconds(
         communication_seconds=communication,
         exposed_communication_seconds=exposed,
     )
+
+
+class LaunchQueue(NamedTuple):
+    """The kernels of a step, with the seconds of each on the device and of its launch."""
+
+    kernels: Sequence[Kernel]
+    device: Sequence[float]
+    launches: Sequence[float]
+    syncs: Sequence[int]
+    """Indices of the kernels before which the host waits for the device."""
+    host: HostLaunchCosts
+
+
+def queue_of(
+    trace: Trace, rates: Rates, connected: GpuLink | None = None, *, workers: int = 0
+) -> LaunchQueue:
+    """Return the queue of the trace's steady step."""
+    kernels = with_worker_batches(workers, trace.kernels)
+    device = each_once(KernelClock(rates, connected).seconds, kernels)
+    launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)
+    return LaunchQueue(kernels, device, launches, sync_points(kernels, trace.waits), rates.host)
 
 
 class _Distinct:
@@ -243,62 +264,63 @@ def simulate_queue(
     host waits for the device before the kernels whose indices are in `syncs`. `roles` are those of
     `queue_roles`. Without them all are kernels of the device.
     """
-    syncs = sorted(syncs)
-    roles = roles or [COMPUTES] * len(device)
-    now = free = last = link = 0.0
-    length = 0.0
-    if set(roles) <= {COMPUTES}:
-        stretches = between_syncs(device, launches, syncs)
-        for _ in range(SIMULATED_STEPS):
-            now += host.step
-            for waits, kernels in stretches:
-                for _ in range(waits):
-                    now = max(now, free) + host.wait
-                for seconds, launch in kernels:
-                    now += launch
-                    free = (now if now > free else free) + seconds
-            end = max(now, free)
-            length, last = end - last, end
-        return length
+    return run_queue(device, launches, syncs, host, roles)[0]
+
+
+def run_queue(
+    device: Sequence[float],
+    launches: Sequence[float],
+    syncs: Iterable[int],
+    host: HostLaunchCosts,
+    roles: Sequence[int] = (),
+    *,
+    depth: int | None = None,
+) -> tuple[float, list[tuple[float, float]]]:
+    """Return the seconds of `simulate_queue`, and moments of each kernel since the host began the step.
+
+    They are the beginning of its launch, and of its run. The host is at most `depth` launches ahead of the
+    device.
+    """
+    stretches = _between_syncs(zip(device, launches, roles or repeat(COMPUTES)), syncs)
+    now = free = link = length = last = 0.0
+    ends = deque([0.0] * (depth or 1), maxlen=depth)  # without a depth the first stays
+    moments: list[tuple[float, float]] = []
     for _ in range(SIMULATED_STEPS):
-        now += host.step
-        next_sync = 0
+        begin, moments = now, []
         copies: list[float] = []  # when each of this step is done
-        for index, (seconds, launch, role) in enumerate(zip(device, launches, roles, strict=True)):
-            while next_sync < len(syncs) and syncs[next_sync] <= index:
+        now += host.step
+        for waits, kernels in stretches:
+            for _ in range(waits):
                 now = max(now, free) + host.wait
-                next_sync += 1
-            now += launch
-            if role == COMPUTES:
-                free = max(free, now) + seconds
-            elif role == TRAVELS:
-                link = max(link, free, now) + seconds
-                copies.append(link)
-            else:
-                free = max(free, copies[-1 - role])
-        for _ in syncs[next_sync:]:
-            now = max(now, free) + host.wait
+            for seconds, launch, role in kernels:
+                now = max(now, ends[0])
+                launched = now + launch
+                start = free if free > launched else launched
+                if role == TRAVELS:
+                    start = max(start, link)
+                elif role >= 0:
+                    start = max(start, copies[-1 - role])
+                moments.append((now - begin, start - begin))
+                now = launched
+                if role == TRAVELS:
+                    link = start + seconds
+                    copies.append(link)
+                    continue
+                free = start + seconds
+                ends.append(free)
         end = max(now, free)
         length, last = end - last, end
-    return length
+    return length, moments
 
 
-class Stretch(NamedTuple):
-    """Kernels of a step between which the host does not wait."""
-
-    waits: int
-    """Number of times that the host waits before them."""
-    kernels: Sequence[tuple[float, float]]
-    """Their seconds on the device, and those of their launches."""
-
-
-def between_syncs(device: Sequence[float], launches: Sequence[float], syncs: Sequence[int]) -> list[Stretch]:
-    """Cut a step where the host waits: before the kernels whose numbers are in `syncs`, ascending."""
-    both = list(zip(device, launches, strict=True))
-    waits = Counter(min(sync, len(both)) for sync in syncs)
+def _between_syncs(kernels: Iterable[_T], syncs: Iterable[int]) -> list[tuple[int, list[_T]]]:
+    """Cut a step where the host waits. Return how often it waits before each part."""
+    cut = list(kernels)
+    waits = Counter(min(sync, len(cut)) for sync in syncs)
     starts = sorted({0, *waits})
-    ends = [*starts[1:], len(both)]
-    return [Stretch(waits[start], both[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [
+        (waits[start], cut[start:end]) for start, end in zip(starts, [*starts[1:], len(cut)], strict=True)
+    ]
 
 
 def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:

@@ -174,7 +174,6 @@ def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> Pe
         relative.attention,
         doubts,
         relative.groups,
-        relative.has_passes,
     )
 
 

@@ -117,9 +117,8 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return True if the step runs on one GPU, has its own passes, and treats all layers alike."""
-    joined = setup.release, setup.parallel, setup.sharding
-    if any(joined) or setup.records_graphs:
+    """Return True if the step has its own passes and treats all layers alike."""
+    if setup.release or setup.records_graphs:
         return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
 

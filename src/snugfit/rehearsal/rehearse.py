@@ -30,8 +30,7 @@ from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
-from snugfit.techniques.feature import hooks
-from snugfit.techniques.several_gpus import ranks_of
+from snugfit.techniques.feature import features, hooks
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -92,10 +91,9 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    # A pipeline's order of passes depends on all micro-batches, so its step is not periodic.
-    in_stages = setup.parallel is not None and setup.parallel.stages > 1
-    periodic = ranks_of(setup) == 1 or (setup.sharding is None and not in_stages)
-    if loop == "plain" and periodic and (short := short_run(job, setup, steps, steady=steady)) is not None:
+    late = _recorder_class(setup).micro_batches_to_settle(setup)
+    short = short_run(job, setup, steps, steady=steady, late=late) if loop == "plain" else None
+    if short is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
@@ -140,6 +138,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     import_code(step.setup)  # before the overrides are active
     kind = _recorder_class(step.setup)
     recorder = kind(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
+    recorder.rank = step.rank
     for sentence in step.job.model.doubts:
         recorder.doubt(sentence)
     gradients = MissingGradients()
@@ -153,18 +152,21 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # may import code that compiles itself
         stack.enter_context(_capture_context(step.setup, policy, recorder))
-        for overrides in hooks("simulation_overrides"):
-            stack.enter_context(overrides(step.setup, policy, recorder, notes))
-        stack.enter_context(in_force(policy, notes))
+        for surrounds in (True, False):
+            for feature in features():
+                if feature.surrounds_policy is surrounds:
+                    overrides = feature.simulation_overrides(step.setup, policy, recorder, notes)
+                    stack.enter_context(overrides)
+            if surrounds:
+                stack.enter_context(in_force(policy, notes))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
             stack.enter_context(cuda_names(policy, notes, recorder.wait))
         if (code := _code_of(step.job)) is not None and makes_on_the_host(code):
             stack.enter_context(CudaNames(recorder.current_phase, only=code.__name__))
-        sharded = stack.enter_context(_engine(step, recorder))
         try:
-            with sharded, recorder, sets_in_order(step.job), gradients.follow():
+            with recorder, sets_in_order(step.job), gradients.follow():
                 step.run(steps, recorder)
         except SnugfitError:
             raise
@@ -197,46 +199,11 @@ def _capture_context(
 
 
 def _recorder_class(setup: Setup) -> type[Recorder]:
-    """Return the class that writes the trace; for one of several ranks, it supports streams and
-    collectives."""
+    """Return the class that writes the trace: a feature's for this Setup, else the plain one."""
     from snugfit.rehearsal.record.recorder import Recorder
 
-    if ranks_of(setup) == 1:
-        return Recorder
-    from snugfit.rehearsal.sharded.ranks import RankRecorder
-
-    return RankRecorder
-
-
-@contextlib.contextmanager
-def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """Yield the context that simulates DeepSpeed's engine, or one of several processes, with its host memory.
-
-    The recorder forwards operators to it. The context is empty if one process trains alone.
-    """
-    if step.setup.parallel is not None:
-        from snugfit.rehearsal.sharded.ranks import RankRecorder, rank_on_shapes
-
-        assert isinstance(recorder, RankRecorder)
-        recorder.experts = step.setup.parallel.experts
-        most = step.rank is None and step.setup.parallel.states == "sharded"
-        with rank_on_shapes(recorder, step.rank or 0, step.setup.parallel.ranks, most=most):
-            if not step.setup.parallel.on_host:
-                yield contextlib.nullcontext()
-                return
-            from snugfit.rehearsal.sharded.offloaded_shards import shards_on_host
-
-            with shards_on_host(recorder) as host:
-                recorder.host = recorder.shards = host
-                yield host
-        return
-    if step.setup.sharding is None:
-        yield contextlib.nullcontext()
-        return
-    from snugfit.rehearsal.sharded.engine import engine_on_shapes
-
-    with engine_on_shapes(recorder, step.rank or 0, step.setup.sharding.ranks) as host:
-        yield host
+    own = (class_for(setup) for class_for in hooks("recorder_class"))
+    return next((one for one in own if one is not None), Recorder)
 
 
 def _left_on_the_host(model: Any) -> str:

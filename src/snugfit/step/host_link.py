@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from snugfit.units import MIB
 
@@ -79,8 +79,8 @@ class Slabs:
             self._slab = self._end = 0
 
 
-class LinkObserver(Protocol):
-    """Observer of a link on `meta`."""
+class LinkObserver:
+    """Observer of a link on `meta`. The methods here do nothing."""
 
     def copy_out(self, nbytes: int) -> None:
         """Record a copy of bytes to the host, in order."""
@@ -200,7 +200,7 @@ class CudaLink(Link):
 class MetaLink(Link):
     """Takes extents and copies nothing."""
 
-    observer: ClassVar[LinkObserver | None] = None
+    observer: ClassVar[LinkObserver] = LinkObserver()
     """Observer of each copy; a rehearsal sets it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -209,8 +209,7 @@ class MetaLink(Link):
 
     def wait(self, event: Any) -> None:
         """Wait for a copy; the event is its number."""
-        if self.observer is not None:
-            self.observer.await_copy(self._copies - event)
+        self.observer.await_copy(self._copies - event)
 
     def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
         return self._count(extents, out=True)
@@ -220,10 +219,9 @@ class MetaLink(Link):
 
     def _count(self, extents: Sequence[Extent], *, out: bool) -> int:
         self._copies += len(extents)
-        if self.observer is not None:
-            copy = self.observer.copy_out if out else self.observer.copy_back
-            for extent in extents:
-                copy(extent.nbytes)
+        copy = self.observer.copy_out if out else self.observer.copy_back
+        for extent in extents:
+            copy(extent.nbytes)
         return self._copies
 
 

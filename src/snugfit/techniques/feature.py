@@ -169,6 +169,13 @@ class Feature:
         """Return names of rates (`Rates.patterns`) that come before those of the kernel's operator."""
         return ()
 
+    def recorder_class(self, setup: Setup) -> type[Any] | None:
+        """Return the subclass of `Recorder` that writes the trace of this Setup; None for `Recorder`."""
+        return None
+
+    surrounds_policy: ClassVar[bool] = False
+    """True if `simulation_overrides` are entered before those of the policy."""
+
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
@@ -192,6 +199,11 @@ class Feature:
     def context_bytes(self, operators: Collection[str]) -> int:
         """Return bytes outside of the allocator that NVML counts for these operators of a step."""
         return 0
+
+    def exchanges(self) -> Any:
+        """Return the `Exchanges` (`prediction/exchanges.py`) of several processes."""
+
+    # ---- searching a plan ----
 
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
         """Return further seconds of a first step with this `KernelSet` (`prediction/startup.py`)."""

@@ -23,6 +23,8 @@ class Compile(Feature):
         Slot.ENGINE: ("compiled",),
     }
 
+    surrounds_policy: ClassVar[bool] = True
+
     def handlers(self) -> Sequence[Any]:
         """Return the handler that compiles a model's parts."""
         from snugfit.features.compile.handler import CompileHandler

@@ -1,1 +1,1 @@
-"""Training of one model on several GPUs."""
+"""Training of one model on several GPUs, one process for each."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS
+from snugfit.prediction.seconds import SIMULATED_STEPS
 
 
 class QueueSegment(NamedTuple):

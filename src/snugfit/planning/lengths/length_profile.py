@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.planning.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.exchanges import exchanges
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, rates_for
@@ -29,7 +30,6 @@ from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.results.step_seconds import StepSeconds
-from snugfit.step.wishes.engine.config import group_bytes
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -163,7 +163,7 @@ class LengthProfiler:
             trace = rehearse(self.at(*key), setup, policy_for(self.gpu, software), loop=self.loop)
             after = replay(trace, expandable=setup.expandable_segments)
             context, about_context = context_of(
-                self.gpu, software, trace, group=group_bytes(setup, self.loop)
+                self.gpu, software, trace, group=exchanges().group_bytes(setup, self.loop)
             )
             self._samples[key] = LengthSample(length, trace.kernels, trace.waits)
             self._bytes[key] = Bytes(

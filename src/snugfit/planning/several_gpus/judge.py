@@ -19,14 +19,13 @@ from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
-from snugfit.planning.several_gpus.stages import FURTHER, IN_TURN, StagesQuestion
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.exchanges import MICRO_BATCHES_IN_FULL, exchanges
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import MODELS_OWN, step_seconds
-from snugfit.prediction.several_gpus.communication import communication_bytes, doubts_about_exchanges
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.results.prediction import Prediction
@@ -46,12 +45,6 @@ then come out too small.
 FEW_PIECES = 3
 """Number of micro-batches that represent more: a first, a last, and one between."""
 
-WHOLE_PIECES = 2
-"""Number of micro-batches in a simulation with all layers.
-
-The second takes as many bytes as any further one, unless layers are cut into stages.
-"""
-
 STEPS = 2
 """Number of simulated steps: permanent allocations exist at the end of the first."""
 
@@ -62,7 +55,7 @@ def modules_of(job: Job) -> list[str]:
     The last is ignored if transformers has no such file.
     """
     name = job.model.architecture
-    return [__name__, "snugfit.rehearsal.sharded.ranks", f"transformers.models.{name}.modeling_{name}"]
+    return [__name__, *exchanges().modules, f"transformers.models.{name}.modeling_{name}"]
 
 
 class Judged(NamedTuple):
@@ -123,8 +116,8 @@ class Judge:
         asked = tuple(self._kinds[kind] for kind in kinds)
         one = _OneQuestion(asked, self._software)
         try:
-            if setup.parallel is not None and setup.parallel.stages > 1:
-                question = StagesQuestion(asked, self._software, one.policy, part, setup)
+            question = exchanges().few_layers_question(asked, self._software, one.policy, part, setup)
+            if question is not None:
                 steps = question.judge(self._depth(part, setup))
                 return [
                     Judged(doubts=tuple(doubts), **step._asdict())
@@ -144,22 +137,20 @@ class Judge:
         return predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
 
     def in_full(self, gpus: int, recipe: Recipe) -> InFull:
-        """Return the bytes of a recipe with all layers, and with at most `WHOLE_PIECES` micro-batches.
+        """Return the bytes of a recipe with all layers, and with few micro-batches.
 
         With stages, the number of micro-batches slightly exceeds that of stages, and the bytes of each
         further one are added. Raises `SnugfitError` as `predict` does.
         """
         setup = on_gpus(recipe.setup(), gpus)
-        stages = setup.parallel.stages if setup.parallel else 1
-        most = WHOLE_PIECES if stages == 1 else stages + FURTHER + 1
-        in_turn = setup.parallel is None or stages == 1 or setup.parallel.schedule in IN_TURN
-        few = in_turn and setup.micro_batches > most
-        prediction = self._with_pieces(gpus, recipe, most) if few else self.predict(gpus, recipe)
+        most = exchanges().micro_batches_in_full(setup)
+        few = setup.micro_batches > most
+        prediction = self._with_pieces(gpus, recipe, int(most)) if few else self.predict(gpus, recipe)
         needed = prediction.needed_bytes
-        if few and stages > 1:
-            fewer = self._with_pieces(gpus, recipe, most - 1).footprint.allocated_bytes or 0
+        if few and most > MICRO_BATCHES_IN_FULL:
+            fewer = self._with_pieces(gpus, recipe, int(most) - 1).footprint.allocated_bytes or 0
             further = max(0, (prediction.footprint.allocated_bytes or 0) - fewer)
-            needed += (setup.micro_batches - most) * further
+            needed += (setup.micro_batches - int(most)) * further
         timing = prediction.timing
         return InFull(
             needed_bytes=needed,
@@ -253,7 +244,7 @@ class _OneQuestion:
         trace = rehearse(part, setup, self.policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = setup.parallel.ranks if setup.parallel else 1
-        group = communication_bytes(trace, gpus)
+        group = exchanges().communication_bytes(trace, gpus)
         longer = with_a_further_piece(trace) if setup.micro_batches > 1 else None
         figures: list[_FewPieces] = []
         for gpu, doubts in zip(self._kinds, self.doubts, strict=True):
@@ -268,7 +259,7 @@ class _OneQuestion:
                 if longer is not None
                 else [0.0] * len(known)
             )
-            doubts.update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
+            doubts.update(dict.fromkeys(exchanges().doubts(trace, gpu, rates)))
             unused = context + after.reserved_peak - after.allocated_peak
             figures.append(_FewPieces(unused, after.allocated_peak, *known, *further))
         return figures

@@ -7,9 +7,9 @@ import pickle
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
+from snugfit.prediction.exchanges import exchanges
 from snugfit.prediction.predict import rehearse_again
 from snugfit.prediction.rates import rates_for
-from snugfit.prediction.several_gpus.communication import interconnect_of
 from snugfit.prediction.timeline import time_kernels
 from snugfit.prediction.traces.chrome_trace import chrome_trace
 from snugfit.prediction.traces.memory_snapshot import memory_snapshot
@@ -35,7 +35,7 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
     timed = time_kernels(
         trace,
         rates,
-        interconnect_of(prediction.gpu, rates),
+        exchanges().link(prediction.gpu, rates),
         workers=setup.loader.workers,
     )
     return json.dumps(chrome_trace(trace, timed), allow_nan=False, separators=(",", ":")).encode()

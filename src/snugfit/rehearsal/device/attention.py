@@ -174,7 +174,7 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
 RECORDING_MODES = 1
 """Number of a simulation's own dispatch modes.
 
-One is the recorder; a second one exists if host memory is simulated too (`sharded/engine.py`).
+One is the recorder; a second one exists if host memory is simulated too (`Feature.simulation_overrides`).
 """
 
 

@@ -51,13 +51,6 @@ class Policy(ABC):
     runs_cudnn: ClassVar[bool]
     """True if recurrent networks run in cuDNN."""
 
-    keeps_exchanged: ClassVar[bool]
-    """True if tensors of asynchronous collectives are kept alive until the next one begins.
-
-    This is NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin
-    together then have one handle (`sharded/ranks.py`).
-    """
-
     remembers_scratch: ClassVar[bool] = True
     """True if the scratch of a call may be cached."""
 
@@ -120,7 +113,6 @@ class CudaPolicy(Policy):
     softmax_upcasts_fp16 = True
     fuses_rms_norm = True
     runs_cudnn = True
-    keeps_exchanged = True
 
     capability: tuple[int, int] = (9, 0)
     """Compute capability: major and minor."""
@@ -300,7 +292,6 @@ class CpuPolicy(Policy):
     softmax_upcasts_fp16 = False
     fuses_rms_norm = False
     runs_cudnn = False
-    keeps_exchanged = False
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
         """Return flash attention for the CPU if it supports the operands, otherwise math."""

@@ -36,7 +36,7 @@ On CUDA in addition:
   `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`). A workspace of cuSOLVER's, whose size is
   not documented, is left out.
 - Other rules: indexing and embedding backward in `indexing.py`, sorts and scans in `sorting.py`, convolutions
-  in `convolution.py`, gathers and scatters of FSDP2 in `sharded/chunks.py`.
+  in `convolution.py`. Features add theirs to `CUDA_RULES` within a simulation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from typing import Any, NamedTuple
 
 from snugfit.rehearsal.device import convolution, indexing, sorting
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
-from snugfit.rehearsal.sharded import chunks
 
 
 def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
@@ -58,7 +57,7 @@ def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scrat
 
 def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """Return the scratch of one kernel."""
-    rule = _CUDA.get(operator)
+    rule = CUDA_RULES.get(operator)
     return rule(arguments, out, gpu) if rule else composed_scratch(operator, arguments, out)
 
 
@@ -418,7 +417,7 @@ def _power(number: int) -> int:
     return 1 << (max(number, 1).bit_length() - 1)
 
 
-_CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
+CUDA_RULES: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::_foreach_norm": _foreach_norm,
     "aten::sum": _sum,
     "aten::mean": _sum,
@@ -443,8 +442,6 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::index_put": indexing.index_put,
     "aten::index_put_": indexing.index_put,
     "aten::embedding_dense_backward": indexing.embedding_backward,
-    "fsdp::split_with_sizes_copy": chunks.split_with_sizes_copy,
-    "fsdp::chunk_cat": chunks.chunk_cat,
 }
 
 _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {

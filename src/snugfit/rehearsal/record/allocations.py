@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -55,13 +54,6 @@ class Allocations:
         self._stream = DEFAULT_STREAM
         self.streams: dict[int, int] = {}
         """Stream of each block by its index, unless it is the default one."""
-        self.moment_of: Callable[[int], Iterable[int]] = lambda stream: ()
-        """Function from a stream to the indices of its unfinished kernels, as far as they are recorded."""
-        self.awaited: dict[int, tuple[int, ...]] = {}
-        """Unfinished kernels of other streams at the free of a block, by the block's index."""
-        self.is_over = False
-        """True after the run, so that later frees are not recorded."""
-        self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
@@ -133,48 +125,13 @@ class Allocations:
         return free
 
     def _add_free(self, index: int) -> None:
-        if index == NO_BLOCK or self.is_over:
-            return
-        self.events.append(-(index + 1))
-        if streams := self._borrowers.pop(index, None):
-            awaited = {kernel for stream in streams for kernel in self.moment_of(stream)}
-            if awaited:
-                self.awaited[index] = tuple(sorted(awaited))
-
-    # ---- streams, and storages that are kept without bytes -----------------------------------------------
+        if index != NO_BLOCK:
+            self.events.append(-(index + 1))
 
     def use_stream(self, number: int) -> int:
         """Set the stream of later allocations. Return the previous one."""
         before, self._stream = self._stream, number
         return before
-
-    def resize(self, storage: Any, nbytes: int) -> None:
-        """Free the bytes of a storage, or allocate `nbytes` for it; the storage object stays the same.
-
-        FSDP2 stores gathered weights in this way.
-        """
-        address = storage._cdata
-        index, reference = self._live.get(address, (NO_BLOCK, None))
-        if index != NO_BLOCK:
-            self._released.add(index)
-            self._live[address] = (NO_BLOCK, reference)
-            self._add_free(index)
-        if nbytes:
-            index = self._add_block("aten::resize_", nbytes, Kind.GATHERED)
-            self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
-
-    def has_seen(self, tensor: torch.Tensor) -> bool:
-        """Return True if the recorder has seen the allocation of a tensor. Others are still on the host."""
-        return tensor.untyped_storage()._cdata in self._live
-
-    def lend(self, tensor: torch.Tensor, stream: int) -> None:
-        """Record that a second stream uses this tensor (`record_stream`).
-
-        The allocator does not reuse its freed block before that stream finishes.
-        """
-        index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
-        if index != NO_BLOCK and stream != self.streams.get(index, DEFAULT_STREAM):
-            self._borrowers[index].add(stream)
 
     # ---- CUDA graphs -------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from snugfit.rehearsal.trace.trace import (
     UPDATE_ON_HOST,
     WORK_ON_HOST,
 )
-from snugfit.step.host_link import MetaLink
+from snugfit.step.host_link import LinkObserver, MetaLink
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class HostCopies(Protocol):
         """Return True if an operator copies from the host to the device."""
 
 
-class CopyRecorder:
+class CopyRecorder(LinkObserver):
     """An observer of the simulated link between host and device."""
 
     def __init__(self, write: Write, wait: Callable[[], None]) -> None:

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.copies import HostCopies
     from snugfit.rehearsal.record.shape_cache import KnownCall, Operator
+    from snugfit.techniques.setup import Setup
 
 aten = torch.ops.aten
 
@@ -82,11 +83,15 @@ STEPS_DIFFER = (
 class Recorder(TorchDispatchMode, Observer):
     """A recorder of a run on `meta` tensors, and the run's observer."""
 
+    allocations: type[Allocations] = Allocations
+
     def __init__(
         self, policy: Policy, steps: int, *, routing: str = "balanced", hides_masks: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy, self.steps = policy, steps
+        self.rank: int | None = None
+        """The simulated process of several; None for the one with the highest memory use."""
         self._modules = ModuleTracker()
         self._shadows = Shadows(routing)
         self._questions = Questions(
@@ -96,7 +101,7 @@ class Recorder(TorchDispatchMode, Observer):
             call=lambda: self._modules.call,
             hides_masks=hides_masks,
         )
-        self.memory = Allocations(policy, self._modules)
+        self.memory = self.allocations(policy, self._modules)
         """Allocations and frees of the run."""
         self._scratch = ScratchCache(policy)
         self._marks: list[Mark] = [Mark(0, -1, "build")]
@@ -121,6 +126,11 @@ class Recorder(TorchDispatchMode, Observer):
         self.host: HostCopies | None = None
         """Weights and states on the host; None without any."""
         self._undo = contextlib.ExitStack()
+
+    @classmethod
+    def micro_batches_to_settle(cls, setup: Setup) -> float:
+        """Return how many micro-batches more than usual precede those that are alike; infinite for none."""
+        return 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

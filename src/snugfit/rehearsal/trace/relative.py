@@ -125,8 +125,6 @@ class RelativeTrace:
     """Sentences on the assumptions of the simulation."""
     groups: int = 0
     """Number of process groups, as in the trace."""
-    has_passes: bool = False
-    """True if the trace has the starts of passes (`Trace.passes`)."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
@@ -135,7 +133,7 @@ class RelativeTrace:
         `marks` are all marks of its recording. Without them, kernels, waits and ends of steps are left out.
         """
         moves = tuple(_moves(trace, marks or trace.marks))
-        return cls(moves, trace.attention, trace.doubts, trace.groups, bool(trace.passes))
+        return cls(moves, trace.attention, trace.doubts, trace.groups)
 
     def trace(self) -> Trace:
         """Return the trace with these moves. Raise `LookupError` if a move frees a block that is not live."""
@@ -309,7 +307,6 @@ class TraceWriter:
                     last = self._last = _SteadyStep()
                 current = self._step = begins
                 self._phase = move.phase
-                last.passes += [len(last.kernels)] * (move.phase in ("forward", "backward"))
                 marks.append(Mark(len(events), current, move.phase))
             # Each joined part may release the context; only the first release counts.
             elif move is empties or (move is releases and not self._released):
@@ -351,7 +348,6 @@ class TraceWriter:
             awaited=last.awaited,
             launched=tuple(last.launched) if last.awaited else (),
             groups=relative.groups,
-            passes=tuple(last.passes) if relative.has_passes else (),
             periods=tuple(self._periods),
         )
 
@@ -363,7 +359,6 @@ class TraceWriter:
             len(self._marks),
             len(last.kernels),
             len(last.waits),
-            len(last.passes),
         )
 
     def _may_shift(self, moves: Sequence[Move]) -> bool:
@@ -403,7 +398,7 @@ class TraceWriter:
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
         of_marks = marks[counts.marks :]
         of_kernels = last.kernels[counts.kernels :]
-        of_waits, of_passes = last.waits[counts.waits :], last.passes[counts.passes :]
+        of_waits = last.waits[counts.waits :]
         launched = last.launched[counts.kernels :]
         self._periods.append(Period(counts.events, len(of_events), len(of_blocks), times + 1))
         for time in range(1, times + 1):
@@ -414,7 +409,6 @@ class TraceWriter:
             last.kernels += of_kernels
             launches = time * len(of_kernels)
             last.waits += [wait + launches for wait in of_waits]
-            last.passes += [start + launches for start in of_passes]
             last.launched += [event + later for event in launched]
         by = times * len(of_blocks)
         for stack in {id(stack): stack for stack in map(self._stack, moves) if stack is not None}.values():
@@ -429,7 +423,6 @@ class _TraceSize(NamedTuple):
     marks: int
     kernels: int
     waits: int
-    passes: int
 
 
 def _is_plain(move: Move) -> bool:
@@ -444,7 +437,6 @@ class _SteadyStep:
         self.kernels: list[Kernel] = []
         self.waits: list[int] = []
         self.launched: list[int] = []
-        self.passes: list[int] = []
         self.awaited: dict[int, tuple[int, ...]] = {}
         self.order = StreamKernels()
         self._after: tuple[int, ...] = ()

@@ -5,8 +5,8 @@ two steps are recorded. The first creates the optimizer states at its end. If th
 third equals the second.
 
 Micro-batches repeat likewise. The first allocates the gradients, and the last frees its batch. Those between
-them are equal, so three are recorded for any larger number. A rank of several reaches this state one
-micro-batch later, and all of its steps are recorded.
+them are equal, so three are recorded for any larger number. Some runs reach this state later
+(`Recorder.micro_batches_to_settle`), and then all steps are recorded.
 
 Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
 simulated in full if they differ, or if the code may contain a counter of its own.
@@ -34,13 +34,6 @@ RECORDED_STEPS = 2
 RECORDED_MICRO_BATCHES = 3
 """Number of micro-batches recorded for a step of more. The last but one is repeated."""
 
-RECORDED_BY_RANKS = 4
-"""Number of micro-batches recorded for a rank of several.
-
-In the second, some kernels still wait for collectives that occur only at the start of the first (DDP's
-buffers).
-"""
-
 
 class ShortRun(NamedTuple):
     """A short run that is recorded instead of a longer one."""
@@ -50,23 +43,25 @@ class ShortRun(NamedTuple):
     steps: int
 
 
-def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> ShortRun | None:
+def short_run(
+    job: Job, setup: Setup, steps: int, *, steady: bool = False, late: float = 0
+) -> ShortRun | None:
     """Return the short run that represents one with many micro-batches of the same size, or None.
 
     Return None for few micro-batches, unless the steps are known to be `steady`. If the recording is not
-    periodic, the run is recorded again in full. All steps are recorded for several processes, because DDP
-    makes its buckets in the first two.
+    periodic, the run is recorded again in full. If `late` micro-batches more than usual precede those that
+    are alike, steps may settle late too, and all of them are recorded.
     """
-    recorded = RECORDED_MICRO_BATCHES if setup.parallel is None else RECORDED_BY_RANKS
+    recorded = RECORDED_MICRO_BATCHES + late
     many = setup.micro_batches > recorded
     if setup.records_graphs:
         return None  # the first steps differ from each other
-    steady = steady and setup.parallel is None
+    steady = steady and not late
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
-    count = min(setup.micro_batches, recorded)
+    count = int(min(setup.micro_batches, recorded))
     small = replace(job, batch_size=job.batch_size // setup.micro_batches * count)
-    recorded_steps = min(steps, RECORDED_STEPS) if setup.parallel is None else steps
+    recorded_steps = steps if late else min(steps, RECORDED_STEPS)
     return ShortRun(small, replace(setup, micro_batches=count), recorded_steps)
 
 
@@ -91,7 +86,6 @@ class PeriodicRun:
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
     groups: int = 0
-    has_passes: bool = False
 
     def relative(self) -> RelativeTrace:
         """Return the moves of the whole run in order."""
@@ -101,7 +95,7 @@ class PeriodicRun:
                 whole += [
                     move._replace(step=index) if type(move) is PhaseStart else move for move in moves
                 ] * times
-        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups, self.has_passes)
+        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups)
 
     def trace(self) -> Trace:
         """Return the trace of the whole run. Raise `LookupError` if a move frees a block that is not live."""
@@ -112,7 +106,7 @@ class PeriodicRun:
             for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
                 writer.follow_times(moves, times, index)
         writer.follow(self.rest)
-        return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups, self.has_passes))
+        return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups))
 
     def steady_step(self, most: int) -> Trace:
         """Return kernels, waits and phases of the last step, with each piece repeated at most `most`
@@ -147,9 +141,7 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
         widened.append(wide)
     if steps > len(recorded) and not _leaves_as_many(recorded[-1]):
         return None
-    return PeriodicRun(
-        build, widened, steps, rest, relative.attention, relative.doubts, relative.groups, relative.has_passes
-    )
+    return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts, relative.groups)
 
 
 class SplitSteps(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.candidates import of_slot
-from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
+from snugfit.prediction.exchanges import GPUS_PER_HOST
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import axes_of

@@ -13,6 +13,7 @@ import torch
 import torch._functorch.config as functorch
 from test_exchange_export import STEPS, job_in, namespace, ours, samples
 
+from deepspeed_here import with_deepspeed
 from in_roster import needs_techniques
 from small_models import small_job
 from snugfit.errors import RecipeError
@@ -24,7 +25,6 @@ from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from test_dtype import job_of as dtype_job
 from test_dtype import tiny
-from test_sharding import with_deepspeed
 
 installed = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 

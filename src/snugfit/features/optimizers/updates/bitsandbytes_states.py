@@ -141,8 +141,7 @@ def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 def _prefetch(page: torch.Tensor) -> None:
     """Report pages to the observer of copies, and move nothing."""
-    if MetaLink.observer is not None:
-        MetaLink.observer.prefetch(page.nbytes)
+    MetaLink.observer.prefetch(page.nbytes)
 
 
 def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

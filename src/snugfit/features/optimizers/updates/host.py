@@ -137,8 +137,6 @@ def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
 def _tell(piece: list[WeightSlice]) -> None:
     """Report to the observer the copies out, the update, and the copies back of one piece."""
     observer = MetaLink.observer
-    if observer is None:
-        return
     for part in piece:
         observer.stage_out(part.weight.nbytes)
         observer.stage_out(part.gradient.nbytes)

@@ -7,41 +7,44 @@ DeepSpeed's host tensors share the memory of its device tensors.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from test_ranks import BATCH, case, rehearsed
 
 from aligned import Event, compare, peak
+from deepspeed_here import with_deepspeed
 from forked_children import forked_children
 from gloo_ranks import Ran, losses_of, run_ranks
+from rank_events import to_last_birth, unheard, without_own
 from snugfit.errors import UsageError
+from snugfit.features.distributed.price.evidence import evidence
+from snugfit.features.distributed.price.late_frees import late_frees
 from snugfit.job.gpu import find_gpu
 from snugfit.measurement import causes
 from snugfit.measurement.measure import measure
 from snugfit.prediction.allocator import Allocator, replay
-from snugfit.prediction.last_step import LastStep, begin_of_last_step
+from snugfit.prediction.last_step import Frees, LastStep, begin_of_last_step
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import packaged_rates
-from snugfit.prediction.several_gpus.communication import FIRST_GROUP, FURTHER_GROUP, interconnect_of
-from snugfit.prediction.several_gpus.late_frees import Frees, late_frees
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Block, Kernel, Mark, Trace
 from snugfit.results.footprint import Kind
-from snugfit.step.wishes.engine import config
 from snugfit.step.wishes.engine.config import engine_config
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB
 from test_measure import tiny_job
-from test_ranks import BATCH, case, rehearsed, to_last_birth, unheard, without_own
-from test_sharding import with_deepspeed
 from tiers import few_of, slow_but
+from zero_ranks_warm import few_weights_live
+
+NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
+"""NVML bytes by the count that they are for."""
 
 TWO = [
     ("llama", "zero2(offload=none)"),
@@ -54,26 +57,11 @@ TWO = few_of(TWO, TWO[1:4])
 FOUR = [("bert", "zero3(offload=none) + bf16")]
 
 
-@contextlib.contextmanager
-def few_weights_live() -> Iterator[None]:
-    """Make the third stage drop a module's weights after its computation, as it does with a large model."""
-
-    section = config.zero_section
-
-    def sparing(wish: Any, *more: Any) -> dict[str, Any]:
-        limits = {"stage3_max_live_parameters": 10_000, "stage3_max_reuse_distance": 10_000}
-        return {**section(wish, *more), **limits}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "zero_section", sparing)
-        yield
-
-
 @functools.cache
 def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
     """Start this number of ranks once, and return the results of each case and rank."""
     cases = TWO if ranks == 2 else FOUR
-    how = {"within": "test_zero_ranks:few_weights_live", "warm": "zero_ranks_warm"}
+    how = {"within": "zero_ranks_warm:few_weights_live", "warm": "zero_ranks_warm"}
     ran = run_ranks(ranks, [case(*one) for one in cases], **how)
     return {
         (*one, rank): what
@@ -228,7 +216,7 @@ def test_weights_come_and_gradients_go_beside_the_computation() -> None:
 def test_nccl_has_two_groups_where_the_run_exchanges_in_two() -> None:
     """DeepSpeed creates a group of all ranks of its own, beside torch's."""
     footprint = predict(case("llama", "")[0], "zero2(offload=none)", gpu="h200", gpus=2).footprint
-    assert footprint.communication_bytes == FIRST_GROUP + FURTHER_GROUP
+    assert footprint.communication_bytes == NCCL["first group"] + NCCL["further groups"]
     assert footprint.nvml_bytes is not None
     alone = predict(case("llama", "")[0], "zero2(offload=none)", gpu="h200").footprint
     assert alone.communication_bytes == 0
@@ -281,14 +269,13 @@ def test_a_free_is_late_by_the_queue() -> None:
         blocks, (1, -1, 2, 3), (Mark(0, 0, "forward"),), (main, side, main), (0,), (),
         awaited={0: (1,)}, launched=(0, 1, 3),
     )  # fmt: skip
-    connected = interconnect_of(gpu)
-    assert late_frees(trace, rates, connected) == {1: 4}
+    assert late_frees(trace, gpu, Setup(), rates) == {1: 4}
     assert replay(trace, late={1: 4}).reserved_peak == 4 * MIB
     assert replay(trace).reserved_peak == 2 * MIB
     assert replay(trace, late={1: 4}).requested_peak == 3 * MIB
     assert replay(trace).requested_peak == 2 * MIB
-    assert late_frees(replace(trace, awaited={0: (0,)}), rates, connected) == {}
-    assert late_frees(trace, None, connected) == {}
+    assert late_frees(replace(trace, awaited={0: (0,)}), gpu, Setup(), rates) == {}
+    assert late_frees(trace, None, Setup(), rates) == {}
 
 
 @with_deepspeed

@@ -13,19 +13,20 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from snugfit.features.distributed.simulate.device_module import ShapesModule
+from snugfit.features.distributed.simulate.host_tensors import HostTensors
+from snugfit.features.distributed.simulate.patches import Patch, replace_attributes
+from snugfit.features.distributed.simulate.ranks import RankRecorder, process_group
+from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.recorder import Recorder
-from snugfit.rehearsal.sharded.device_module import ShapesModule
-from snugfit.rehearsal.sharded.host_tensors import HostTensors
-from snugfit.rehearsal.sharded.ranks import RankRecorder, process_group
-from snugfit.rehearsal.sharded.streams import Moment
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
+from snugfit.step.wishes.engine.config import PROCESS_GROUP
 
 TO_COPY = torch.ops.aten._to_copy.default
 
@@ -47,9 +48,8 @@ class CpuAdam:
 
     def adam_update(self, *arguments: Any) -> None:
         """Report an update of the weights, which are the ninth argument."""
-        if MetaLink.observer is not None:
-            MetaLink.observer.update_on_host(arguments[8].nbytes, arguments[8].dtype)
-            MetaLink.observer.hold_on_host(self._host.most, self._host.pinned)
+        MetaLink.observer.update_on_host(arguments[8].nbytes, arguments[8].dtype)
+        MetaLink.observer.hold_on_host(self._host.most, self._host.pinned)
 
 
 class FileHandle:
@@ -65,8 +65,7 @@ class FileHandle:
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int = 0) -> int:
         """Report the read or write of a file; 0 means success."""
         self._pending += 1
-        if MetaLink.observer is not None:
-            MetaLink.observer.swap(buffer.nbytes)
+        MetaLink.observer.swap(buffer.nbytes)
         return 0
 
     async_pwrite = async_pread
@@ -173,17 +172,15 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
 
         return count_and_run
 
-    with contextlib.ExitStack() as patches:
-        for kind in (DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3):
-            for name in HOOKS[kind.__name__]:
-                patches.enter_context(patch.object(kind, name, with_count(getattr(kind, name))))
+    kinds = DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
+    hooks = [(kind, name) for kind in kinds for name in HOOKS[kind.__name__]]
+    with replace_attributes((kind, name, with_count(getattr(kind, name))) for kind, name in hooks):
         yield
 
 
 @contextlib.contextmanager
-def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Iterator[HostTensors]:
-    """Run DeepSpeed's engine on `meta` inside the context, as rank `rank` of `ranks`. Yield the host's
-    memory."""
+def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
+    """Run DeepSpeed's engine on `meta` inside the context, as one of so many ranks."""
     import cpuinfo
     import deepspeed.accelerator.real_accelerator as real
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
@@ -194,36 +191,42 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
     from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper
     from deepspeed.runtime.zero import linear, stage3
 
-    from snugfit.rehearsal.sharded.accelerator import RankAccelerator, ShapesAccelerator
+    from snugfit.features.distributed.simulate.accelerator import ShapesAccelerator
 
     host = HostTensors(
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
     )
     recorder.host = host
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group(rank, ranks))
-        accelerator = ShapesAccelerator(recorder, host.pin, recorder.policy.free_bytes)
-        if isinstance(recorder, RankRecorder):
-            streams = ShapesModule(recorder.order, ranks, recorder.wait, recorder.empty_cache)
-            accelerator = RankAccelerator(recorder, host.pin, recorder.policy.free_bytes, streams)
-        stack.enter_context(patch.object(real, "ds_accelerator", accelerator))
-        stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # used under autocast
-        stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it takes a second
-        stack.enter_context(patch.object(cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)))
-        for swapper in (partitioned_param_swapper, partitioned_optimizer_swapper):
-            stack.enter_context(patch.object(swapper, "AsyncIOBuilder", lambda: FileOperator(host)))
-        stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
-        stack.enter_context(patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda *ints: None))
-        for module in (stage2, stage3):
-            stack.enter_context(patch.object(module, "is_invalid_grad_norm", lambda norm: False))
-            stack.enter_context(patch.object(module, "float", _Number(recorder), create=True))
-        stack.enter_context(patch.object(stage2, "torch", TorchForShapes()))
-        stack.enter_context(patch.object(fake_work, "generate_unique_id", itertools.count().__next__))
-        stack.enter_context(patch.object(attention, "RECORDING_MODES", 2))
+        stack.enter_context(process_group(recorder.rank or 0, ranks))
+        free = recorder.policy.free_bytes
+        free = None if free is None else free - PROCESS_GROUP[2]  # the second stage reads it
+        order = (
+            recorder.order if isinstance(recorder, RankRecorder) else StreamOrder(recorder.memory.use_stream)
+        )
+        streams = ShapesModule(order, ranks, recorder.wait, recorder.empty_cache)
+        accelerator = ShapesAccelerator(recorder, host.pin, free, streams)
+        swappers = partitioned_param_swapper, partitioned_optimizer_swapper
+        patches: list[Patch] = [
+            (real, "ds_accelerator", accelerator),
+            (linear, "get_accelerator", CPU_Accelerator),  # used under autocast
+            (cpuinfo, "get_cpu_info", dict),  # it takes a second
+            (cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)),
+            *((swapper, "AsyncIOBuilder", lambda: FileOperator(host)) for swapper in swappers),
+            (torch.Tensor, "record_stream", lambda self, stream: None),
+            (coordinator, "assert_ints_same_as_other_ranks", lambda *ints: None),
+            *((module, "is_invalid_grad_norm", lambda norm: False) for module in (stage2, stage3)),
+            *((module, "float", _Number(recorder)) for module in (stage2, stage3)),
+            (stage2, "torch", TorchForShapes()),
+            (fake_work, "generate_unique_id", itertools.count().__next__),
+            (attention, "RECORDING_MODES", 2),
+        ]
+        stack.enter_context(replace_attributes(patches))
         stack.enter_context(_hooks_counted(recorder))
         if isinstance(recorder, RankRecorder):
             stack.enter_context(engine_of_rank(recorder))
-        yield host
+        stack.enter_context(host)
+        yield
 
 
 class _Gathering:
@@ -268,7 +271,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         recorder.end_of(getattr(getattr(engine, "optimizer", None), "optimizer", None))
         destroy(engine)
 
-    replaced: list[tuple[Any, str, Any]] = [
+    replaced: list[Patch] = [
         (torch.Tensor, "record_stream", record_stream),
         (partitions, "_dist_allgather_fn", gather),
         (DeepSpeedEngine, "destroy", end_and_destroy),
@@ -281,9 +284,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
     ):
         if hasattr(stage, makes):  # DeepSpeed 0.18 creates the second stage's elsewhere
             replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
-    with contextlib.ExitStack() as stack:
-        for owner, name, instead in replaced:
-            stack.enter_context(patch.object(owner, name, instead))
+    with replace_attributes(replaced):
         yield
 
 

@@ -11,61 +11,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from snugfit.features.distributed.price.evidence import total
 from snugfit.prediction.rates import HostLaunchCosts
-from snugfit.prediction.several_gpus.communication import SLOWED_EXCHANGE, SLOWED_KERNEL
+from snugfit.prediction.seconds import SIMULATED_STEPS
 from snugfit.rehearsal.trace.trace import COLLECTIVES, DEFAULT_STREAM, Kernel
 
-SIMULATED_STEPS = 3
-"""Steps that are simulated; the length of the last one is the answer."""
 
-Moments = list[tuple[float, float, float]]
-"""When each kernel's launch begins, when it starts to run and when it ends, in seconds."""
-
-
-class StreamsRun(NamedTuple):
-    """The steady step of a simulated queue."""
-
-    seconds: float
-    """Between the ends of two steady steps."""
-    moments: Moments
-    """Moments of the last step's kernels, since the host began it."""
-
-
-def simulate_streams(
-    kernels: Sequence[Kernel],
-    device: Sequence[float],
-    launches: Sequence[float],
-    syncs: Sequence[int],
-    host: HostLaunchCosts,
-) -> StreamsRun:
-    """Return the steady step.
-
-    `device` are the seconds of each kernel on the device while no other kernel runs, and `launches` those of
-    the host. Before the kernels whose numbers are in `syncs`, the host waits for the stream that computes.
-    """
-    simulation = _Simulation(kernels, device, launches, syncs, host)
-    seconds, began = simulation.run()
-    moments = zip(simulation.begins, simulation.starts, simulation.ends, strict=True)
-    return StreamsRun(
-        seconds, [(launch - began, start - began, stop - began) for launch, start, stop in moments]
-    )
-
-
-def seconds_in_streams(
-    kernels: Sequence[Kernel],
-    device: Sequence[float],
-    launches: Sequence[float],
-    syncs: Sequence[int],
-    host: HostLaunchCosts,
-) -> float:
-    """Return the seconds of `simulate_streams` alone, without its moments, which take long to compute."""
-    return _Simulation(kernels, device, launches, syncs, host).run()[0]
-
-
-class _Simulation:
-    """Streams, and a host that fills them."""
+class SimulatedStreams:
+    """The steady step of streams, and of a host that fills them (`StreamsRun`)."""
 
     def __init__(
         self,
@@ -78,19 +32,22 @@ class _Simulation:
         self._kernels, self._device, self._launches = kernels, device, launches
         self._syncs, self._host = sorted(syncs), host
         self._exchanges = [kernel.operator in COLLECTIVES for kernel in kernels]
+        self._slowed = total("slowdown", "kernel"), total("slowdown", "exchange")
         self.now = self.host_at = 0.0
         """The simulated moment, and the moment of the host's next action."""
-
-    def run(self) -> tuple[float, float]:
-        """Run some steps. Return the seconds between the ends of the last two, and the beginning of the last.
-
-        The beginning is the host's moment.
-        """
-        end = 0.0
+        end = before = 0.0
         for _ in range(SIMULATED_STEPS):
-            began, before = self.host_at, end
+            self._began, before = self.host_at, end
             end = self._run_step()
-        return end - before, began
+        self.seconds = end - before
+        """Seconds between the ends of two steady steps."""
+
+    @property
+    def moments(self) -> list[tuple[float, float, float]]:
+        """When each kernel of the last step is launched, starts to run and ends, since the host began it."""
+        moments = zip(self.begins, self.starts, self.ends, strict=True)
+        began = self._began
+        return [(launch - began, start - began, stop - began) for launch, start, stop in moments]
 
     def _run_step(self) -> float:
         """Run one step to the end of its last kernel, and return that moment."""
@@ -129,7 +86,7 @@ class _Simulation:
 
     def _rate(self, number: int) -> float:
         """Return the seconds of work that a kernel does in a second while both run."""
-        return 1 / (SLOWED_EXCHANGE if self._exchanges[number] else SLOWED_KERNEL)
+        return 1 / self._slowed[self._exchanges[number]]
 
     def _next_end(self) -> float:
         """Return the seconds until the next kernel ends."""

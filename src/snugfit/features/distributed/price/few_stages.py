@@ -6,7 +6,7 @@ outnumber the stages, each further one is like the one before. It takes as long,
 its transfer.
 
 The seconds of all stages together follow from the order of the schedule, for any number of micro-batches
-(`prediction/several_gpus/stages.py`). The bytes of a step are those of its largest stage. Some schedules
+(`features/distributed/price/stages.py`). The bytes of a step are those of its largest stage. Some schedules
 give a GPU several stages, or split backward passes. They run micro-batches in rounds, so all of them are
 simulated.
 """
@@ -16,23 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.planning.cost.shallow import linear_extrapolate
-from snugfit.prediction.allocator import replay
-from snugfit.prediction.device import context_of
-from snugfit.prediction.kernel_seconds import KernelClock
-from snugfit.prediction.rates import rates_for
-from snugfit.prediction.seconds import MODELS_OWN
-from snugfit.prediction.several_gpus.communication import (
+from snugfit.features.distributed.price.communication import (
     communication_bytes,
     doubts_about_exchanges,
     interconnect_of,
 )
-from snugfit.prediction.several_gpus.stages import (
-    GPIPE,
-    ONE_FORWARD_ONE_BACKWARD,
+from snugfit.features.distributed.price.stages import (
+    FURTHER,
+    IN_TURN,
     StageWork,
     orders_of,
     rank_of,
@@ -41,6 +34,12 @@ from snugfit.prediction.several_gpus.stages import (
     stages_to_rehearse,
     transfer_seconds,
 )
+from snugfit.planning.cost.shallow import linear_extrapolate
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.device import context_of
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.seconds import MODELS_OWN
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import periodic_checkpoint
 from snugfit.rehearsal.trace.trace import COLLECTIVES
@@ -57,16 +56,6 @@ if TYPE_CHECKING:
 
 FEWEST = 4
 """Least number of layers of the shallower stages (chosen), as in other models of few layers."""
-
-FURTHER = 1
-"""Number of micro-batches in the smallest simulation, beyond one for each stage.
-
-With as many as stages the first stage keeps its maximum at once. With one more it frees one before the
-next (1F1B).
-"""
-
-IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
-"""Schedules in which each micro-batch is like the one before, after the first ones."""
 
 STEPS = 2
 """Number of simulated steps: permanent allocations exist at the end of the first."""
@@ -221,13 +210,12 @@ class StagesQuestion:
         ]
         tied = self._part.ties_embeddings()
         orders = orders_of(wish, pieces)
-        together = partial(simulate_stages, work, orders, clips=self._clips, tied=tied)
-        real, at_once = together(transfer=self._transfer[kind]), together(transfer=0.0)
+        step = simulate_stages(work, orders, transfer=self._transfer[kind], clips=self._clips, tied=tied)
         return StagesStep(
             needed_bytes=int(max(one.unused_bytes + one.allocated_bytes for one in stages)),
-            step_seconds=real.step_seconds,
+            step_seconds=step.step_seconds,
             model_seconds=max(one.model_seconds for one in stages),
-            exposed_seconds=max(0.0, real.step_seconds - at_once.step_seconds),
+            exposed_seconds=step.exposed_seconds,
         )
 
     def _passes_at(self, stage: int) -> list[tuple[str, int]]:

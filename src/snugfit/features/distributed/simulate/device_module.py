@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
+from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ class ShapesModule:
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
-        """Return a new stream; its priority is ignored."""
+        """Return a new stream; its priority is ignored. On one GPU, DeepSpeed's own work is in the computing
+        stream (`overlap_comm` is off)."""
+        if self._devices == 1:
+            return self.default_stream()
         number = self._order.make()
         self._streams[number] = ShapesStream(self, number)
         return self._streams[number]
@@ -110,8 +113,9 @@ class ShapesEvent:
         order.wait(order.current if stream is None else stream.stream_id, self.moment)
 
     def synchronize(self) -> None:
-        """Record that the host waits for the event."""
-        self._module.wait()
+        """Record that the host waits for the event; with one stream, it waits where it reads a value."""
+        if self._module.device_count() > 1:
+            self._module.wait()
 
     def query(self) -> bool:
         """Return True: the event has occurred."""

@@ -14,7 +14,6 @@ are allowed:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,11 +21,14 @@ import pytest
 import torch
 
 from aligned import Event, compare, peak
-from cpu_scratch import WRAPPER, compared
 from gloo_ranks import Case, Ran, losses_of, run_ranks
+from rank_events import to_last_birth, unheard, without_own
 from reported import foreseen
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.distributed.simulate import collectives
+from snugfit.features.distributed.simulate.allocations import RankAllocations
+from snugfit.features.distributed.simulate.offloaded_shards import HostShards
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.device import policy_for
@@ -34,38 +36,16 @@ from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal import rehearse as rehearsing
 from snugfit.rehearsal.device.policy import CpuPolicy
-from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.rehearse import record_step, rehearse
-from snugfit.rehearsal.sharded import collectives
-from snugfit.rehearsal.sharded.offloaded_shards import HostShards
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
 
-LEAST = 1024
 BATCH = 8
 
-OWN: dict[str, Callable[[Event], bool]] = {
-    "gloo gathers into a buffer of its own": lambda event: (
-        {"c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"} & {*event.operators[:-1]}
-        or any(one.startswith("gloo:") for one in event.operators)
-    ),
-    "gloo scatters sums from a copy": lambda event: (
-        "c10d::_reduce_scatter_base_" in event.operators and "aten::clone" in event.operators
-    ),
-    "the CPU chunks by way of copies and zeros": lambda event: "aten::_chunk_cat" in event.operators,
-}
-"""Allocations that only the CPU's ranks make, by the reason."""
-
 SEVERAL = ("ddp", "zero1", "fsdp", "hsdp", "tensor", "context", "expert")
-
-EXCHANGED = (
-    "FSDP::all_gather", "FSDP::post_backward_reduce", "DistributedDataParallel.forward", "aten::cat",
-    "_c10d_functional::",
-)  # fmt: skip
-"""Operators that create tensors which gloo holds."""
 
 TWO = [
     (family, recipe)
@@ -138,74 +118,6 @@ def rehearsed(ranks: int, family: str, recipe: str, rank: int = 0) -> list[Event
     return foreseen(rehearse(job_of_rank(job, setup), setup, CpuPolicy(), rank=rank))
 
 
-def without_own(events: Sequence[Event]) -> list[Event]:
-    kept = [event for event in compared(events) if not any(is_own(event) for is_own in OWN.values())]
-    return [event for event in without_buffers(kept) if abs(event.nbytes) >= LEAST]
-
-
-def without_buffers(events: Sequence[Event]) -> list[Event]:
-    """Drop the scratch of the CPU's attention: blocks freed directly after their allocation.
-
-    `cpu_scratch.py` keeps it for calls with a wrapper around tensors, as in ring attention.
-    """
-    kept: list[Event] = []
-    for event in events:
-        if kept and kept[-1].block == event.block and event.nbytes < 0 and _in_attention(event):
-            kept.pop()
-        else:
-            kept.append(event)
-    return kept
-
-
-def _in_attention(event: Event) -> bool:
-    called = event.operators
-    own = called[len(called) - called[::-1].index(WRAPPER) :] if WRAPPER in called else ()
-    if "aten::log_sigmoid_forward" in own:
-        return "aten::contiguous" in own
-    return any(name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu") for name in own)
-
-
-def births(events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if event.nbytes > 0]
-
-
-def to_last_birth(events: Sequence[Event]) -> list[Event]:
-    """Drop the frees at the end of the run."""
-    last = max(place for place, event in enumerate(events) if event.nbytes > 0)
-    return [*events[: last + 1]]
-
-
-def unheard(account: Sequence[Event], trace: Sequence[Event], sizes: Collection[int] = ()) -> list[Event]:
-    """Add the missed frees of exchanged tensors to the account, at their places in the trace.
-
-    Exchanged tensors come from torch's own classes or have one of these sizes. The account stays unchanged
-    if its allocations differ from the trace's.
-    """
-    if [birth.nbytes for birth in births(account)] != [birth.nbytes for birth in births(trace)]:
-        return [*account]
-    dead = {event.block for event in account if event.nbytes < 0}
-    partner = {two.block: one for one, two in zip(births(account), births(trace), strict=True)}
-    missing: dict[int, list[Event]] = {}
-    born = 0
-    for event in trace:
-        born += event.nbytes > 0
-        one = partner.get(event.block)  # None for earlier allocations
-        is_free = event.nbytes < 0 and one is not None and one.block not in dead
-        if is_free and one is not None and (_is_exchanged(one) or one.nbytes in sizes):
-            missing.setdefault(born, []).append(replace(one, nbytes=-one.nbytes))
-    completed, born = [], 0
-    for event in account:
-        if event.nbytes > 0:
-            completed += missing.pop(born, [])
-            born += 1
-        completed.append(event)
-    return completed
-
-
-def _is_exchanged(event: Event) -> bool:
-    return any(one.startswith(EXCHANGED) for one in event.operators)
-
-
 def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
     """Check law 1 for one of this number of ranks."""
     trace = without_own(rehearsed(ranks, family, recipe, rank))
@@ -273,9 +185,9 @@ def test_a_gathered_tensor_that_is_not_freed_is_noticed(monkeypatch: pytest.Monk
 
 @pytest.mark.whole
 def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    resize = Allocations.resize
+    resize = RankAllocations.resize
     monkeypatch.setattr(
-        Allocations, "resize", lambda self, storage, size: size and resize(self, storage, size)
+        RankAllocations, "resize", lambda self, storage, size: size and resize(self, storage, size)
     )
     with pytest.raises(AssertionError):
         hold(2, "llama", "fsdp")

@@ -60,3 +60,7 @@ def _table(numbers: int) -> Scratch:
 
 def _ceil(whole: int, part: int) -> int:
     return -(-whole // part)
+
+
+SCRATCH = {"fsdp::split_with_sizes_copy": split_with_sizes_copy, "fsdp::chunk_cat": chunk_cat}
+"""Rules of scratch by operator (`rehearsal/device/scratch.py`)."""

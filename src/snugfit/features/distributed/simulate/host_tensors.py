@@ -88,14 +88,14 @@ class HostTensors(TorchDispatchMode):
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             if not waits and source.dtype is not to.dtype:
                 source = self._convert(source, to.dtype)
-            _tell_of_copy(source.nbytes)
+            MetaLink.observer.stage_out(source.nbytes)
             return to
         if func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device")):
             with _disable_current_modes():
                 shaped = torch.empty_like(args[0], dtype=kwargs.get("dtype") or args[0].dtype)
             if shaped.nbytes < LEAST:
                 return NotImplemented
-            _tell_of_copy(args[0].nbytes)
+            MetaLink.observer.stage_out(args[0].nbytes)
             return self.take(shaped)
         return NotImplemented
 
@@ -205,16 +205,17 @@ class HostTensors(TorchDispatchMode):
         """
         if func in QUESTIONS:
             return func(*args, **kwargs)
-        _tell_of_work(sum(one.nbytes for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
+        MetaLink.observer.work_on_host(
+            sum(one.nbytes for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+        )
         if func._schema.is_mutable:
             if func not in OVERWRITING and isinstance(args[0], torch.Tensor):
-                _tell_of_work(args[0].nbytes)
+                MetaLink.observer.work_on_host(args[0].nbytes)
             return args[0] if func._schema.returns else None
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         with _disable_current_modes():
             out = func(*_on_meta(args), **_on_meta(kwargs))
-        results = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-        _tell_of_work(sum(one.nbytes for one in results))
+        MetaLink.observer.work_on_host(_nbytes(out))
         return tree_map(lambda one: self.take(one) if isinstance(one, torch.Tensor) else one, out)
 
 
@@ -235,11 +236,6 @@ def _on_meta(value: Any) -> Any:
     return tree_map(lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one, value)
 
 
-def _tell_of_copy(nbytes: int) -> None:
-    if MetaLink.observer is not None:
-        MetaLink.observer.stage_out(nbytes)
-
-
-def _tell_of_work(nbytes: int) -> None:
-    if MetaLink.observer is not None:
-        MetaLink.observer.work_on_host(nbytes)
+def _nbytes(value: Any) -> int:
+    """Return the bytes of the tensors in a value."""
+    return sum(one.nbytes for one in tree_leaves(value) if isinstance(one, torch.Tensor))

@@ -9,15 +9,15 @@ is sharded, its weights move to the device (`while_spreading` in `ranks.py`), an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from snugfit.rehearsal.sharded.host_tensors import HostTensors
+from snugfit.features.distributed.simulate.host_tensors import HostTensors
+from snugfit.features.distributed.simulate.patches import replace_attributes
 from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ class HostShards(HostTensors):
 
     def keep(self, like: torch.Tensor) -> torch.Tensor:
         """Return a page-locked host tensor for a copy of this device tensor, and record the copy."""
-        if MetaLink.observer is not None:
-            MetaLink.observer.stage_out(like.nbytes)
+        MetaLink.observer.stage_out(like.nbytes)
         with _disable_current_modes():
             alone = torch.empty(like.shape, dtype=like.dtype, device="meta")
         tensor = self.take(alone)
@@ -63,13 +62,9 @@ def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
         if parameter.offload_to_cpu:
             _keep_on_host(parameter, host)
 
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (FSDPParam, "_init_sharded_param", shard_and_keep),
-        (torch.Tensor, "is_pinned", lambda tensor, *device: host.holds(tensor)),
-    ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, instead in replaced:
-            stack.enter_context(patch.object(owner, name, instead))
+    pinned = torch.Tensor, "is_pinned", lambda tensor, *device: host.holds(tensor)
+    with replace_attributes([(FSDPParam, "_init_sharded_param", shard_and_keep), pinned]), host:
+        recorder.host = host
         yield host
 
 

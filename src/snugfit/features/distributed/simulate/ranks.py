@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -28,13 +29,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from snugfit.features.distributed.simulate import chunks, collectives
+from snugfit.features.distributed.simulate.allocations import RankAllocations
+from snugfit.features.distributed.simulate.device_module import ShapesModule
+from snugfit.features.distributed.simulate.host_tensors import asks_for_shapes
+from snugfit.features.distributed.simulate.offloaded_shards import TO_COPY, HostShards, shards_on_host
+from snugfit.features.distributed.simulate.patches import Patch, replace_attributes
+from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.device.scratch import CUDA_RULES
 from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
-from snugfit.rehearsal.sharded import collectives
-from snugfit.rehearsal.sharded.device_module import ShapesModule
-from snugfit.rehearsal.sharded.host_tensors import asks_for_shapes
-from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
-from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
     ALONE,
@@ -52,6 +57,9 @@ from snugfit.rehearsal.trace.trace import (
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import ParallelWish, Setup
+
 REDISTRIBUTION = 5
 """Number of operators on sharded tensors with the host time of one redistribution.
 
@@ -65,6 +73,16 @@ _data_ptr = torch.Tensor.data_ptr
 class RankRecorder(Recorder):
     """A recorder of a rank's run, with streams and collectives."""
 
+    allocations = RankAllocations
+    memory: RankAllocations
+
+    @classmethod
+    def micro_batches_to_settle(cls, setup: Setup) -> float:
+        """Return 1: in the second micro-batch, some kernels still wait for collectives that occur only at the
+        start of the first (DDP's buffers). Return infinity for a pipeline, whose order of passes depends on
+        all micro-batches, and for DeepSpeed's engine."""
+        return 1 if setup.parallel is not None and setup.parallel.stages == 1 else math.inf
+
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
@@ -72,12 +90,20 @@ class RankRecorder(Recorder):
         self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
         """The host's memory if it contains the shards."""
+        self.keeps_exchanged = isinstance(self.policy, CudaPolicy)
+        """True if tensors of asynchronous collectives are kept alive until the next one begins.
+
+        This is NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin
+        together then have one handle.
+        """
         self.experts = 1
         """Number of ranks over which the experts of a layer are sharded.
 
         Each rank has all rows of tokens, and its products skip those of other ranks' experts. The rest is
         assumed to be an even part.
         """
+        self.in_stages = False
+        """True if the rank has pipeline stages, whose passes the trace marks."""
         self.averages_over: Any = None
         """The process group over which DDP averages."""
         self._passes: list[int] = []  # in the last step: index of the kernel at which each begins
@@ -127,13 +153,13 @@ class RankRecorder(Recorder):
         elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self.take_unawaited())
             self._carried.clear()
-        if name in ("forward", "backward") and self._step == self.steps - 1:
+        if self.in_stages and name in ("forward", "backward") and self._step == self.steps - 1:
             self._passes.append(len(self.kernels))
         super().phase(name)
 
     def step_ends(self, index: int) -> None:
         """Record the end of optimizer step `index`, and the bytes in host memory."""
-        if self.shards is not None and MetaLink.observer is not None:
+        if self.shards is not None:
             MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
         super().step_ends(index)
 
@@ -152,7 +178,7 @@ class RankRecorder(Recorder):
             self._kept.clear()
             self._first_to_come = False
         self.claim(bucket, Kind.COMMUNICATION)
-        if self.policy.keeps_exchanged:
+        if self.keeps_exchanged:
             self._kept.append(bucket)
         self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
@@ -298,16 +324,16 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 @contextlib.contextmanager
-def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool = False) -> Iterator[None]:
-    """Run torch.distributed on `meta` inside the context, as rank `rank` of `ranks`.
+def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]:
+    """Run torch.distributed on `meta` inside the context, as the recorder's rank of the wish's processes.
 
-    With `most`, the rank has the largest part of an optimizer's sharded states.
+    With None, the rank has the largest part of an optimizer's sharded states.
     """
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    def with_count(name: str, hooks: int) -> tuple[Any, str, Any]:
+    def with_count(name: str, hooks: int) -> Patch:
         return FSDPParamGroup, name, _count_calls(getattr(FSDPParamGroup, name), recorder, hooks)
 
     def resize(storage: Any, nbytes: int) -> Any:
@@ -317,13 +343,43 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool 
             recorder.memory.resize(storage, nbytes)
         return out
 
+    replaced: tuple[Patch, ...] = (
+        (torch.UntypedStorage, "resize_", resize),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        with_count("pre_forward", 2),
+        with_count("unshard", 1),
+        with_count("post_backward", 2),
+        (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
+        averaged_buckets(recorder),
+        (fake_work, "generate_unique_id", itertools.count().__next__),
+        counted_weights(recorder.count_weights_apart),
+        *([takes_the_largest_part()] if recorder.rank is None and wish.states == "sharded" else []),
+        *instead_of_others(handles_for_all=recorder.keeps_exchanged),
+    )
+    recorder.experts, recorder.in_stages = wish.experts, wish.stages > 1
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_group(recorder.rank or 0, wish.ranks))
+        stack.enter_context(patch.dict(CUDA_RULES, chunks.SCRATCH))
+        shapes = ShapesModule(recorder.order, wish.ranks, recorder.wait, recorder.empty_cache)
+        stack.enter_context(
+            replace_attributes([(torch, "meta", shapes), *replaced, *while_spreading(recorder)])
+        )
+        if wish.on_host:
+            recorder.shards = stack.enter_context(shards_on_host(recorder))
+        yield
+
+
+def averaged_buckets(recorder: RankRecorder) -> Patch:
+    """Return a patch by which DDP's averages of gradients are recorded and not computed."""
+    from torch.nn.parallel import DistributedDataParallel
+
     def average(recorder: RankRecorder, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         recorder.average(bucket.buffer())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    make = data_parallel.DistributedDataParallel.__init__
+    make = DistributedDataParallel.__init__
 
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
@@ -335,26 +391,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool 
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (torch.UntypedStorage, "resize_", resize),
-        (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
-        with_count("pre_forward", 2),
-        with_count("unshard", 1),
-        with_count("post_backward", 2),
-        (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
-        (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
-        (fake_work, "generate_unique_id", itertools.count().__next__),
-        counted_weights(recorder.count_weights_apart),
-        *([takes_the_largest_part()] if most else []),
-        *instead_of_others(handles_for_all=recorder.policy.keeps_exchanged),
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group(rank, ranks))
-        shapes = ShapesModule(recorder.order, ranks, recorder.wait, recorder.empty_cache)
-        stack.enter_context(patch.object(torch, "meta", shapes, create=True))
-        for owner, name, instead in (*replaced, *while_spreading(recorder)):
-            stack.enter_context(patch.object(owner, name, instead))
-        yield
+    return DistributedDataParallel, "__init__", make_and_hook
 
 
 def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int) -> Callable[..., Any]:
@@ -414,7 +451,7 @@ def _forget_meshes() -> None:
         getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)()
 
 
-def takes_the_largest_part() -> tuple[Any, str, Any]:
+def takes_the_largest_part() -> Patch:
     """Return a patch by which this process has the largest part of an optimizer's states (`zero1`).
 
     torch's `ZeroRedundancyOptimizer` assigns each weight, the largest first, to the process with the fewest
@@ -440,7 +477,7 @@ def _elements(groups: list[dict[str, Any]]) -> int:
     return sum(weight.numel() for group in groups for weight in group["params"])
 
 
-def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+def while_spreading(recorder: RankRecorder) -> list[Patch]:
     """Return the patches under which FSDP2 and accelerate shard a model over ranks.
 
     A model on the host and on the device is on `meta` both times, where FSDP2 moves nothing. A tensor without
@@ -466,7 +503,7 @@ def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     return [*replaced, (torch.Tensor, "data_ptr", _address)]
 
 
-def _move(recorder: Recorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
+def _move(recorder: RankRecorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
     """Create each tensor without a recorded allocation on the device, as a move there would."""
     for tensor in (*parameters, *buffers):
         held = getattr(tensor, "_local_tensor", tensor)  # for a sharded matrix, this rank's part
@@ -500,7 +537,7 @@ class _Handle:
         return True
 
 
-def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
+def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
     """Return patches of a pipeline stage's communication with other stages.
 
     Stages agree by two methods that shapes are known (`PipelineStage._warmup_forward_vote`, since torch
@@ -510,7 +547,7 @@ def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
     in torch before 2.13.
 
     Neither end has a stream here, because a stage's wait is not in its own trace
-    (`prediction/several_gpus/stages.py`). A block that is freed during its transfer is reusable at once,
+    (`features/distributed/price/stages.py`). A block that is freed during its transfer is reusable at once,
     although NCCL references it until the end (`record_stream`).
     """
     import torch.distributed.distributed_c10d as exchanges
@@ -536,7 +573,7 @@ def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
     return [*known, *((owner, *pair) for owner in (exchanges, torch.distributed) for pair in instead)]
 
 
-def counted_weights(count: Callable[[int], None]) -> tuple[Any, str, Any]:
+def counted_weights(count: Callable[[int], None]) -> Patch:
     """Return a patch that counts the weights whose gradients are computed apart (`zero_bubble`).
 
     torch walks the graph in Python for each of them and calls autograd (`_backward.py`).

@@ -11,8 +11,8 @@ import torch
 
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.distributed.price.evidence import evidence
 from snugfit.prediction.predict import predict
-from snugfit.prediction.several_gpus.communication import FIRST_GROUP, FURTHER_GROUP, PEERS
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, REDUCE_SCATTER, SEND, Kernel, Trace
@@ -21,6 +21,9 @@ from snugfit.step.wishes.mesh.ring_attention import attend, cut_batch
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import RING
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+
+NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
+"""NVML bytes by the count that they are for."""
 
 LAYERS = 3
 JOB = replace(small_job("llama", LAYERS), batch_size=4, sequence_length=256)
@@ -199,9 +202,9 @@ def test_weights_are_summed_over_all_ranks() -> None:
 
 def test_a_group_of_a_sequence_takes_memory_of_its_own() -> None:
     one = predict(JOB, "bf16 + context(2)", gpu="h200", gpus=2).footprint
-    assert one.communication_bytes == FIRST_GROUP + PEERS
+    assert one.communication_bytes == NCCL["first group"] + NCCL["first peer"]
     two = predict(JOB, "bf16 + fsdp + context(2)", gpu="h200", gpus=4).footprint
-    assert two.communication_bytes == FIRST_GROUP + FURTHER_GROUP + PEERS
+    assert two.communication_bytes == NCCL["first group"] + NCCL["further groups"] + NCCL["first peer"]
 
 
 def test_samples_per_second_are_of_all_and_nothing_is_said_to_be_measured() -> None:

@@ -12,16 +12,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 
+import accelerate
 import pytest
+import torch
+from test_ranks import case
 
 from aligned import Event, compare, peak
 from gloo_ranks import Case, Ran, losses_of, run_ranks
+from rank_events import to_last_birth, unheard, without_own
 from reported import foreseen
 from snugfit.errors import UsageError
+from snugfit.features.distributed.simulate.ranks import process_group
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -30,7 +36,6 @@ from snugfit.results.footprint import Kind
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
-from test_ranks import case, to_last_birth, unheard, without_own
 from tiers import few_of
 
 TWO = {
@@ -201,3 +206,26 @@ def test_what_a_loop_has_no_word_for_is_refused(loop: str, recipe: str, why: str
     with pytest.raises(UsageError, match=why):
         refuse_unsupported(loop, setup)
     refuse_unsupported("plain", setup)
+
+
+def test_one_of_several_is_said_where_accelerate_asks() -> None:
+    """Test a rank on shapes.
+
+    accelerate treats its group as one of GPUs, and reads no variables of a launcher. It receives the
+    model's layers before it shards them.
+    """
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    from snugfit.step.transformers_internals import placed_on
+    from snugfit.techniques.setup import ParallelWish
+
+    before = dict(os.environ)
+    with process_group(1, 4), placed_on(torch.device("meta"), ParallelWish(weights="sharded", ranks=4)):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        accelerator = accelerate.Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
+        assert accelerator.distributed_type is DistributedType.FSDP
+        assert (accelerator.num_processes, accelerator.process_index) == (4, 1)
+        assert accelerator.device.type == "meta"
+        assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+        assert plugin.transformer_cls_names_to_wrap is None
+    assert dict(os.environ) == before

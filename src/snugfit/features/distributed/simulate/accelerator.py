@@ -1,8 +1,6 @@
 """An accelerator for tensors without data, with DeepSpeed's interface for device vendors.
 
-Its tensors are on `meta`. On one GPU, streams and events have no effect. With `overlap_comm` off, all of
-DeepSpeed's own work is in the computing stream. A rank of several has streams like `torch.meta`
-(`device_module.py`).
+Its tensors are on `meta`, and its streams are those of `torch.meta` (`device_module.py`).
 """
 
 from __future__ import annotations
@@ -15,45 +13,27 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.simulate.device_module import ShapesModule
     from snugfit.rehearsal.record.recorder import Recorder
-    from snugfit.rehearsal.sharded.device_module import ShapesModule
 
 PLENTY = 1 << 50
 """Memory of the device in bytes, if no GPU is given."""
-
-
-class NoStream:
-    """A stream, or an event of one, on a device that computes nothing."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Accept any priority and flags."""
-
-    def _do_nothing(self, *arguments: Any, **keywords: Any) -> None:
-        """Return at once: all work is finished."""
-
-    wait_stream = wait_event = record = wait = synchronize = _do_nothing
-
-    def record_event(self, *arguments: Any) -> NoStream:
-        """Return itself, as an event that has occurred."""
-        return self
-
-    def query(self) -> bool:
-        """Return True: all work is finished."""
-        return True
 
 
 class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
     """DeepSpeed's device in a simulation."""
 
     def __init__(
-        self, recorder: Recorder, pin: Callable[[torch.Tensor], None], memory_bytes: int | None
+        self,
+        recorder: Recorder,
+        pin: Callable[[torch.Tensor], None],
+        memory_bytes: int | None,
+        streams: ShapesModule,
     ) -> None:
         super().__init__()
         self._communication_backend_name, self._recorder, self._pin = "fake", recorder, pin
         self._memory_bytes = PLENTY if memory_bytes is None else memory_bytes
-        waiting = {"synchronize": lambda stream: recorder.wait()}
-        self._stream_class: type[NoStream] = type("DeviceStream", (NoStream,), waiting)
-        self._stream = self._stream_class()
+        self._streams = streams
 
     def is_synchronized_device(self) -> bool:
         """Return False: as on a GPU, the device runs work later than the host requests it."""
@@ -84,25 +64,26 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._recorder.wait()
 
     @property
-    def Stream(self) -> type[NoStream]:
-        """The class of streams; each represents the computing stream, so `synchronize` waits for the
-        device."""
-        return self._stream_class
+    def Stream(self) -> Any:
+        """The constructor of streams; it ignores priorities."""
+        return self._streams.Stream
 
     @property
-    def Event(self) -> type[NoStream]:
-        """The class of the device's events."""
-        return NoStream
+    def Event(self) -> Any:
+        """The constructor of events; it ignores flags."""
+        return self._streams.Event
 
     def stream(self, stream: Any) -> Any:
-        """Return an empty context."""
-        return contextlib.nullcontext()
+        """Return a context in which the stream is current."""
+        return self._streams.stream(stream)
 
-    def current_stream(self, device_index: int | None = None) -> NoStream:
-        """Return the only stream."""
-        return self._stream
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """Return the current stream."""
+        return self._streams.current_stream()
 
-    default_stream = current_stream
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """Return the computing stream."""
+        return self._streams.default_stream()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor has no data."""
@@ -137,39 +118,3 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory
     memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = _no_memory
-
-
-class RankAccelerator(ShapesAccelerator):
-    """The device of one rank of several, whose streams determine the pool of a block."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        pin: Callable[[torch.Tensor], None],
-        memory_bytes: int | None,
-        streams: ShapesModule,
-    ) -> None:
-        super().__init__(recorder, pin, memory_bytes)
-        self._streams = streams
-
-    @property
-    def Stream(self) -> Any:
-        """The constructor of streams; it ignores priorities."""
-        return self._streams.Stream
-
-    @property
-    def Event(self) -> Any:
-        """The constructor of events; it ignores flags."""
-        return self._streams.Event
-
-    def stream(self, stream: Any) -> Any:
-        """Return a context in which the stream is current."""
-        return self._streams.stream(stream)
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """Return the current stream."""
-        return self._streams.current_stream()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """Return the computing stream."""
-        return self._streams.default_stream()

@@ -11,20 +11,17 @@ import pytest
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
-from snugfit.job.gpu import find_gpu
-from snugfit.prediction.predict import predict
-from snugfit.prediction.rates import packaged_rates
-from snugfit.prediction.several_gpus.communication import (
-    BUS,
-    FIRST_GROUP,
-    FURTHER_GROUP,
-    OTHER_BUS,
-    START,
+from snugfit.features.distributed.price import streams
+from snugfit.features.distributed.price.communication import (
     Interconnect,
     communication_bytes,
     interconnect_of,
 )
-from snugfit.prediction.several_gpus.streams import simulate_streams
+from snugfit.features.distributed.price.evidence import evidence, total
+from snugfit.features.distributed.price.streams import SimulatedStreams
+from snugfit.job.gpu import find_gpu
+from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import packaged_rates
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Kernel, Trace
@@ -33,6 +30,9 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks
+
+NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
+"""NVML bytes by the count that they are for."""
 
 JOB = replace(small_job("llama", 2), batch_size=8, clip=1.0)
 
@@ -140,7 +140,7 @@ def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
     single = predict(job_of_two, "fp32 + fsdp", gpu="h200", gpus=2).footprint
     assert grouped.requested_bytes == single.requested_bytes
     assert grouped.reserved_bytes == single.reserved_bytes
-    assert grouped.communication_bytes == single.communication_bytes + 2 * FURTHER_GROUP
+    assert grouped.communication_bytes == single.communication_bytes + 2 * NCCL["further groups"]
 
 
 def test_weights_that_stay_gathered_are_gathered_once() -> None:
@@ -195,7 +195,7 @@ def test_a_prediction_says_how_many_gpus_and_what_nccl_keeps() -> None:
     made = predict(JOB, "fsdp", gpu="h200", gpus=4)
     assert made.gpus == 4
     assert made.to_json()["gpus"] == 4
-    assert made.footprint.communication_bytes == FIRST_GROUP
+    assert made.footprint.communication_bytes == NCCL["first group"]
     assert made.footprint.nvml_bytes == (
         made.footprint.reserved_bytes + made.footprint.context_bytes + made.footprint.communication_bytes
     )
@@ -254,7 +254,7 @@ def test_groups_of_a_mesh_are_those_of_the_rank() -> None:
         assert {kernel.peers for kernel in exchanges(trace, REDUCE_SCATTER)} == {(2, 2)}
         passes = ("forward", "backward")
         assert {k.peers for k in exchanges(trace, ALL_REDUCE) if k.phase in passes} == {(2, 1)}
-    assert communication_bytes(trace, 4) == FIRST_GROUP + 2 * FURTHER_GROUP
+    assert communication_bytes(trace, 4) == NCCL["first group"] + 2 * NCCL["further groups"]
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
@@ -295,9 +295,9 @@ def compute(after: tuple[int, ...] = ()) -> Kernel:
 def test_seconds_of_exchanges_within_a_host() -> None:
     size = 10**9
     summed = LINK.seconds(exchange(ALL_REDUCE, size, (2, 1)))
-    assert summed == pytest.approx(START + 2 * 0.5 * size / (100e9 * BUS[ALL_REDUCE][0]))
+    assert summed == pytest.approx(total("seconds", counts={"exchanges": 1}) + 2 * 0.5 * size / 72e9)
     gathered = LINK.seconds(exchange(ALL_GATHER, size, (4, 1)))
-    assert gathered == pytest.approx(START + 0.75 * size / (100e9 * OTHER_BUS[1]))
+    assert gathered == pytest.approx(total("seconds", counts={"exchanges": 1}) + 0.75 * size / 74e9)
     assert LINK.seconds(exchange(ALL_REDUCE, size, (1, 0))) == 0
 
 
@@ -316,19 +316,18 @@ def test_a_gpu_without_a_link_of_its_own_exchanges_over_pcie() -> None:
 
 
 def test_each_group_of_ranks_takes_memory_of_its_own() -> None:
-    assert communication_bytes(trace_of("hsdp(2)", 4), 4) == FIRST_GROUP + 2 * FURTHER_GROUP
-    assert communication_bytes(trace_of("fsdp", 4), 4) == FIRST_GROUP
+    assert communication_bytes(trace_of("hsdp(2)", 4), 4) == NCCL["first group"] + 2 * NCCL["further groups"]
+    assert communication_bytes(trace_of("fsdp", 4), 4) == NCCL["first group"]
     assert communication_bytes(rehearse(JOB, Setup(), CudaPolicy()), 1) == 0
 
 
 def seconds_of(kernels: list[Kernel], device: list[float], launches: float = 0.0) -> float:
     host = packaged_rates(find_gpu("h200")).host.slower(0.0)
-    return simulate_streams(kernels, device, [launches] * len(kernels), [], host)[0]
+    return SimulatedStreams(kernels, device, [launches] * len(kernels), [], host).seconds
 
 
 def test_what_nothing_waits_for_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_EXCHANGE", 1.0)
-    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_KERNEL", 1.0)
+    monkeypatch.setattr(streams, "total", lambda *of: 1.0)
     beside = [exchange(ALL_GATHER, 1, (2, 1)), compute()]
     assert seconds_of(beside, [3.0, 4.0]) == pytest.approx(4.0)
     awaited = [exchange(ALL_GATHER, 1, (2, 1)), compute(after=(0,))]
@@ -338,8 +337,7 @@ def test_what_nothing_waits_for_is_hidden(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_and_exchanges_slow_each_other_down_while_both_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_EXCHANGE", 2.0)
-    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_KERNEL", 1.25)
+    monkeypatch.setattr(streams, "total", lambda quantity, of: {"exchange": 2.0, "kernel": 1.25}[of])
     beside = [exchange(ALL_GATHER, 1, (2, 1)), compute()]
     # Both run for 5 s. Then the kernel's 4 s and 2.5 s of the exchange's 3 s are done. The rest runs alone.
     assert seconds_of(beside, [3.0, 4.0]) == pytest.approx(5.5)

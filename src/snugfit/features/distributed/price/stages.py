@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.prediction.kernel_seconds import KernelClock
-from snugfit.prediction.seconds import launch_seconds, sync_points, with_worker_batches
-from snugfit.prediction.several_gpus.communication import Interconnect, interconnect_of
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
+from snugfit.features.distributed.price.communication import Interconnect, interconnect_of
+from snugfit.features.distributed.price.streams import SimulatedStreams
+from snugfit.prediction.seconds import SIMULATED_STEPS, queue_of
 from snugfit.rehearsal.trace.trace import ALONE, RECEIVE, SEND
 from snugfit.step.wishes.mesh.stages import layers_of, stages_at
 
@@ -40,6 +39,16 @@ if TYPE_CHECKING:
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
 """The schedules of one stage on each GPU, by torch's names."""
+
+FURTHER = 1
+"""Number of micro-batches in the smallest simulation, beyond one for each stage.
+
+With as many as stages the first stage keeps its maximum at once. With one more it frees one before the
+next (1F1B).
+"""
+
+IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
+"""Schedules in which each micro-batch is like the one before, after the first ones."""
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs' gradients", "weights' gradients"
 
@@ -114,6 +123,9 @@ class PipelinedStep:
     idle: Sequence[float]
     """Seconds of the step in which each GPU of one copy of the model waits for others."""
 
+    exposed_seconds: float
+    """Seconds by which transfers between stages lengthen the step."""
+
     @property
     def bubble(self) -> float:
         """The share of all GPUs' time in which they wait for other stages."""
@@ -135,18 +147,14 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
     The GPU runs its passes in this order. The time between two kernels' ends counts for the later kernel. It
     includes the GPU's wait for its own host.
     """
-    clock = KernelClock(rates, interconnect_of(gpu, rates))
-    kernels = with_worker_batches(workers, without_other_stages(trace).kernels)
-    device = [clock.seconds(kernel) for kernel in kernels]
-    launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
-    syncs = sync_points(kernels, trace.waits)
-    _, moments = simulate_streams(kernels, device, launches, syncs, rates.host)
+    queue = queue_of(without_other_stages(trace), rates, interconnect_of(gpu, rates), workers=workers)
+    moments = SimulatedStreams(*queue).moments
     numbers = {stage: number for number, stage in enumerate(sorted({one.stage for one in order}))}
     kinds = [(one.kind, numbers[one.stage]) for one in order]
     seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
     before = after = 0.0
     reached = moments[0][1] if moments else 0.0
-    for kernel, at, (_, _, end) in zip(kernels, _pass_of_each(trace), moments, strict=True):
+    for kernel, at, (_, _, end) in zip(queue.kernels, _pass_of_each(trace), moments, strict=True):
         took = max(0.0, end - reached)
         if kernel.phase in _PASSES and kinds:
             seconds[kinds[max(0, at)]] += took
@@ -226,8 +234,24 @@ def simulate_stages(
     Output of a stage arrives after `transfer` seconds. With `clips` all wait for each other before they
     update, with `tied` the first and the last.
     """
+    length = _step_length(work, orders, transfer, clips=clips, tied=tied)
+    at_once = _step_length(work, orders, 0.0, clips=clips, tied=tied)
+    busy = [
+        own.before + own.after + sum(own.passes[one.kind, one.stage // len(work)] for one in order)
+        for own, order in zip(work, orders, strict=True)
+    ]
+    return PipelinedStep(
+        step_seconds=length,
+        idle=[max(0.0, length - own) for own in busy],
+        exposed_seconds=max(0.0, length - at_once),
+    )
+
+
+def _step_length(
+    work: Sequence[StageWork], orders: Sequence[Sequence[Pass]], transfer: float, *, clips: bool, tied: bool
+) -> float:
     free = [0.0] * len(work)
-    end = 0.0
+    end = last = 0.0
     for _ in range(SIMULATED_STEPS):
         last = end
         free = _run_passes(work, orders, transfer, free)
@@ -237,12 +261,7 @@ def simulate_stages(
             free = [max(free)] * len(work)
         free = [moment + own.after for moment, own in zip(free, work, strict=True)]
         end = max(free)
-    length = end - last
-    busy = [
-        own.before + own.after + sum(own.passes[one.kind, one.stage // len(work)] for one in order)
-        for own, order in zip(work, orders, strict=True)
-    ]
-    return PipelinedStep(step_seconds=length, idle=[max(0.0, length - own) for own in busy])
+    return end - last
 
 
 def _run_passes(
@@ -286,12 +305,10 @@ def pipelined_step(
     micro_batches: int,
     workers: int = 0,
     tied: bool = False,
-    transfer_takes: float | None = None,
 ) -> PipelinedStep:
     """Return the steady step of all stages, from the traces of the rehearsed ones.
 
-    `tied` means that the first stage and the last share one matrix. `transfer_takes` replaces the seconds of
-    sending a stage's output.
+    `tied` means that the first stage and the last share one matrix.
     """
     orders = orders_of(wish, micro_batches)
     own = {
@@ -299,11 +316,10 @@ def pipelined_step(
         for position, trace in traces.items()
     }
     link = interconnect_of(gpu, rates)
-    transfer = max((transfer_seconds(trace, link) for trace in traces.values()), default=0.0)
     return simulate_stages(
         [own[stand_in(position, wish, layers)] for position in range(wish.stages)],
         orders,
-        transfer=transfer if transfer_takes is None else transfer_takes,
+        transfer=max(transfer_seconds(trace, link) for trace in traces.values()),
         clips=any(_clips(trace.kernels) for trace in traces.values()),
         tied=tied,
     )

@@ -18,20 +18,10 @@ from aligned import peak
 from reported import foreseen
 from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
-from snugfit.job.gpu import find_gpu
-from snugfit.job.job import Job, Task
-from snugfit.job.model import Model
-from snugfit.prediction.predict import predict, rehearse_again
-from snugfit.prediction.rates import calibration_file, rates_for
-from snugfit.prediction.several_gpus.communication import (
-    FIRST_GROUP,
-    FURTHER_GROUP,
-    FURTHER_PEERS,
-    PEERS,
-    communication_bytes,
-)
-from snugfit.prediction.several_gpus.pipelined import RankForeseen, weights_on_host
-from snugfit.prediction.several_gpus.stages import (
+from snugfit.features.distributed.price.communication import communication_bytes
+from snugfit.features.distributed.price.evidence import evidence
+from snugfit.features.distributed.price.pipelined import weights_of_stages
+from snugfit.features.distributed.price.stages import (
     BACKWARD,
     FORWARD,
     INPUTS,
@@ -44,9 +34,14 @@ from snugfit.prediction.several_gpus.stages import (
     stages_to_rehearse,
     stand_in,
 )
+from snugfit.features.distributed.simulate import ranks as rank_patches
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.prediction.predict import predict, rehearse_again
+from snugfit.prediction.rates import calibration_file, rates_for
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sharded import ranks as rank_patches
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, WEIGHTS_APART, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of
@@ -54,6 +49,9 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
+
+NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
+"""NVML bytes by the count that they are for."""
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
 """Four layers, one for each of four stages."""
@@ -413,22 +411,24 @@ def test_a_head_that_is_the_embedding_is_in_two_stages_and_on_the_host_once() ->
         sums = [kernel for kernel in trace.kernels if kernel.operator == ALL_REDUCE]
         assert [one.nbytes for one in sums if one.phase == "update"] == [embedding]
     setup = on_gpus(Recipe.parse(TWO[0]).setup(), 2)
-    ranks = [RankForeseen(rank, trace, None, 0, 0, []) for rank, trace in enumerate(traces)]
     whole = rehearse(TIED, Recipe.parse("plain").setup(), CpuPolicy())
     weights = sum(block.nbytes for block in whole.blocks if block.kind == Kind.WEIGHTS)
     rotary = 2 * 8 * 4  # bytes of buffers that every stage has
-    assert weights_on_host(TIED, setup, ranks) == weights + rotary
-    assert weights_on_host(JOB, setup, ranks) == weights + rotary + embedding
+    assert weights_of_stages(TIED, setup.parallel, traces) == weights + rotary
+    assert weights_of_stages(JOB, setup.parallel, traces) == weights + rotary + embedding
 
 
 def test_nccl_has_memory_for_each_neighbour() -> None:
     first, middle = (communication_bytes(rehearsed(4, OF_FOUR, rank), 4) for rank in (0, 1))
-    assert (first, middle) == (FIRST_GROUP + PEERS, FIRST_GROUP + PEERS + FURTHER_PEERS)
+    assert (first, middle) == (
+        NCCL["first group"] + NCCL["first peer"],
+        NCCL["first group"] + NCCL["first peer"] + NCCL["further peers"],
+    )
     around = rehearsed(4, "pipeline(4, schedule=interleaved) + micro_batches(4)", 0, DEEP)
     assert (
-        communication_bytes(around, 4) == FIRST_GROUP + PEERS + FURTHER_PEERS
+        communication_bytes(around, 4) == NCCL["first group"] + NCCL["first peer"] + NCCL["further peers"]
     )  # the last one is its neighbour
     assert (
         communication_bytes(rehearsed(4, "pipeline(2) + ddp + micro_batches(2)", 0), 4)
-        == FIRST_GROUP + 2 * FURTHER_GROUP + PEERS
+        == NCCL["first group"] + 2 * NCCL["further groups"] + NCCL["first peer"]
     )

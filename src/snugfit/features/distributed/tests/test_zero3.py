@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from test_sharding import group_that_sends_nothing, job_with_large_layers
 
+from deepspeed_here import with_deepspeed
 from small_models import small_job
+from snugfit.features.distributed.simulate import engine
+from snugfit.features.distributed.simulate.engine import HOOKS
 from snugfit.job.build import instantiate
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sharded import engine
-from snugfit.rehearsal.sharded.engine import HOOKS
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
-from test_sharding import group_that_sends_nothing, job_with_large_layers, with_deepspeed
 from tiers import slow_but
 
 

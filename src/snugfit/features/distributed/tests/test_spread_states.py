@@ -16,7 +16,7 @@ import torch
 
 from small_models import small_job
 from snugfit.errors import UsageError
-from snugfit.rehearsal.sharded.ranks import process_group
+from snugfit.features.distributed.simulate.ranks import process_group
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.wishes.mesh.sharded_optimizer import (
     local_optimizer,

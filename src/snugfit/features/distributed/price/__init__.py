@@ -1,0 +1,1 @@
+"""Bytes and seconds of steps on several GPUs."""

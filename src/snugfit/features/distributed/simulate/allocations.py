@@ -1,0 +1,65 @@
+"""Allocations of one rank of several, whose storages may lose their bytes or belong to several streams."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from snugfit.rehearsal.record.allocations import NO_BLOCK, Allocations
+from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
+from snugfit.results.footprint import Kind
+
+
+class RankAllocations(Allocations):
+    """The allocations and frees of a rank's storages."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.moment_of: Callable[[int], Iterable[int]] = lambda stream: ()
+        """Function from a stream to the indices of its unfinished kernels, as far as they are recorded."""
+        self.awaited: dict[int, tuple[int, ...]] = {}
+        """Unfinished kernels of other streams at the free of a block, by the block's index."""
+        self.is_over = False
+        """True after the run, so that later frees are not recorded."""
+        self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
+
+    def _add_free(self, index: int) -> None:
+        if index == NO_BLOCK or self.is_over:
+            return
+        super()._add_free(index)
+        if streams := self._borrowers.pop(index, None):
+            awaited = {kernel for stream in streams for kernel in self.moment_of(stream)}
+            if awaited:
+                self.awaited[index] = tuple(sorted(awaited))
+
+    def resize(self, storage: Any, nbytes: int) -> None:
+        """Free the bytes of a storage, or allocate `nbytes` for it; the storage object stays the same.
+
+        FSDP2 stores gathered weights in this way.
+        """
+        address = storage._cdata
+        index, reference = self._live.get(address, (NO_BLOCK, None))
+        if index != NO_BLOCK:
+            self._released.add(index)
+            self._live[address] = (NO_BLOCK, reference)
+            self._add_free(index)
+        if nbytes:
+            index = self._add_block("aten::resize_", nbytes, Kind.GATHERED)
+            self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
+
+    def has_seen(self, tensor: torch.Tensor) -> bool:
+        """Return True if the recorder has seen the allocation of a tensor. Others are still on the host."""
+        return tensor.untyped_storage()._cdata in self._live
+
+    def lend(self, tensor: torch.Tensor, stream: int) -> None:
+        """Record that a second stream uses this tensor (`record_stream`).
+
+        The allocator does not reuse its freed block before that stream finishes.
+        """
+        index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
+        if index != NO_BLOCK and stream != self.streams.get(index, DEFAULT_STREAM):
+            self._borrowers[index].add(stream)

@@ -1,0 +1,20 @@
+"""Replacement of functions of libraries during a simulation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+Patch = tuple[Any, str, Any]
+"""An owner, the name of its attribute, and the attribute's replacement."""
+
+
+@contextlib.contextmanager
+def replace_attributes(patches: Iterable[Patch]) -> Iterator[None]:
+    """Replace these attributes inside the context."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in patches:
+            stack.enter_context(patch.object(owner, name, instead, create=True))
+        yield

@@ -1,0 +1,173 @@
+"""The part of a prediction that several processes add. A feature overrides `Exchanges`.
+
+This module has the figures of one process alone: no exchanges, and one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from snugfit.results.footprint import Kind
+from snugfit.techniques.feature import hooks
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.prediction.allocator import Replay
+    from snugfit.prediction.rates import HostLaunchCosts, Rates
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
+    from snugfit.results.prediction import RankPredicted
+    from snugfit.results.step_seconds import StepSeconds
+    from snugfit.techniques.setup import Setup
+
+GPUS_PER_HOST = 8
+"""GPUs of one host: the usual number in hosts for sale and for rent."""
+
+MICRO_BATCHES_IN_FULL = 2
+"""Number of micro-batches in a simulation with all layers. The second takes as many bytes as any further
+one, unless layers are cut into stages.
+"""
+
+
+class ForeseenRank(NamedTuple):
+    """One of the ranks that are rehearsed."""
+
+    rank: int
+    trace: Trace
+    after: Replay
+    context: int
+    communication: int
+    doubts: list[str]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that its GPU must have."""
+        return self.context + self.after.reserved_peak
+
+
+class StreamsRun(Protocol):
+    """The steady step of kernels that run in several streams."""
+
+    seconds: float
+    """Between the ends of two steady steps."""
+
+    @property
+    def moments(self) -> Sequence[tuple[float, float, float]]:
+        """When each kernel's launch begins, when it starts to run and when it ends, since the step began."""
+
+
+class DifferingRanks(Protocol):
+    """The steady step of ranks that differ."""
+
+    def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
+        """Return the seconds of this rank's step."""
+
+    def predictions(self) -> tuple[RankPredicted, ...]:
+        """Return the figures of each."""
+
+
+class GpuLink:
+    """The connection of one GPU to others: none."""
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the seconds of an exchange while no other kernel runs."""
+        return 0.0
+
+    def share(self, operator: str, gpus: int) -> float:
+        """Return the share of the link's bytes per second that this kernel reaches among so many GPUs."""
+        return 1.0
+
+
+class Exchanges:
+    """Figures of several processes. Those of the base class are of one process."""
+
+    modules: Sequence[str] = ()
+    """Modules that a process imports before it simulates."""
+
+    # ---- bytes ----
+
+    def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:
+        """Return one rank of each kind."""
+        return (0,)
+
+    @staticmethod
+    def group_bytes(setup: Setup, loop: str) -> int:
+        """Return the NVML bytes of the process's own group; it counts as context."""
+        return 0
+
+    @staticmethod
+    def communication_bytes(trace: Trace, gpus: int) -> int:
+        """Return the NVML bytes of the exchanges in a trace."""
+        return 0
+
+    @staticmethod
+    def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
+        """Return the frees of blocks that other streams still use, in the form of `Frees`."""
+        return {}
+
+    def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
+        """Return the bytes of the weights that a process builds on the host."""
+        on_host = job.build_on == "host" or loop == "trainer"
+        return on_host * weight_bytes(traces[0])
+
+    def weights_dtype(self, setup: Setup) -> str | None:
+        """Return the dtype of the model's weights; None leaves them as they are loaded."""
+        return setup.weights_dtype
+
+    # ---- seconds ----
+
+    @staticmethod
+    def link(gpu: Gpu, rates: Rates | None = None) -> GpuLink:
+        """Return the connection of GPUs of this kind."""
+        return GpuLink()
+
+    @staticmethod
+    def run_in_streams(
+        kernels: Sequence[Kernel],
+        device: Sequence[float],
+        launches: Sequence[float],
+        syncs: Sequence[int],
+        host: HostLaunchCosts,
+    ) -> StreamsRun:
+        """Return the steady step of kernels in several streams.
+
+        `device` are their seconds on the device while no other kernel runs, and `launches` those of the host.
+        Before the kernels whose numbers are in `syncs`, the host waits for the stream that computes.
+        """
+        raise NotImplementedError
+
+    def differing(
+        self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
+    ) -> DifferingRanks | None:
+        """Return the step of these ranks together; None where they are alike."""
+        return None
+
+    @staticmethod
+    def doubts(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
+        """Return sentences on the uncertainty of a trace's exchanges."""
+        return []
+
+    # ---- searching ----
+
+    def few_layers_question(
+        self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
+    ) -> Any | None:
+        """Return a question whose `judge` gives figures of ranks that differ; None where they are alike."""
+        return None
+
+    def micro_batches_in_full(self, setup: Setup) -> float:
+        """Return how many micro-batches represent more in a simulation with all layers."""
+        return MICRO_BATCHES_IN_FULL
+
+
+def weight_bytes(trace: Trace) -> int:
+    """Return the bytes of the weights in a trace."""
+    return sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
+
+
+@cache
+def exchanges() -> Exchanges:
+    """Return the figures of several processes, of the feature that has them."""
+    return next((make() for make in hooks("exchanges")), Exchanges())

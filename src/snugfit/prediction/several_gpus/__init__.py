@@ -1,1 +1,0 @@
-"""Exchanges between GPUs: bytes, seconds, and the share in parallel to the computation."""
