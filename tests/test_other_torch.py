@@ -9,15 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch.autograd import Function
 
 from small_models import small_job
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
-
-
 
 
 class WrittenInC:

@@ -15,6 +15,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from snugfit.techniques.feature import features, hooks
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
+    from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.trace.trace import Recording, Trace
@@ -128,10 +130,23 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     return run_on_deep_stack(record) if is_deep(step.job) else record()
 
 
+def _overrides(
+    setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
+) -> Iterator[AbstractContextManager[None]]:
+    """Yield the overrides of the policy, between those of features that surround it and of the rest."""
+    from snugfit.rehearsal.device.overrides import in_force
+
+    for surrounds in (True, False):
+        for one in features():
+            if one.surrounds_policy is surrounds:
+                yield one.simulation_overrides(setup, policy, recorder, notes)
+        if surrounds:
+            yield in_force(policy, notes)
+
+
 def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
-    from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
 
@@ -152,13 +167,8 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # may import code that compiles itself
         stack.enter_context(_capture_context(step.setup, policy, recorder))
-        for surrounds in (True, False):
-            for feature in features():
-                if feature.surrounds_policy is surrounds:
-                    overrides = feature.simulation_overrides(step.setup, policy, recorder, notes)
-                    stack.enter_context(overrides)
-            if surrounds:
-                stack.enter_context(in_force(policy, notes))
+        for overrides in _overrides(step.setup, policy, recorder, notes):
+            stack.enter_context(overrides)
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
