@@ -132,7 +132,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
 
 def _overrides(
     setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
-) -> Iterator[AbstractContextManager[None]]:
+) -> Iterator[AbstractContextManager[Any]]:
     """Yield the overrides of the policy, between those of features that surround it and of the rest."""
     from snugfit.rehearsal.device.overrides import in_force
 
