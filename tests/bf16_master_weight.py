@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from small_models import small_job
+from snugfit.features.distributed.engine.loop import in_process_group
 from snugfit.step.applier import forward_context
 from snugfit.step.build import _host
 from snugfit.step.step import Observer, Step
-from snugfit.step.wishes.engine.loop import in_process_group
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
+from snugfit.features.distributed.fields import ParallelWish
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
@@ -18,7 +19,7 @@ from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques import roster
 from snugfit.techniques.checkpointing.first_layers import FirstLayers
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB

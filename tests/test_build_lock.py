@@ -16,9 +16,9 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from clean_forks import Forks, forks_of
-from snugfit.step.wishes.engine import build_lock
-from snugfit.step.wishes.engine.build_lock import LockWait, dead_locks_removed, remove_if_dead
-from snugfit.step.wishes.engine.loop import engine_context
+from snugfit.features.distributed.engine import build_lock
+from snugfit.features.distributed.engine.build_lock import LockWait, dead_locks_removed, remove_if_dead
+from snugfit.features.distributed.engine.loop import engine_context
 from snugfit.techniques.recipe import Recipe
 
 MANY = 4

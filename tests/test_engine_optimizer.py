@@ -16,10 +16,10 @@ import torch
 
 from small_models import small_job
 from snugfit.errors import UsageError
+from snugfit.features.distributed.engine.config import is_of_engine
+from snugfit.features.distributed.engine.loop import ACCELERATOR, in_process_group
+from snugfit.features.distributed.engine.owners import owners, part_bytes
 from snugfit.step.build import build_model, build_optimizer
-from snugfit.step.wishes.engine.config import is_of_engine
-from snugfit.step.wishes.engine.loop import ACCELERATOR, in_process_group
-from snugfit.step.wishes.engine.owners import owners, part_bytes
 from snugfit.techniques.recipe import Recipe
 from test_sharding import with_deepspeed
 
@@ -37,7 +37,7 @@ def engine_of(
     job, setup = small_job(family, 1), Recipe.parse(recipe).setup()
     torch.manual_seed(0)
     with in_process_group(CPU):
-        from snugfit.step.wishes.engine.optimizer import start_engine
+        from snugfit.features.distributed.engine.optimizer import start_engine
 
         model = build_model(job, setup, CPU, stays=True)
         for name, weight in model.named_parameters():
@@ -53,7 +53,7 @@ def engine_of(
 @pytest.mark.parametrize("family", ["llama", "t5", "mixtral"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_in_fp32_are_those_that_the_model_had(stage: str, family: str) -> None:
-    from snugfit.step.wishes.engine.optimizer import whole_weight
+    from snugfit.features.distributed.engine.optimizer import whole_weight
 
     with engine_of(family, f"bf16 + {stage}") as (model, before, optimizer):
         assert is_of_engine(optimizer)
@@ -69,7 +69,7 @@ def test_states_come_back_as_they_were_put(stage: str) -> None:
 
     This happens before the first update, as in a resumed run.
     """
-    from snugfit.step.wishes.engine.optimizer import whole_states
+    from snugfit.features.distributed.engine.optimizer import whole_states
 
     with engine_of("bert", f"bf16 + {stage}") as (model, before, optimizer):
         assert optimizer.state_names() == []
@@ -95,7 +95,7 @@ def test_states_come_back_as_they_were_put(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_that_do_not_train_are_kept_too(stage: str) -> None:
-    from snugfit.step.wishes.engine.optimizer import whole_states, whole_weight
+    from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
 
     with engine_of("bert", stage, frozen="embeddings") as (model, before, optimizer):
         for name, weight in model.named_parameters():

@@ -22,10 +22,10 @@ from fitted import classified, losses_of, model_of, trainer_of
 from many_fits import fit_of, fits, result_in
 from small_runs import events
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.distributed.fields import ParallelWish
 from snugfit.frontends.trainer.ranks import recipe_in_each
 from snugfit.frontends.trainer.sharded import refuse_recipe, refuse_what_is_not_sharded
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish
 from tiers import slow_but
 from tolerance import ROUNDS, SAME, same_losses, same_parameters
 

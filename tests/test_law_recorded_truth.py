@@ -38,7 +38,7 @@ from snugfit.prediction.several_gpus.communication import communication_bytes
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
-from snugfit.step.wishes.engine.config import group_bytes
+from snugfit.step.applier import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus

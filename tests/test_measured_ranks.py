@@ -25,6 +25,7 @@ from unittest.mock import patch
 import pytest
 import transformers
 
+from snugfit.features.distributed.apply.parallel import ParallelHandler
 from snugfit.job.config import check_facts
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
@@ -34,7 +35,6 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Mark, MarkKind, Trace
-from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import slow_but

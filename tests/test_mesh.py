@@ -12,7 +12,7 @@ import pytest
 from made_up import prediction
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
-from snugfit.techniques.mesh import on_mesh
+from snugfit.features.distributed.mesh import on_mesh
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
 

@@ -18,6 +18,8 @@ from aligned import peak
 from reported import foreseen
 from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
+from snugfit.features.distributed.apply.stages import layers_of
+from snugfit.features.distributed.fields import ParallelWish
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -49,9 +51,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded import ranks as rank_patches
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, WEIGHTS_APART, Trace
 from snugfit.results.footprint import Kind
-from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
 

@@ -23,7 +23,7 @@ from clean_forks import Forks, forks_of
 from many_ranks import LAST, fault_told, run_of, start, trained, weights_in
 from small_runs import events, losses
 from snugfit.errors import UsageError
-from snugfit.techniques import deepspeed_zero
+from snugfit.features.distributed.techniques import deepspeed_zero
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from test_sharding import compiles, with_deepspeed

@@ -19,6 +19,8 @@ from aligned import Event, compare, peak
 from forked_children import forked_children
 from gloo_ranks import Ran, losses_of, run_ranks
 from snugfit.errors import UsageError
+from snugfit.features.distributed.engine import config
+from snugfit.features.distributed.engine.config import engine_config
 from snugfit.job.gpu import find_gpu
 from snugfit.measurement import causes
 from snugfit.measurement.measure import measure
@@ -33,8 +35,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Block, Kernel, Mark, Trace
 from snugfit.results.footprint import Kind
-from snugfit.step.wishes.engine import config
-from snugfit.step.wishes.engine.config import engine_config
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from snugfit.errors import GpuError
+from snugfit.features.distributed.engine.config import PROCESS_GROUP
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
 from snugfit.rehearsal.trace.trace import COPY_OUT
-from snugfit.step.wishes.engine.config import PROCESS_GROUP
 from snugfit.techniques.feature import hooks
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of

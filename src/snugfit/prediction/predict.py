@@ -43,8 +43,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Kind, Moment, Startup
 from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
-from snugfit.step.wishes.engine.config import group_bytes
-from snugfit.step.wishes.mesh.by_accelerate import is_spread
+from snugfit.step.applier import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CompileWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
@@ -254,7 +253,8 @@ def _host_bytes(job: Job, setup: Setup, shown: RankForeseen, ranks: Sequence[Ran
     )
     on_host = job.build_on == "host" or loop == "trainer"
     on_host = on_host or len(ranks) > 1
-    if loop != "plain" and is_spread(setup) and setup.parallel:  # each rank builds all of it
+    is_spread = setup.parallel is not None and setup.parallel.weights == "sharded"
+    if loop != "plain" and is_spread:  # each rank builds all of it
         on_host, weights = True, weights * (setup.parallel.shards or setup.parallel.ranks)
     if setup.sharding is not None and setup.sharding.stage == 3 and loop != "plain":
         on_host = False  # `built_by_transformers`: they are made on the device, part by part

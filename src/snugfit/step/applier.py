@@ -15,14 +15,13 @@ their handlers (`techniques/feature.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.capture.handler import CaptureHandler
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
-from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
@@ -33,17 +32,18 @@ from snugfit.step.wishes.model import (
     WeightsDtypeHandler,
 )
 from snugfit.step.wishes.optimizer import OptimizerHandler
-from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.updates.handler import ReleaseHandler
-from snugfit.techniques.feature import features
+from snugfit.techniques.feature import InstallStage, features
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.step import StepEngine, StepPasses
     from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
+    from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
 
 FRONT_ENDS = ("plain", "accelerate", "trainer", "fit", "custom_loop", "script")
@@ -56,14 +56,12 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     LogitsHandler(),
     CompileHandler(),
     CheckpointHandler(),
-    ParallelHandler(),
     OptimizerHandler(),
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
     ReleaseHandler(),
     CaptureHandler(),
-    ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),
 )
@@ -140,7 +138,13 @@ def is_adapted(setup: Setup) -> bool:
     return any(
         value != getattr(_PLAIN, handler.wish) and type(handler).replace_model is not Handler.replace_model
         for handler, value in _wishes(setup)
+        if handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
     )
+
+
+def built_on(setup: Setup, job: Job) -> Collection[str]:
+    """Return the places, other than its device, where the model of this job is built (`Handler.built_on`)."""
+    return {handler.built_on(value, job) for handler, value in _wishes(setup)} - {""}
 
 
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
@@ -154,6 +158,46 @@ def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
     for handler, value in _wishes(setup):
         model = handler.distribute(value, model)
     return model
+
+
+def optimizer_of_part(
+    setup: Setup, model: torch.nn.Module, groups: Any, **numbers: Any
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer over this process's part of the weights, or None for the usual one."""
+    optimizers = (
+        handler.make_optimizer(value, setup.optimizer, model, groups, **numbers)
+        for handler, value in _wishes(setup)
+    )
+    return next((optimizer for optimizer in optimizers if optimizer is not None), None)
+
+
+def step_passes(
+    setup: Setup,
+    model: torch.nn.Module,
+    runs: torch.nn.Module,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> StepPasses | None:
+    """Return the passes of steps whose layers several processes share; None where each has all layers."""
+    shared = (handler.step_passes(value, model, runs, around) for handler, value in _wishes(setup))
+    return next((passes for passes in shared if passes is not None), None)
+
+
+def engine_of(setup: Setup) -> StepEngine | None:
+    """Return the engine that runs the steps in place of a loop's, or None."""
+    engines = (handler.engine(value) for handler, value in _wishes(setup))
+    return next((engine for engine in engines if engine is not None), None)
+
+
+def group_bytes(setup: Setup, loop: str = "plain") -> int:
+    """Return NVML bytes of the process group that an engine makes in this loop; 0 without one."""
+    engine = engine_of(setup)
+    return 0 if engine is None else engine.group_bytes(loop)
+
+
+def refuse_training(recipe: Recipe, setup: Setup) -> None:
+    """Raise `UsageError` for a Setup that can be predicted and measured, but not trained."""
+    for handler, value in _wishes(setup):
+        handler.refuse_training(value, recipe)
 
 
 def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | None:
@@ -289,6 +333,31 @@ def training_arguments(
 def accelerator_arguments(setup: Setup) -> dict[str, Any]:
     """Return the arguments of accelerate's `Accelerator` for these wishes."""
     return _merge(handler.accelerator_arguments(value) for handler, value in _wishes(setup))
+
+
+def setup_for_accelerate(setup: Setup) -> Setup:
+    """Return the same Setup in accelerate's terms."""
+    for handler, value in _wishes(setup):
+        setup = handler.setup_for_accelerate(value, setup)
+    return setup
+
+
+def accelerate_context(setup: Setup, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of accelerate's whole work, within `placed_on`."""
+    return _join(handler.around_accelerate(value, device) for handler, value in _wishes(setup))
+
+
+def build_for_accelerate(setup: Setup, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
+    """Return the model for accelerate; `build` takes further arguments of `build_model`."""
+    built = (handler.build_for_accelerate(value, setup, build) for handler, value in _wishes(setup))
+    model = next((model for model in built if model is not None), None)
+    return build() if model is None else model
+
+
+def set_accelerator(setup: Setup, accelerator: Any, model: torch.nn.Module) -> None:
+    """Change a new `Accelerator` for this model."""
+    for handler, value in _wishes(setup):
+        handler.set_accelerator(value, accelerator, model)
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:

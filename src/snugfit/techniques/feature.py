@@ -123,6 +123,10 @@ class Feature:
     def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
         """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
 
+    def read_mesh(self, recipe: Any, text: str) -> tuple[Any, int]:
+        """Return the recipe with the techniques of the option `--mesh`, and the number of GPUs."""
+        raise NotImplementedError
+
     def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
         """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
 

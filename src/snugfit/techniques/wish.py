@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_args
 
 from snugfit.feature_folders import FeatureError, feature_objects
 
@@ -36,6 +36,42 @@ class Call:
     def run(self, *given: Any, **more: Any) -> Any:
         """Call the function and return its result; its own arguments override `more`."""
         return self.resolve()(*given, **{**more, **self.arguments})
+
+
+class SeveralProcesses:
+    """Base of a field's value by which several processes train one model, one for each GPU."""
+
+    ranks: int
+    """Number of processes, one for each GPU."""
+    on_host: bool = False
+    """True if the host keeps and updates the parts, so that processes exchange there too."""
+
+    @property
+    def matrix_parts(self) -> int:
+        """Return the number of parts of each matrix, on which the optimizer's groups depend."""
+        return 1
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Return the number of ranks along each axis that works on the same samples."""
+        return {}
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of parts that the global batch is cut into."""
+        return self.ranks
+
+    def data_rank(self, rank: int) -> int:
+        """Return the index, from 0, of a rank's part of the global batch."""
+        return rank
+
+    def counts(self, rank: int) -> float:
+        """Return the weight of this rank's loss in the sum over ranks."""
+        return 1.0
+
+    def on(self, gpus: int) -> SeveralProcesses:
+        """Return the same value for this number of GPUs. Raises `UsageError` where they cannot share."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -73,6 +109,26 @@ def wishes() -> tuple[Wish[Any], ...]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")
     return tuple(fields)
+
+
+@functools.cache
+def _wishes_of_processes() -> tuple[Wish[Any], ...]:
+    return tuple(
+        wish
+        for wish in wishes()
+        if any(isinstance(kind, type) and issubclass(kind, SeveralProcesses) for kind in get_args(wish.kind))
+    )
+
+
+def wish_of_processes(setup: Any) -> Wish[Any] | None:
+    """Return the field by which several processes train under this Setup; None without one."""
+    return next((wish for wish in _wishes_of_processes() if wish.of(setup) is not None), None)
+
+
+def processes_of(setup: Any) -> SeveralProcesses | None:
+    """Return the processes that train together under this Setup; None for a step of one process."""
+    wish = wish_of_processes(setup)
+    return None if wish is None else wish.of(setup)
 
 
 def used_wishes(setup: Any) -> list[Wish[Any]]:

@@ -26,13 +26,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.techniques.several_gpus import untried_techniques
 from snugfit.frontends.items import counted_items
 from snugfit.frontends.trainer.sharded import is_spread
 from snugfit.frontends.trainer.users_files import SAVES_MODEL
 from snugfit.step.trainer_hooks import overrides
 from snugfit.techniques import roster
-from snugfit.techniques.setup import ParallelWish
-from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.shards import holds_parts
 from snugfit.training.ranks import ALONE, Ranks, process_group, world

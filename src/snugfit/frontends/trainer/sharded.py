@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import after_evaluation
-from snugfit.techniques.setup import ParallelWish, Setup
-from snugfit.techniques.several_gpus import KNOW_SHARDS
+from snugfit.techniques.setup import Setup
 from snugfit.training.checkpoint.adapters import is_adapted
 from snugfit.training.checkpoint.model_state import beginning_of, load_model_state
 from snugfit.training.checkpoint.shards import (
@@ -145,7 +146,7 @@ def drop_gathered(trainer: Any) -> None:
     """Replace whole weights left by a forward pass with this process's parts."""
     if not is_spread(trainer):
         return
-    after_evaluation(Setup(parallel=parallel_of(trainer)), trainer.model)
+    after_evaluation(Setup().with_fields(parallel=parallel_of(trainer)), trainer.model)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.results.step_seconds import StepSeconds
-from snugfit.step.wishes.engine.config import group_bytes
+from snugfit.step.applier import group_bytes
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.fields import ParallelWish
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.sharings import Sharing, of_slot, sharings, stopgaps
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import CheckpointWish, ParallelWish, Setup
+from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
@@ -50,7 +51,7 @@ class Shared:
     @functools.cached_property
     def wish(self) -> ParallelWish | None:
         """Wish for several processes, regardless of their number; None on one GPU."""
-        wish = self.setup.parallel
+        wish: ParallelWish | None = self.setup.parallel
         return wish and replace(wish, ranks=0)
 
     @functools.cached_property

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from snugfit.techniques import roster
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.several_gpus.candidates import Shared
-    from snugfit.techniques.setup import ParallelWish
 
 
 def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:

@@ -16,7 +16,6 @@ from snugfit.planning.keep import Kept
 from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.several_gpus import axes_of
 from snugfit.techniques.technique import Slot, Technique
 
 MOST_AXES = 2
@@ -55,7 +54,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
             continue
         for one in kind.settings(job):
             wish = one.install(Setup()).parallel
-            if wish is not None and axes_of(wish):
+            if wish is not None and wish.axes:
                 slots.setdefault(kind.slot, []).append(one)
     return slots
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from snugfit.features.distributed.apply.stages import layers_at
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of
@@ -44,16 +45,16 @@ from snugfit.prediction.several_gpus.stages import (
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import periodic_checkpoint
 from snugfit.rehearsal.trace.trace import COLLECTIVES
-from snugfit.step.wishes.mesh.stages import layers_at
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.profile import Software
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.trace.depth import Depth
     from snugfit.rehearsal.trace.trace import Trace
-    from snugfit.techniques.setup import ParallelWish, Setup
+    from snugfit.techniques.setup import Setup
 
 FEWEST = 4
 """Least number of layers of the shallower stages (chosen), as in other models of few layers."""

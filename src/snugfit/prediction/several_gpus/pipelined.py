@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import GpuError
+from snugfit.features.distributed.apply.stages import EMBEDDING, HEAD, layers_at
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.several_gpus.stages import (
     PipelinedStep,
@@ -20,7 +21,6 @@ from snugfit.rehearsal.trace.trace import RECEIVE, SEND
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import RankPredicted
 from snugfit.results.step_seconds import PIPELINE, StepSeconds
-from snugfit.step.wishes.mesh.stages import EMBEDDING, HEAD, layers_at
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu

@@ -25,18 +25,18 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.features.distributed.apply.stages import layers_of, stages_at
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.seconds import launch_seconds, sync_points, with_worker_batches
 from snugfit.prediction.several_gpus.communication import Interconnect, interconnect_of
 from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
 from snugfit.rehearsal.trace.trace import ALONE, RECEIVE, SEND
-from snugfit.step.wishes.mesh.stages import layers_of, stages_at
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.rates import Rates
     from snugfit.rehearsal.trace.trace import Kernel, Trace
-    from snugfit.techniques.setup import ParallelWish
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
 """The schedules of one stage on each GPU, by torch's names."""

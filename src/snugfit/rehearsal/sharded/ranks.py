@@ -145,8 +145,8 @@ class RankRecorder(Recorder):
         """Record the average of a bucket of gradients over all ranks, in NCCL's own stream.
 
         NCCL references the bucket until one of two events. Either the next backward pass begins to average,
-        or another collective runs in parallel to the computation. `step/wishes/parallel.py` gives the reason;
-        two H200s showed it without other collectives.
+        or another collective runs in parallel to the computation. `_release_first_buckets` gives the
+        reason; two H200s showed it without other collectives.
         """
         if self._first_to_come:
             self._kept.clear()

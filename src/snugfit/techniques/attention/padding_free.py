@@ -68,8 +68,6 @@ class PaddingFree(Technique):
             yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
         if setup.compile is not None:
             yield f"{recipe[Slot.ENGINE]} was not tried with batches of another length each. Take 'sdpa'."
-        if setup.sharding is not None:
-            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Take 'sdpa'."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

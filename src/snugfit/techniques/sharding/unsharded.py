@@ -21,4 +21,4 @@ class Unsharded(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Leave the model without an engine."""
-        return setup.with_fields(sharding=None)
+        return setup

@@ -3,7 +3,7 @@
 The engine's partitions are flat and cut at any place. They are useless to a run with another number of
 processes or without an engine. A checkpoint therefore has each weight whole with its states, as under
 `zero1`. All processes gather one weight after the other. Its owner copies it to the host and writes it. The
-owners have weights of about equal size in bytes (`step/wishes/engine/owners.py`).
+owners have weights of about equal size in bytes (`features/distributed/engine/owners.py`).
 
 On reading, the weights are loaded into the model on the host, before there is an engine. The states go into
 the partitions in batches: each process reads all and keeps its part.
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.wishes.engine.owners import owners
+from snugfit.features.distributed.engine.owners import owners
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
 
     The state's name is empty for the weight itself. All processes must iterate to the end.
     """
-    from snugfit.step.wishes.engine.optimizer import whole_states, whole_weight
+    from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
     chosen = owners(state.model, state.ranks.size)
@@ -65,7 +65,7 @@ def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
 
     The others return an empty dict. All processes call it.
     """
-    from snugfit.step.wishes.engine.optimizer import whole_weight
+    from snugfit.features.distributed.engine.optimizer import whole_weight
 
     weights = {id(weight) for weight in state.model.parameters()}
     copies: dict[int, torch.Tensor] = {}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.mesh.stages import is_stage
+from snugfit.features.distributed.apply.stages import is_stage
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.module_attributes import (
     Numbers,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
+from snugfit.features.distributed.apply.sharded_optimizer import local_optimizer, updated_elsewhere
 from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:

@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.engine.config import is_of_engine
-from snugfit.step.wishes.mesh.sharded_optimizer import (
+from snugfit.features.distributed.apply.sharded_optimizer import (
     local_optimizer,
     spreads_states,
     updated_elsewhere,
 )
-from snugfit.step.wishes.mesh.stages import is_stage
+from snugfit.features.distributed.apply.stages import is_stage
+from snugfit.features.distributed.engine.config import is_of_engine
 from snugfit.training.checkpoint.engine_parts import (
     gathered_parts,
     put_parts,

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.engine.config import is_of_engine
-from snugfit.step.wishes.engine.owners import part_bytes
+from snugfit.features.distributed.apply.sharded_optimizer import local_optimizer, updated_elsewhere
+from snugfit.features.distributed.apply.stages import is_stage
+from snugfit.features.distributed.engine.config import is_of_engine
+from snugfit.features.distributed.engine.owners import part_bytes
 from snugfit.step.wishes.masters.marks import HAS_MASTER
-from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
-from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (

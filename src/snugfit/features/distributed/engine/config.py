@@ -13,11 +13,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.techniques.deepspeed_zero import zero_section
+from snugfit.features.distributed.fields import SHARDING
+from snugfit.features.distributed.techniques.deepspeed_zero import zero_section
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
-    from snugfit.techniques.setup import Setup, ShardingWish
+    from snugfit.features.distributed.fields import ShardingWish
+    from snugfit.techniques.setup import Setup
 
 PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
 """NVML bytes that NCCL and DeepSpeed's engine add with one process, by the stage. Source: 558 to 563 MiB in
@@ -35,25 +37,27 @@ def is_of_engine(optimizer: Any) -> bool:
     """Return whether it wraps an engine's optimizer. It compares a module's name, since importing
     `optimizer.py` takes time, and a process with such an optimizer has imported it.
     """
-    return type(optimizer).__module__ == "snugfit.step.wishes.engine.optimizer"
+    return type(optimizer).__module__ == "snugfit.features.distributed.engine.optimizer"
 
 
-def group_bytes(setup: Setup, loop: str = "plain") -> int:
-    """Return the NVML bytes of one process's group in this loop; 0 without one. It is 0 on several GPUs too,
+def group_bytes(wish: ShardingWish, loop: str) -> int:
+    """Return the NVML bytes of one process's group in this loop; 0 on several GPUs,
     whose groups are counted by their exchanges.
     """
-    if setup.sharding is None or setup.sharding.ranks > 1:
+    if wish.ranks > 1:
         return 0
-    if setup.sharding.stage == 3 and loop != "plain":
+    if wish.stage == 3 and loop != "plain":
         return BUILT_WITHIN
-    return PROCESS_GROUP[setup.sharding.stage]
+    return PROCESS_GROUP[wish.stage]
 
 
-def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: int) -> dict[str, Any]:
+def engine_config(
+    setup: Setup, *, batch_size: int, clip: float | None, width: int, folder: str | None = None
+) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`. `width` is that of the hidden states, `batch_size`
-    that of one process.
+    that of one process. A disk's files are in `folder`, by default in one for this run.
     """
-    wish = setup.sharding
+    wish = SHARDING.of(setup)
     assert wish is not None
     rows = max(1, batch_size // setup.micro_batches)
     return {
@@ -63,7 +67,7 @@ def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: i
         "gradient_clipping": clip or 0.0,
         "bf16": {"enabled": wish.dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero_section(wish, bucket_sizes(width), swap_folder(wish)),
+        "zero_optimization": zero_section(wish, bucket_sizes(width), folder or swap_folder(wish)),
     }
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.wishes.mesh.stages import is_elsewhere
-from snugfit.techniques.tensor_plans import is_of_experts
+from snugfit.features.distributed.apply.stages import is_elsewhere
+from snugfit.features.distributed.techniques.tensor_plans import is_of_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

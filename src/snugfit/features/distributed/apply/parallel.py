@@ -13,18 +13,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from snugfit.errors import UsageError
+from snugfit.features.distributed.apply import by_accelerate, ring_attention
+from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
+from snugfit.features.distributed.apply.ring_attention import cut_batch
+from snugfit.features.distributed.apply.script import parallel_fields
+from snugfit.features.distributed.apply.sharded_optimizer import sharded_optimizer
+from snugfit.features.distributed.apply.stages import keep_stage, parts_of
+from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts_of_gradients
+from snugfit.features.distributed.fields import PARALLEL
+from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
 from snugfit.step.checkpointing import layer_stacks
-from snugfit.step.wishes.handler import Context, Handler, ScriptContext
-from snugfit.step.wishes.mesh import by_accelerate
-from snugfit.step.wishes.mesh.ring_attention import cut_batch
-from snugfit.step.wishes.mesh.script import parallel_fields
-from snugfit.step.wishes.mesh.stages import parts_of
-from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
+from snugfit.step.spread_tensors import optimizer_groups
+from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext
+from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
@@ -33,8 +40,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import ParallelWish
+    from snugfit.step.step import StepPasses
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import OptimizerWish, Setup
 
 LIVE = (
     "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
@@ -45,7 +55,7 @@ LIVE = (
 class ParallelHandler(Handler):
     """This process's part of the training."""
 
-    wish, slot, stage = "parallel", Slot.SHARDING, InstallStage.DISTRIBUTE
+    wish, slot, stage = PARALLEL.name, Slot.SHARDING, InstallStage.DISTRIBUTE
     refused: ClassVar = {
         "fit": LIVE,
         "custom_loop": LIVE,
@@ -63,6 +73,60 @@ class ParallelHandler(Handler):
             import torch.distributed.pipelining
             import torch.nn.parallel  # noqa: F401
 
+    def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
+        """Register the attention of cut sequences, which the model's constructor looks up by its name."""
+        if value is not None and value.context > 1:
+            ring_attention.register()
+        return {}
+
+    def replace_model(self, value: ParallelWish | None, model: Any) -> Any:
+        """Return the model with the layers of this process's stages."""
+        return keep_stage(value, model) if value is not None and value.stages > 1 else model
+
+    def built_on(self, value: ParallelWish | None, job: Job) -> str:
+        """Return `stays` where each process takes its part of a layer's weights from the host: the host keeps
+        the parts, or the job builds there. A model in stages is cut on the host."""
+        if value is None:
+            return ""
+        builds_there = job.build_on == "host" and value.tensor == value.stages == 1
+        if value.weights == "sharded" and (value.on_host or builds_there):
+            return STAYS
+        return "host" if value.stages > 1 else ""
+
+    def make_optimizer(
+        self, value: ParallelWish | None, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
+    ) -> torch.optim.Optimizer | None:
+        """Return the optimizer of parts, or one whose states are sharded."""
+        if value is None:
+            return None
+        groups = optimizer_groups(groups)
+        if value.states == "sharded":
+            return sharded_optimizer(wish, groups, **numbers)
+        return make_optimizer(wish, model, groups, **numbers)
+
+    def step_passes(
+        self,
+        value: ParallelWish | None,
+        model: Any,
+        runs: Any,
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> StepPasses | None:
+        """Return the passes of this process's stages."""
+        if value is None or value.stages == 1:
+            return None
+        from snugfit.features.distributed.apply.pipeline import StagePasses
+
+        return StagePasses(value, runs, model, around)
+
+    def refuse_training(self, value: ParallelWish | None, recipe: Recipe) -> None:
+        """Refuse optimizers of stages whose states no checkpoint has."""
+        if value is None or value.stages == 1 or recipe.setup().optimizer.factory.path in KNOW_SHARDS:
+            return
+        raise UsageError(
+            f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "
+            "only predicted and measured. Train with 'adamw', 'adamw_fused' or 'sgd'."
+        )
+
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
         """Return the model in DDP, or with its weights sharded over the processes."""
         if value is None:
@@ -78,7 +142,7 @@ class ParallelHandler(Handler):
         if value.chunks > 1:
             _distribute_parts(value, model, mesh)
         elif value.weights == "sharded":
-            over = mesh_of(_with_contexts(value), device) if value.context > 1 else mesh
+            over = mesh_of(with_contexts(value), device) if value.context > 1 else mesh
             in_fsdp(value, model, data_mesh(over))
             give_back_whole_weights(device)
         elif value.copies and value.tensor > 1:
@@ -113,6 +177,30 @@ class ParallelHandler(Handler):
         if value is None or value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
+
+    def setup_for_accelerate(self, value: ParallelWish | None, setup: Setup) -> Setup:
+        """Return the Setup with the dtype of gathered weights as accelerate's mixed precision."""
+        return by_accelerate.told_to_accelerate(setup)
+
+    def around_accelerate(self, value: ParallelWish | None, device: torch.device) -> Context | None:
+        """Make accelerate treat this process as one of several."""
+        return None if value is None else functools.partial(by_accelerate.one_of_several, device, value)
+
+    def build_for_accelerate(
+        self, value: ParallelWish | None, setup: Setup, build: Callable[..., Any]
+    ) -> Any:
+        """Return a model to be sharded, which stays on the host: accelerate moves its parts."""
+        if value is None or value.weights != "sharded":
+            return None
+        model = build(stays=True)
+        if setup.autocast:
+            by_accelerate.widen(model)
+        return model
+
+    def set_accelerator(self, value: ParallelWish | None, accelerator: Any, model: Any) -> None:
+        """Pass the layers' classes to accelerate's FSDP2."""
+        if value is not None and value.weights == "sharded":
+            by_accelerate.name_layers(accelerator, model)
 
     def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
         """Return accelerate's own arguments for it."""
@@ -262,45 +350,3 @@ def give_back_whole_weights(device: str) -> None:
 
     if device != "cpu":
         getattr(torch, device).empty_cache()  # `get_device_module` remembers an earlier rehearsal's
-
-
-def device_of(model: torch.nn.Module) -> str:
-    """Return the kind of device that this process computes on, while the model may wait on the host."""
-    import torch.distributed as dist
-
-    kind = next(model.parameters()).device.type
-    return "cuda" if kind == "cpu" and "nccl" in str(dist.get_backend_config()) else kind
-
-
-def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
-    """Return the mesh of all processes, without axes of one, the slowest link first: `stage`, `replicate`,
-    `shard`, `context`, `tensor`.
-
-    The data axis is `replicate` and `shard`. `shard` is the axis of one copy of sharded weights; with several
-    copies it has `shards` ranks.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shards = wish.shards or (wish.data_ranks if wish.weights == "sharded" else 1)
-    counts = {
-        "stage": wish.stages,
-        "replicate": wish.data_ranks // shards,
-        "shard": shards,
-        "context": wish.context,
-        "tensor": wish.tensor,
-    }
-    axes = {axis: count for axis, count in counts.items() if count > 1}
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _with_contexts(wish: ParallelWish) -> ParallelWish:
-    """Return the wish with its data axis extended over the ranks of each sequence. They hold the same weights
-    and have gradients of their own. So one copy is sharded over that many times more ranks.
-    """
-    return replace(wish, context=1, shards=wish.shards * wish.context)
-
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh along which ranks share the batch."""
-    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))
-    return mesh[axes] if len(axes) < mesh.ndim else mesh

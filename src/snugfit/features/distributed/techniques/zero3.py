@@ -5,7 +5,7 @@ backward pass, module by module. So the GPU holds those of a few modules and the
 largest model on a GPU, and is the slowest. accelerate and the Trainer also build the model in this way
 (`deepspeed.zero.Init`). The plain loop moves it to the GPU whole, and its weights go to the host from there.
 Each of several GPUs keeps a part of everything, on the host or with `offload=none` itself, and gathers
-weights. snugfit's own loop trains with it, except with `offload=nvme` (`step/wishes/engine/optimizer.py`).
+weights. snugfit's own loop trains with it, except with `offload=nvme` (`engine/optimizer.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from snugfit.techniques import deepspeed_zero
-from snugfit.techniques.setup import Setup, ShardingWish
+from snugfit.features.distributed.fields import ShardingWish
+from snugfit.features.distributed.techniques import deepspeed_zero
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from snugfit.techniques import several_gpus, tensor_plans
+from snugfit.features.distributed.fields import PARALLEL, ParallelWish
+from snugfit.features.distributed.techniques import tensor_plans
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -37,18 +39,18 @@ class Expert(Technique):
     elsewhere: ClassVar = ("expert_parallel", "ep")
     needs_several_gpus: ClassVar = True
 
-    n: int = between(2, several_gpus.MOST_GPUS)
+    n: int = between(2, MOST_GPUS)
     """GPUs that the experts of a layer are spread over: as many as in `tensor(n)`."""
 
     def install(self, setup: Setup) -> Setup:
         """Shard experts over the GPUs that share layers."""
-        wish = setup.parallel or ParallelWish(weights="alone")
+        wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
         return setup.with_fields(parallel=replace(wish, experts=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require as many GPUs that share layers, and a mixture of experts."""
-        setup = recipe[Slot.TENSOR_PARALLEL].install(Setup())
-        if setup.parallel is None or setup.parallel.tensor != self.n:
+        wish = PARALLEL.of(recipe[Slot.TENSOR_PARALLEL].install(Setup()))
+        if wish is None or wish.tensor != self.n:
             yield (
                 f"experts are spread over the GPUs that share a layer, and {recipe[Slot.TENSOR_PARALLEL]} "
                 f"makes no groups of {self.n}. Write 'tensor({self.n}) + expert({self.n})'."

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import UsageError
-from snugfit.step.applier import run_context
-from snugfit.step.batches import place
-from snugfit.step.build import build_model, build_optimizer
-from snugfit.step.plain_loop import PlainStep
-from snugfit.step.wishes.engine.build_lock import dead_locks_removed, print_line
-from snugfit.step.wishes.engine.config import (
+from snugfit.features.distributed.engine.build_lock import dead_locks_removed, print_line
+from snugfit.features.distributed.engine.config import (
     engine_config,
     refuse_without_file_operator,
     remove_swap_folder,
     width_of,
 )
+from snugfit.features.distributed.fields import SHARDING
+from snugfit.step.applier import run_context
+from snugfit.step.batches import place
+from snugfit.step.build import build_model, build_optimizer
+from snugfit.step.plain_loop import PlainStep
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
     """
     import deepspeed
 
-    wish = setup.sharding
+    wish = SHARDING.of(setup)
     assert wish is not None
     if wish.states != "none":  # `accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed`
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -110,18 +111,11 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
     return deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
 
 
-def engine_context(
-    setup: Setup, device: torch.device, tell: Callable[[str], None]
-) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a run with an engine's steps: `in_process_group`; an empty one for other runs."""
-    return contextlib.nullcontext() if setup.sharding is None else in_process_group(device, tell)
-
-
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
     """Return the model, built on the host, in the dtype that the engine would give it there before it moves
     it. Raises `UsageError` where the engine cannot keep states in the chosen place.
     """
-    wish = setup.sharding
+    wish = SHARDING.of(setup)
     assert wish is not None
     if device.type != "meta":
         refuse_without_file_operator(wish)
@@ -137,7 +131,7 @@ def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch
     and moved away before the next module's are made. So the device never holds all of them, nor the host a
     second copy.
     """
-    wish = setup.sharding
+    wish = SHARDING.of(setup)
     assert wish is not None
     if wish.stage != 3:
         return built_for_engine(job, setup, device)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
+from snugfit.step.checkpointing import ELSEWHERE
 from snugfit.step.loss import loss_of
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from snugfit.techniques.setup import ParallelWish
+    from snugfit.features.distributed.fields import ParallelWish
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 PARTS = (EMBEDDING, "layers", "norm")
 """Names of a decoder's parts in transformers that are cut apart; Llama's names, which most have."""
 
-_ELSEWHERE, _TIED = "of_another_stage", "shares_its_embedding"
+_TIED = "shares_its_embedding"
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def _elsewhere() -> Any:
 
         def __init__(self, weight: Any = None) -> None:
             super().__init__()
-            setattr(self, _ELSEWHERE, True)
+            setattr(self, ELSEWHERE, True)
             if weight is not None:
                 self.weight = weight
 
@@ -69,7 +70,7 @@ def _elsewhere() -> Any:
 
 def is_elsewhere(module: Any) -> bool:
     """Return whether this module replaces a layer of another stage."""
-    return bool(getattr(module, _ELSEWHERE, False))
+    return bool(getattr(module, ELSEWHERE, False))
 
 
 def is_stage(model: Any) -> bool:

@@ -19,7 +19,8 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
-from snugfit.step.wishes.engine.loop import make_engine
+from snugfit.features.distributed.engine.loop import make_engine
+from snugfit.features.distributed.fields import SHARDING
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -191,7 +192,7 @@ def start_engine(
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     before = [(weight, weight.detach()) for weight in model.parameters() if weight.requires_grad]
     engine = make_engine(job, setup, model, optimizer)
-    wish = setup.sharding
+    wish = SHARDING.of(setup)
     assert wish is not None
     if wish.dtype != "float32":
         for weight, value in before:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from snugfit.techniques import several_gpus
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.techniques import several_gpus
 from snugfit.techniques.counterpart import Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class Hsdp(Technique):
     counterparts: ClassVar = several_gpus.sharded_elsewhere(Setting("n"))
     needs_several_gpus: ClassVar = True
 
-    n: int = between(2, several_gpus.MOST_GPUS)
+    n: int = between(2, MOST_GPUS)
     """GPUs of a group, all of which it is best to have in one host."""
 
     reshard: Literal["layers", "all", "none"] = "layers"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.distributed.fields import ParallelWish
 from snugfit.step.compiling import layer_names
-from snugfit.techniques.setup import ParallelWish
+from snugfit.step.wishes.precision import MIXED
+from snugfit.step.wishes.python_text import CallText, keywords_text
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -44,9 +46,17 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
         raise context.refusal(cuts_more[0], "scripts for several GPUs share the batch among them alone")
     if why := _why_not(wish, context.target):
         raise context.refusal(Slot.SHARDING, why)
+    more: dict[str, Any] = {"mixed": MIXED[wish.dtype]} if wish.dtype else {}
+    if wish.states == "sharded":
+        factory = context.setup.optimizer.factory
+        kind, numbers = factory.path.replace(":", "."), keywords_text(factory.arguments)
+        more["optimizer_of_part"] = CallText(
+            imported="from torch.distributed.optim import ZeroRedundancyOptimizer",
+            called=f"ZeroRedundancyOptimizer(parameters, {kind}, lr=LEARNING_RATE{numbers})",
+        )
     shards = wish.shards or wish.data_ranks
     copies = wish.data_ranks // shards
-    return {
+    return more | {
         "parallel": {
             "weights": wish.weights,
             "bucket_views": wish.bucket_views,

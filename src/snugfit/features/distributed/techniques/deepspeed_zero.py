@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.features.distributed.fields import ShardingWish
+from snugfit.features.distributed.techniques.several_gpus import untried_techniques
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup, ShardingWish
-from snugfit.techniques.several_gpus import untried_techniques
+from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 from snugfit.versions import version_of
 
@@ -112,13 +113,10 @@ def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
     return setup.with_fields(sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
 
 
-def refuse_training(setup: Setup) -> None:
+def refuse_training(wish: ShardingWish) -> None:
     """Raise `UsageError` for an engine that trains in no loop of snugfit's."""
     from packaging.requirements import Requirement
 
-    wish = setup.sharding
-    if wish is None:
-        return
     if "nvme" in (wish.states, wish.weights):
         raise UsageError(
             "Checkpoints of states on a disk (offload=nvme) are not kept, so snugfit train refuses it. Take "
@@ -147,6 +145,8 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
         )
     for technique in untried_techniques(recipe):
         yield f"it is not simulated together with {technique}. Leave one of them out."
+    if recipe[Slot.ATTENTION].install(Setup()).attention == PADDING_FREE:
+        yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
     if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
         update = (
             "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from snugfit.errors import RecipeError
+from snugfit.features.distributed.fields import RING
 from snugfit.job.batch import IGNORED
-from snugfit.techniques.setup import RING
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ KNOWN = (
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
     "embedding_rowwise", "replicated_with_grad_allreduce", "replicate",
 )  # fmt: skip
-"""Words of a plan that torch has a style of the same meaning for (`step/wishes/mesh/tensor.py`)."""
+"""Words of a plan that torch has a style of the same meaning for (`features/distributed/apply/tensor.py`)."""
 
 EXPERT_STYLES = ("grouped_gemm", "moe_tp_experts", "ep_router", "ep_dispatch_experts")
 """Words of transformers' plans for experts: of 5.17, and, with the last in the place of two, from 5.21 on."""

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.features.distributed.engine.config import engine_config, width_of
+from snugfit.features.distributed.engine.loop import built_by_transformers, in_process_group
 from snugfit.step.accelerate_loop import AccelerateStep
 from snugfit.step.applier import run_context
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.step.transformers_internals import place_state, placed_on
-from snugfit.step.wishes.engine.config import engine_config, width_of
-from snugfit.step.wishes.engine.loop import built_by_transformers, in_process_group
 
 if TYPE_CHECKING:
     import torch

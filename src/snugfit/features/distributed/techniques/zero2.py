@@ -5,7 +5,7 @@ One GPU has no other to share them with, so there it only helps with `offload=cp
 keeps the weights in the dtype of the computation, and a bucket of gradients. Gradients go to the host while
 the backward pass runs; there the CPU updates fp32 weights, and the new ones come back. Each of several GPUs
 keeps and updates its part, on the GPU with `offload=none`. Each also keeps all weights in the dtype of the
-computation. snugfit's own loop trains with it, on one GPU as on several (`step/wishes/engine/optimizer.py`).
+computation. snugfit's own loop trains with it, on one GPU as on several (`engine/optimizer.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from snugfit.techniques import deepspeed_zero
-from snugfit.techniques.setup import Setup, ShardingWish
+from snugfit.features.distributed.fields import ShardingWish
+from snugfit.features.distributed.techniques import deepspeed_zero
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from snugfit.errors import UsageError
+from snugfit.features.distributed.fields import PARALLEL
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import MOST_GPUS
@@ -37,7 +38,7 @@ def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
     data = [counts[word] for word, kind in kinds.items() if kind.slot is Slot.SHARDING]
     if copies > 1:
         recipe = recipe.with_(_in_copies(recipe[Slot.SHARDING], data, copies, text))
-    wish = recipe.setup().parallel
+    wish = PARALLEL.of(recipe.setup())
     if wish is None:
         raise UsageError(f"--mesh {text!r} has no axis along which GPUs share the work. {EXAMPLE}")
     if wish.weights != "alone" and not data:
@@ -101,7 +102,7 @@ def _in_copies(sharing: Technique, data: list[int], copies: int, text: str) -> T
     )
     if isinstance(sharing, spread):
         return sharing
-    wish = sharing.install(Recipe().setup()).parallel
+    wish = PARALLEL.of(sharing.install(Recipe().setup()))
     if not data or wish is None or wish.weights != "sharded":
         raise UsageError(
             f"--mesh {text!r}: {REPLICATE}={copies} makes copies of weights that are spread over GPUs. Write "

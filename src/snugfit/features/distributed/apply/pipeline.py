@@ -19,17 +19,18 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
-from snugfit.step.wishes.mesh.spread_tensors import scale, total_norm, whole
-from snugfit.step.wishes.mesh.stages import is_tied, parts_of, position_of, shared_weight
-from snugfit.step.wishes.mesh.tensor import sum_parts_of_gradients
-from snugfit.step.wishes.parallel import device_of, mesh_of
+from snugfit.features.distributed.apply.rank_mesh import device_of, mesh_of
+from snugfit.features.distributed.apply.stages import is_tied, parts_of, position_of, shared_weight
+from snugfit.features.distributed.apply.tensor import sum_parts_of_gradients
+from snugfit.step.batches import join, place
+from snugfit.step.spread_tensors import scale, total_norm, whole
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.pipelining import PipelineStage
 
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.step.step import Observer
-    from snugfit.techniques.setup import ParallelWish
 
 EACH = ("attention_mask", "position_ids")
 """Inputs of every stage, in addition to the first's token ids and the last's labels."""
@@ -67,6 +68,25 @@ class StagePasses:
     def is_last(self) -> bool:
         """Return whether this process has the stage that computes the loss."""
         return self._wish.all_stages - 1 in self._parts
+
+    def accumulate(
+        self, loop: Any, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+    ) -> torch.Tensor | None:
+        """Leave a step's gradients in the parameters: all micro-batches at once, in the schedule's order.
+        Return the loss where this process computes it and the loop keeps losses."""
+        count = loop.setup.micro_batches
+        whole = join(pieces, count)
+        inputs = place(self.inputs(whole), loop.device)
+        shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
+        built.observer.phase("forward")
+        losses = self.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
+        if not loop.keep_losses or not losses:
+            return None
+        total = losses[0].detach().float()
+        for loss in losses[1:]:
+            total = total + loss.detach()
+        loop.computed(total)
+        return total
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a batch that this process's stages need."""

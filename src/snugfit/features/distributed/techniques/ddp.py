@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from snugfit.techniques import several_gpus
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.techniques import several_gpus
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:

@@ -12,16 +12,24 @@ The mixed precision is one argument of accelerate's, for autocast (DDP) and for 
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
+from snugfit.features.distributed.fields import PARALLEL, ParallelWish
 from snugfit.step.checkpointing import layer_stacks
-from snugfit.techniques.setup import ParallelWish
+from snugfit.step.transformers_internals import DEVICE
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.techniques.setup import Setup
+
+OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""Prefixes of the variables by which `accelerate launch` configures its processes."""
 
 LIBRARIES = {"accelerate": "accelerate", "trainer": "the Trainer"}
 """Loops with accelerate's processes, each with its library's name."""
@@ -64,15 +72,34 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
 
 def told_to_accelerate(setup: Setup) -> Setup:
     """Return the same Setup, with the dtype of gathered weights as accelerate's mixed precision."""
-    wish = setup.parallel
+    wish = PARALLEL.of(setup)
     if wish is None or wish.dtype is None:
         return setup
-    return replace(setup, autocast=wish.dtype, parallel=replace(wish, dtype=None))
+    return setup.with_fields(autocast=wish.dtype, parallel=replace(wish, dtype=None))
 
 
-def is_spread(setup: Setup) -> bool:
-    """Return whether each of several processes holds a part of the weights."""
-    return setup.parallel is not None and setup.parallel.weights == "sharded"
+@contextlib.contextmanager
+def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
+    """Make accelerate treat this process as one of several on GPUs, in torch's existing process group.
+
+    Variables of a launcher are ignored. On `meta` a mesh of ranks must exist from the beginning, so
+    accelerate's device is `meta` then and not CUDA.
+    """
+    import torch.distributed as dist
+    from accelerate.state import DistributedType, PartialState
+
+    for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS) and name != DEVICE]:
+        del os.environ[name]
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    if device.type == "cuda":
+        yield
+        return
+    if device.type == "meta" and wish.weights == "sharded":
+        os.environ[DEVICE] = "meta"
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP gets no device index
+    of_gpus = (dist.get_backend(), DistributedType.MULTI_GPU)
+    with patch.object(PartialState, "_prepare_backend", lambda self, *asked, **more: of_gpus):
+        yield
 
 
 def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from snugfit.techniques import roster, several_gpus
+from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
+from snugfit.features.distributed.techniques import several_gpus
+from snugfit.techniques import roster
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import PADDING_FREE, ParallelWish, Setup
+from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Pipeline(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cut the layers into stages."""
-        wish = setup.parallel or ParallelWish(weights="alone")
+        wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
         placed = replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule], chunks=self._chunks)
         return setup.with_fields(parallel=placed)
 
@@ -86,9 +88,9 @@ class Pipeline(Technique):
         setup = Setup()
         for slot in roster.slots_of_several_gpus():
             setup = recipe[slot].install(setup)
-        wish = setup.parallel
+        wish = PARALLEL.of(setup)
         assert wish is not None
-        if setup.sharding is not None or wish.states == "sharded" or wish.on_host:
+        if SHARDING.of(setup) is not None or wish.states == "sharded" or wish.on_host:
             yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
         if wish.context * wish.experts > 1:
             yield "stages are not simulated together with sequences or experts that GPUs share."

@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from snugfit.techniques import several_gpus, tensor_plans
+from snugfit.features.distributed.fields import PARALLEL, ParallelWish
+from snugfit.features.distributed.techniques import several_gpus, tensor_plans
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -44,19 +46,19 @@ class Tensor(Technique):
     elsewhere: ClassVar = ("tensor_parallel", "tp")
     needs_several_gpus: ClassVar = True
 
-    n: int = between(2, several_gpus.MOST_GPUS)
+    n: int = between(2, MOST_GPUS)
     """GPUs of a group, all of which it is best to have in one host."""
 
     def install(self, setup: Setup) -> Setup:
         """Cut the model's matrices over the group, with any division of the batch."""
-        wish = setup.parallel or ParallelWish(weights="alone")
+        wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
         return setup.with_fields(parallel=replace(wish, tensor=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the settings that are not simulated on several GPUs, and sizes that n parts cannot share."""
-        wish = recipe[Slot.SHARDING].install(Setup()).parallel or ParallelWish(weights="alone")
+        wish = PARALLEL.of(recipe[Slot.SHARDING].install(Setup())) or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
-        spread = recipe[Slot.EXPERT_PARALLEL].install(Setup()).parallel
+        spread = PARALLEL.of(recipe[Slot.EXPERT_PARALLEL].install(Setup()))
         yield from tensor_plans.objections(job, self.n, experts=spread is not None)
 
     @classmethod

@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from snugfit.features.distributed.fields import PARALLEL, RING, SHARDING, ParallelWish
+from snugfit.features.distributed.techniques import several_gpus
 from snugfit.job.job import Task
-from snugfit.techniques import several_gpus
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import RING, ParallelWish, Setup
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -60,12 +62,12 @@ class ContextParallel(Technique):
     needs_several_gpus: ClassVar = True
     least_capability: ClassVar = (8, 0)
 
-    n: int = between(2, several_gpus.MOST_GPUS)
+    n: int = between(2, MOST_GPUS)
     """GPUs that share a sequence, all of which it is best to have in one host."""
 
     def install(self, setup: Setup) -> Setup:
         """Cut sequences, and choose ring attention; weights stay sharded as they are."""
-        parallel = replace(setup.parallel or ParallelWish(weights="alone"), context=self.n)
+        parallel = replace(PARALLEL.of(setup) or ParallelWish(weights="alone"), context=self.n)
         attention = RING if setup.attention == "sdpa" else setup.attention
         return setup.with_fields(parallel=parallel, attention=attention)
 
@@ -77,9 +79,9 @@ class ContextParallel(Technique):
         for slot in Slot:
             if slot is not self.slot:
                 setup = recipe[slot].install(setup)
-        wish = setup.parallel or ParallelWish(weights="alone")
+        wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, context=self.n))
-        if setup.sharding is not None:
+        if SHARDING.of(setup) is not None:
             yield f"it does not go with {recipe[Slot.SHARDING]}, which is DeepSpeed's. Take 'fsdp' or 'ddp'."
         if wish.ranks_of_one_part > 1 or wish.experts > 1:
             yield "it is not simulated together with tensor, pipeline or expert parallelism. Leave them out."

@@ -1,0 +1,1 @@
+"""Training one model on several GPUs: the ways to split it, its steps and its checkpoints."""
