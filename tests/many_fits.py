@@ -22,9 +22,9 @@ from fitted import classified, losses_of, model_of, spoken, trainer_of
 from many_ranks import free_port
 from snugfit import fit
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.checkpoint.shards import whole_weights
 from snugfit.job.batch import IGNORED
 from snugfit.techniques import roster
-from snugfit.training.checkpoint.shards import whole_weights
 
 
 def mostly_masked(count: int) -> list[dict[str, Any]]:

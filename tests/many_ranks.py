@@ -20,11 +20,11 @@ from clean_forks import Forks
 from small_models import small_job
 from small_runs import rows
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.checkpoint.shards import ShardedSnapshot
 from snugfit.frontends import own
 from snugfit.frontends.own import train
 from snugfit.step import plain_loop
 from snugfit.techniques import roster
-from snugfit.training.checkpoint.shards import ShardedSnapshot
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.trained import Trained
 

@@ -30,9 +30,14 @@ from small_runs import small_run
 from snugfit import fit
 from snugfit.documents import read_document
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.checkpoint.torch_checkpoint import (
+    LIST_OF_PARTS,
+    list_of_parts,
+    read_parts,
+    write_parts,
+)
 from snugfit.training.checkpoint import manifest
 from snugfit.training.checkpoint.manifest import BrokenCheckpoint, check_sizes, seal
-from snugfit.training.checkpoint.torch_checkpoint import LIST_OF_PARTS, list_of_parts, read_parts, write_parts
 from snugfit.training.run.train import train
 
 

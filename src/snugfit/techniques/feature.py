@@ -161,6 +161,9 @@ class Feature:
     def place_state(self, optimizer: Any, weight: Any) -> None:
         """Move the state of a weight, which was read from a checkpoint, to the memory that it needs."""
 
+    def state_parts(self) -> Any:
+        """Return the code for processes with parts of a run's state (`training/checkpoint/parts.py`)."""
+
     # ---- simulating a step ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:

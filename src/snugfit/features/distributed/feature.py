@@ -34,6 +34,12 @@ class Distributed(Feature):
 
         return ParallelHandler(), ShardingHandler()
 
+    def state_parts(self) -> Any:
+        """Return the code for shards in checkpoints."""
+        from snugfit.features.distributed.checkpoint.parts import SpreadState
+
+        return SpreadState()
+
     # ---- the command line ----
 
     def read_mesh(self, recipe: Recipe, text: str) -> tuple[Recipe, int]:

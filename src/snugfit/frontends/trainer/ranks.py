@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.distributed.checkpoint.shards import holds_parts
 from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import untried_techniques
 from snugfit.frontends.items import counted_items
@@ -34,7 +35,6 @@ from snugfit.frontends.trainer.users_files import SAVES_MODEL
 from snugfit.step.trainer_hooks import overrides
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.shards import holds_parts
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ training starts, accelerate shards the model by torch (`fully_shard`): each proc
 gradients and optimizer states. Gradients are averaged over the processes as in DDP, and micro-batches are
 weighted alike (`ranks.py`). `fsdp` and its `reshard` in the recipe must match the Trainer's configuration.
 
-    checkpoint-N/   shards/            each process's parts (`training/checkpoint/shards.py`), as of
-                                       `snugfit train --recipe fsdp`.
+    checkpoint-N/   shards/            each process's parts (`checkpoint/shards.py`), as of `snugfit train
+                                       --recipe fsdp`.
                     everything else    by the first, as of any fitted trainer (`checkpoints.py`).
                     model.safetensors  in the last one of a run, gathered.
 
@@ -21,14 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.features.distributed.fields import ParallelWish
-from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
-from snugfit.frontends.trainer.users_files import weights_folder
-from snugfit.step.applier import after_evaluation
-from snugfit.techniques.setup import Setup
-from snugfit.training.checkpoint.adapters import is_adapted
-from snugfit.training.checkpoint.model_state import beginning_of, load_model_state
-from snugfit.training.checkpoint.shards import (
+from snugfit.features.distributed.checkpoint.shards import (
     ShardedSnapshot,
     has_shards,
     holds_parts,
@@ -39,6 +32,13 @@ from snugfit.training.checkpoint.shards import (
     load_whole_weights,
     shards_of,
 )
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
+from snugfit.frontends.trainer.users_files import weights_folder
+from snugfit.step.applier import after_evaluation
+from snugfit.techniques.setup import Setup
+from snugfit.training.checkpoint.adapters import is_adapted
+from snugfit.training.checkpoint.model_state import beginning_of, load_model_state
 from snugfit.training.checkpoint.state import refuse_unpackable, restore
 from snugfit.training.checkpoint.weights import load_weights
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
 from snugfit.step.applier import engine_of, loader_arguments
-from snugfit.training.checkpoint.shards import is_sharded, shards_of
+from snugfit.training.checkpoint.parts import state_parts
 from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
 from snugfit.training.recovery import Exhausted
 from snugfit.training.rng import all_rng_states, preserve_rng, rng_states, set_rng_states
@@ -73,7 +73,7 @@ class ActiveRun:
         )
         self.step.start_passes(self.state.model, self.state.runs or self.state.model)
         self.step.start_capture()
-        self._is_sharded = is_sharded(self.state)
+        self._is_sharded = state_parts().is_spread(self.state)
         self._is_ended = self._has_stepped = self._is_told = False
         self._is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
         checkpoints.about = run.about(recipe)
@@ -209,5 +209,7 @@ class ActiveRun:
         ranks = self._run.ranks
         random = ranks.gather(all_rng_states(self._run.device)) if ranks.are_many else []
         if self._is_sharded:
-            return shards_of(self.state, staging, random=random, is_last=self._keeps_whole())
+            is_last = self._keeps_whole()
+            part: Writable = state_parts().snapshot(self.state, staging, random=random, is_last=is_last)
+            return part
         return snapshot(self.state, staging, random=random) if ranks.is_first else None

@@ -20,14 +20,7 @@ from snugfit.training.checkpoint.model_state import (
     load_model_state,
     names_kept_beside,
 )
-from snugfit.training.checkpoint.shards import (
-    has_shards,
-    is_sharded,
-    keep_parts,
-    load_shards,
-    load_states_of_engine,
-    load_weight_shards,
-)
+from snugfit.training.checkpoint.parts import state_parts
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.rng import seed_all
@@ -75,13 +68,7 @@ def open_run(
         seed_all(seed, run.ranks.data_rank)
     if checkpoint is not None:
         streams = restore(state, checkpoint.folder)
-        if is_sharded(state):
-            keep_parts(optimizer)
-        if engine is not None:
-            load_states_of_engine(state, checkpoint.folder)
-        elif has_shards(checkpoint.folder):
-            load_shards(state, checkpoint.folder)
-            load_model_state(model, checkpoint.folder)
+        state_parts().restore(state, checkpoint.folder)
         if streams < run.ranks.size:
             tell(f"The random numbers of {run.ranks.size - streams} of {run.ranks.size} GPUs start again.")
         if lengthens(run, checkpoint.about, checkpoint.step):
@@ -120,12 +107,12 @@ def _model(
     A model for an engine has all its weights before the engine partitions it, on the host.
     """
     stays = engine_of(setup) is not None
-    if checkpoint is not None and has_shards(checkpoint.folder):  # shards are read into the built model
+    parts = state_parts()
+    if checkpoint is not None and parts.has_files(checkpoint.folder):  # read into the built model
         model = build_model(run.job, setup, run.device, stays=stays)
         beginning_of(model)
         if stays:
-            load_weight_shards(model, checkpoint.folder, run.ranks)
-            load_model_state(model, checkpoint.folder)
+            parts.load_weights(model, checkpoint.folder, run.ranks)
         return model
     whole = checkpoint is not None and not is_adapted(setup) and run.job.model.module is None
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights

@@ -35,10 +35,3 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer with this process's states: the inner one if states are sharded, else itself."""
     local: Any = optimizer
     return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]
-
-
-def updated_elsewhere(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the weights that other processes update, and have the states of."""
-    inside = local_optimizer(optimizer).param_groups
-    own = {id(weight) for group in inside for weight in group["params"]}
-    return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]

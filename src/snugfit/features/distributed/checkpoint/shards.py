@@ -32,21 +32,21 @@ from snugfit.errors import SnugfitError
 from snugfit.features.distributed.apply.sharded_optimizer import (
     local_optimizer,
     spreads_states,
-    updated_elsewhere,
 )
 from snugfit.features.distributed.apply.stages import is_stage
-from snugfit.features.distributed.engine.config import is_of_engine
-from snugfit.training.checkpoint.engine_parts import (
+from snugfit.features.distributed.checkpoint.engine_parts import (
     gathered_parts,
     put_parts,
     step_counts,
     whole_model,
 )
-from snugfit.training.checkpoint.joined_state import (
+from snugfit.features.distributed.checkpoint.joined_state import (
     state_of_all_stages,
     states_of_all,
     tensors_of_all_stages,
 )
+from snugfit.features.distributed.checkpoint.torch_checkpoint import list_of_parts, read_parts, write_parts
+from snugfit.features.distributed.engine.config import is_of_engine
 from snugfit.training.checkpoint.model_state import (
     ModelState,
     load_model_state,
@@ -55,8 +55,8 @@ from snugfit.training.checkpoint.model_state import (
 )
 from snugfit.training.checkpoint.optimizer_state import parameters_of
 from snugfit.training.checkpoint.packed_state import pack
+from snugfit.training.checkpoint.parts import updated_elsewhere
 from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
-from snugfit.training.checkpoint.torch_checkpoint import list_of_parts, read_parts, write_parts
 from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights, read_weights
 from snugfit.training.ranks import ALONE, Ranks, from_first
 

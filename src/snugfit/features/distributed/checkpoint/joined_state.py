@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.training.checkpoint.optimizer_state import own_part
 from snugfit.training.checkpoint.packed_state import pack, unpack
 from snugfit.training.ranks import Ranks, from_first, talking
 
@@ -114,3 +113,25 @@ def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict
             elif ranks.rank == rank:
                 dist.send(own[name].contiguous(), 0, group=ranks.host)
     return whole
+
+
+def own_part(
+    saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the names and the state of the weights in `names`, from an optimizer's state of all
+    `optimized`."""
+    wanted_names = set(names)
+    groups: list[dict[str, Any]] = []
+    states: dict[int, Any] = {}
+    own_names: list[str] = []
+    index = 0
+    for group in saved["groups"]:
+        before = len(own_names)
+        for _ in range(group["params"]):
+            if optimized[index] in wanted_names:
+                if index in saved["states"]:
+                    states[len(own_names)] = saved["states"][index]
+                own_names.append(optimized[index])
+            index += 1
+        groups.append({**group, "params": len(own_names) - before})
+    return own_names, {**saved, "groups": groups, "states": states}
