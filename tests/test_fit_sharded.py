@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from many_fits import fit_of, fits, result_in
 from small_runs import events
 from snugfit.errors import RecipeError, UsageError
 from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.trainer.sharded import refuse_other_sharding
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.ranks import recipe_in_each
-from snugfit.frontends.trainer.sharded import refuse_recipe, refuse_what_is_not_sharded
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 from tolerance import ROUNDS, SAME, same_losses, same_parameters
@@ -264,17 +266,18 @@ def test_a_run_goes_on_on_other_processes(
     ],
 )
 def test_a_recipe_that_says_otherwise_than_the_trainer_is_refused(recipe: str, why: str) -> None:
-    told = ParallelWish(weights="sharded", reshard="layers")
+    told = partial(refuse_other_sharding, configured=ParallelWish(weights="sharded", reshard="layers"))
     with pytest.raises(RecipeError, match=why):
         recipe_in_each(Recipe.parse(recipe), 2, told)
 
 
 def test_a_recipe_that_says_fsdp_is_the_same_without() -> None:
-    told = ParallelWish(weights="sharded", reshard="none")
+    told = partial(refuse_other_sharding, configured=ParallelWish(weights="sharded", reshard="none"))
     for text in ("bf16 + fsdp(reshard=none)", "bf16"):
         assert recipe_in_each(Recipe.parse(text), 2, told) == Recipe.parse("bf16")
+    by_ddp = partial(refuse_other_sharding, configured=ParallelWish())
     with pytest.raises(RecipeError, match=r"For fsdp configure the Trainer too: Training"):
-        recipe_in_each(Recipe.parse("fsdp"), 2, ParallelWish())
+        recipe_in_each(Recipe.parse("fsdp"), 2, by_ddp)
 
 
 def told_of_fsdp(folder: Path, monkeypatch: pytest.MonkeyPatch, **plugin: Any) -> Any:
@@ -303,16 +306,16 @@ def test_what_is_not_kept_under_fsdp_is_refused_by_name(
         with monkeypatch.context() as changes:
             trainer = told_of_fsdp(tmp_path / str(number), changes, **plugin)
             with pytest.raises(UsageError, match=why):
-                refuse_what_is_not_sharded(trainer)
+                trainer_parts(trainer).refuse_settings()
     trainer = told_of_fsdp(tmp_path, monkeypatch)
-    refuse_what_is_not_sharded(trainer)
+    trainer_parts(trainer).refuse_settings()
     for text, optimizer, why in (
         ("fp16", None, "fp16 does not go with FSDP2"),
         ("lion", None, "and Lion is not known to update parts of weights"),
         ("plain", "adafactor", "optim='adafactor' is not known"),
     ):
         with pytest.raises(UsageError, match=why):
-            refuse_recipe(trainer, Recipe.parse(text).setup(), optimizer=optimizer)
+            trainer_parts(trainer).refuse_recipe(Recipe.parse(text).setup(), optimizer=optimizer)
     monkeypatch.setattr(type(trainer.args), "world_size", 1)
     with pytest.raises(UsageError, match=r"this is the only process\. Start the script with torchrun"):
-        refuse_what_is_not_sharded(trainer)
+        trainer_parts(trainer).refuse_settings()

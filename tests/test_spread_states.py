@@ -19,7 +19,6 @@ from snugfit.errors import UsageError
 from snugfit.features.distributed.apply.sharded_optimizer import (
     local_optimizer,
     spreads_states,
-    updated_elsewhere,
 )
 from snugfit.rehearsal.sharded.ranks import process_group
 from snugfit.step.build import build_model, build_optimizer
@@ -31,6 +30,7 @@ from snugfit.training.checkpoint.optimizer_state import (
     refuse_optimizer,
     restore_optimizer,
 )
+from snugfit.training.checkpoint.parts import updated_elsewhere
 from snugfit.training.checkpoint.state import TrainState, tensor_bytes
 
 CPU = torch.device("cpu")

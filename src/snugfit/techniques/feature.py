@@ -164,6 +164,9 @@ class Feature:
     def state_parts(self) -> Any:
         """Return the code for processes with parts of a run's state (`training/checkpoint/parts.py`)."""
 
+    def trainer_parts(self, trainer: Any) -> Any:
+        """Return the code for the processes of a user's Trainer (`frontends/trainer/parts.py`)."""
+
     # ---- simulating a step ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:

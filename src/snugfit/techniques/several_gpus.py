@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
 from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
 from snugfit.techniques.wish import processes_of, wish_of_processes
 
 if TYPE_CHECKING:
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
 
 MOST_GPUS = 1 << 16
 """More are taken for a mistake."""
+
+NOT_SIMULATED = (Slot.ADAPTERS, Slot.HEAD, Slot.KERNELS, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD)
+"""Slots that hold their plain technique where several processes train together."""
+
+BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
+"""Slots that a search has filled when it chooses a technique for several processes."""
+
+
+def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
+    """Return the techniques that are for one process alone, by slot."""
+    techniques = [recipe[slot] for slot in BEFORE_SHARDING]
+    return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:

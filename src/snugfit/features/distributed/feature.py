@@ -40,6 +40,12 @@ class Distributed(Feature):
 
         return SpreadState()
 
+    def trainer_parts(self, trainer: Any) -> Any:
+        """Return the code for a Trainer by DDP, or by FSDP2 where it is configured."""
+        from snugfit.features.distributed.trainer.sharded import DdpTrainer, ShardedTrainer
+
+        return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
+
     # ---- the command line ----
 
     def read_mesh(self, recipe: Recipe, text: str) -> tuple[Recipe, int]:

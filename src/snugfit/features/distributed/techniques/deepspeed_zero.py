@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.fields import ShardingWish
-from snugfit.features.distributed.techniques.several_gpus import untried_techniques
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 from snugfit.versions import version_of
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from snugfit.features.distributed.fields import SHARDING, ParallelWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import PADDING_FREE, Setup
-from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
+from snugfit.techniques.several_gpus import untried_techniques
+from snugfit.techniques.technique import Slot, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -18,12 +19,6 @@ SHARDS_ON_HOST = (
     "The host keeps and updates weights: in one run on two H200s the GPU's bytes were as predicted. The "
     "seconds of its copies and updates were measured nowhere, nor was its memory."
 )
-
-NOT_SIMULATED = (Slot.ADAPTERS, Slot.HEAD, Slot.KERNELS, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD)
-"""Slots that hold their plain technique where several processes train together."""
-
-BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
-"""Slots that a search has filled when it chooses a technique for several processes."""
 
 KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
 """Optimizers of torch that update shards as they update whole weights (chosen). Others read a weight's shape,
@@ -69,12 +64,6 @@ def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
         **({"parallel.copies": "several", "parallel.group": group} if group else {}),
     }
     return (*written, Counterpart(arguments=read, used="to read"))
-
-
-def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
-    """Return the techniques that are for one process alone, by slot."""
-    techniques = [recipe[slot] for slot in BEFORE_SHARDING]
-    return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
 
 
 def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
