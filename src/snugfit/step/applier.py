@@ -188,6 +188,14 @@ def engine_of(setup: Setup) -> StepEngine | None:
     return next((engine for engine in engines if engine is not None), None)
 
 
+def engine_context(
+    setup: Setup, device: torch.device, tell: Callable[[str], None]
+) -> AbstractContextManager[Any]:
+    """Return the context of a run with an engine's steps; an empty one for other runs."""
+    engine = engine_of(setup)
+    return contextlib.nullcontext() if engine is None else engine.context(device, tell)
+
+
 def group_bytes(setup: Setup, loop: str = "plain") -> int:
     """Return NVML bytes of the process group that an engine makes in this loop; 0 without one."""
     engine = engine_of(setup)

@@ -23,14 +23,13 @@ Events (`journal.py`):
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.step.applier import engine_of, run_context
+from snugfit.step.applier import engine_context, run_context
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars
@@ -85,7 +84,7 @@ def train(
     with (
         open_shared_store(run.folder, run.ranks, begin_anew=BEGIN_ANEW) as store,
         run_context(run.setup(run.recipe)),
-        _engine_context(run, lambda text: journal.tell("note", text=text)),
+        engine_context(run.setup(run.recipe), run.device, lambda text: journal.tell("note", text=text)),
         no_progress_bars(),
     ):
         limit = run.options.save_total_limit
@@ -104,11 +103,6 @@ def train(
         if ranks.is_first and trained.outcome != STOPPED:
             forget(run.folder)
         return trained
-
-
-def _engine_context(run: Run, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-    engine = engine_of(run.setup(run.recipe))
-    return contextlib.nullcontext() if engine is None else engine.context(run.device, tell)
 
 
 def _start(

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_train_many import equal
 
 from clean_forks import Forks, forks_of
 from many_ranks import LAST, fault_told, run_of, trained, weights_in
 from small_runs import events, losses
-from test_train_many import equal
 from tiers import slow_but
 from tolerance import same_losses, same_parameters
 

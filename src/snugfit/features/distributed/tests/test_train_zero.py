@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_train_many import equal, is_one_of_two_killed, steps_told, until
 
 from clean_forks import Forks, forks_of
 from many_ranks import LAST, fault_told, run_of, start, trained, weights_in
@@ -27,7 +28,6 @@ from snugfit.features.distributed.techniques import deepspeed_zero
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from test_sharding import compiles, with_deepspeed
-from test_train_many import equal, is_one_of_two_killed, steps_told, until
 from tiers import slow_but
 from tolerance import ROUNDS, SAME, same_losses, same_parameters
 

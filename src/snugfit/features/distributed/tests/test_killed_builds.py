@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from test_build_lock import compiles, end, until
 
 from clean_forks import Forks, forks_of
 from snugfit.step.applier import run_context
 from snugfit.step.compiling import whole_files
 from snugfit.techniques.recipe import Recipe
-from test_build_lock import compiles, end, until
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 

@@ -18,7 +18,7 @@ from torch.utils.file_baton import FileBaton
 from clean_forks import Forks, forks_of
 from snugfit.features.distributed.engine import build_lock
 from snugfit.features.distributed.engine.build_lock import LockWait, dead_locks_removed, remove_if_dead
-from snugfit.features.distributed.engine.loop import engine_context
+from snugfit.step.applier import engine_context
 from snugfit.techniques.recipe import Recipe
 
 MANY = 4
