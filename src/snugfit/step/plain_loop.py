@@ -235,14 +235,19 @@ class PlainStep(OptimizerLoop):
         """Run forward and backward passes of these host micro-batches without replay, each loss times its
         weight. Return the losses' sum when losses are kept; None if the passes repeat earlier ones (`again`).
         """
-        model, scaler, observer = built.runs, built.scaler, built.observer
+        model, observer = built.runs, built.observer
         total: torch.Tensor | None = None
-        for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
-            if weight == 0 and ranks_of(self.setup) == 1:  # the mean over nothing is no number
-                continue
+        is_alone = ranks_of(self.setup) == 1
+        counted = [  # the mean over nothing is no number, but several processes wait for each other
+            (piece, weight)
+            for piece, weight in zip(pieces, weights, strict=True)
+            if weight != 0 or not is_alone
+        ]
+        for number, (piece, weight) in enumerate(counted, 1):
+            is_last = number == len(counted)
             observer.phase("load")
             batch = place(piece, self.device)
-            with pass_context(self.setup, model, batch, is_last=number == len(pieces)):
+            with pass_context(self.setup, model, batch, is_last=is_last):
                 observer.phase("forward")
                 with self.forward_context():
                     loss = self.loss_of(model, batch)
@@ -254,9 +259,13 @@ class PlainStep(OptimizerLoop):
                     total = loss.detach().float() if total is None else total + loss.detach()
                     self.computed(total)
                 observer.phase("backward")
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                self.backward(built, loss, is_last=is_last)
                 del loss
         return total
+
+    def backward(self, built: Built, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch, which may be the last of its step."""
+        (loss if built.scaler is None else built.scaler.scale(loss)).backward()
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
         """Return the factor of each host micro-batch's loss: its share of the counted items, 0 without any.

@@ -105,7 +105,11 @@ def _asking(recipe: Recipe, slot: Slot) -> Technique:
 
 
 class Handler:
-    """The effects of one wish. The methods here do nothing; a handler overrides those that its wish needs."""
+    """The effects of one wish. The methods here do nothing; a handler overrides those that its wish needs.
+
+    Methods for the code, distribution and passes of a model are called only where the value differs from the
+    plain loop's (`applier._used`).
+    """
 
     wish: ClassVar[str]
     """The field of `Setup`."""

@@ -61,17 +61,16 @@ class ParallelHandler(Handler):
         "custom_loop": LIVE,
     }
 
-    def why_refused(self, value: ParallelWish | None, front_end: str) -> str:
+    def why_refused(self, value: ParallelWish, front_end: str) -> str:
         """Return the settings that accelerate and the Trainer do not have."""
-        return by_accelerate.why_refused(value, front_end) if value is not None else ""
+        return by_accelerate.why_refused(value, front_end)
 
-    def import_code(self, value: ParallelWish | None) -> None:
+    def import_code(self, value: ParallelWish) -> None:
         """Import torch's own code before any measurement."""
-        if value is not None:
-            import torch.distributed.fsdp
-            import torch.distributed.optim
-            import torch.distributed.pipelining
-            import torch.nn.parallel  # noqa: F401
+        import torch.distributed.fsdp
+        import torch.distributed.optim
+        import torch.distributed.pipelining
+        import torch.nn.parallel  # noqa: F401
 
     def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
         """Register the attention of cut sequences, which the model's constructor looks up by its name."""
@@ -79,26 +78,22 @@ class ParallelHandler(Handler):
             ring_attention.register()
         return {}
 
-    def replace_model(self, value: ParallelWish | None, model: Any) -> Any:
+    def replace_model(self, value: ParallelWish, model: Any) -> Any:
         """Return the model with the layers of this process's stages."""
-        return keep_stage(value, model) if value is not None and value.stages > 1 else model
+        return keep_stage(value, model) if value.stages > 1 else model
 
-    def built_on(self, value: ParallelWish | None, job: Job) -> str:
+    def built_on(self, value: ParallelWish, job: Job) -> str:
         """Return `stays` where each process takes its part of a layer's weights from the host: the host keeps
         the parts, or the job builds there. A model in stages is cut on the host."""
-        if value is None:
-            return ""
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
             return STAYS
         return "host" if value.stages > 1 else ""
 
     def make_optimizer(
-        self, value: ParallelWish | None, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
+        self, value: ParallelWish, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
     ) -> torch.optim.Optimizer | None:
         """Return the optimizer of parts, or one whose states are sharded."""
-        if value is None:
-            return None
         groups = optimizer_groups(groups)
         if value.states == "sharded":
             return sharded_optimizer(wish, groups, **numbers)
@@ -106,31 +101,29 @@ class ParallelHandler(Handler):
 
     def step_passes(
         self,
-        value: ParallelWish | None,
+        value: ParallelWish,
         model: Any,
         runs: Any,
         around: Callable[[], AbstractContextManager[Any]],
     ) -> StepPasses | None:
         """Return the passes of this process's stages."""
-        if value is None or value.stages == 1:
+        if value.stages == 1:
             return None
         from snugfit.features.distributed.apply.pipeline import StagePasses
 
         return StagePasses(value, runs, model, around)
 
-    def refuse_training(self, value: ParallelWish | None, recipe: Recipe) -> None:
+    def refuse_training(self, value: ParallelWish, recipe: Recipe) -> None:
         """Refuse optimizers of stages whose states no checkpoint has."""
-        if value is None or value.stages == 1 or recipe.setup().optimizer.factory.path in KNOW_SHARDS:
+        if value.stages == 1 or recipe.setup().optimizer.factory.path in KNOW_SHARDS:
             return
         raise UsageError(
             f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "
             "only predicted and measured. Train with 'adamw', 'adamw_fused' or 'sgd'."
         )
 
-    def distribute(self, value: ParallelWish | None, model: Any) -> Any:
+    def distribute(self, value: ParallelWish, model: Any) -> Any:
         """Return the model in DDP, or with its weights sharded over the processes."""
-        if value is None:
-            return model
         if value.copies and value.ranks_of_one_part == 1:
             return in_ddp(value, model)
         if value.weights == "alone" and value.tensor == value.context == 1:
@@ -154,11 +147,9 @@ class ParallelHandler(Handler):
         return runs
 
     def around_pass(
-        self, value: ParallelWish | None, model: Any, batch: dict[str, Any], *, is_last: bool
+        self, value: ParallelWish, model: Any, batch: dict[str, Any], *, is_last: bool
     ) -> Context | None:
         """Exchange gradients after the last micro-batch alone, and cut sequences."""
-        if value is None:
-            return None
         contexts: list[Context] = []
         if value.weights == "sharded" or (value.copies and value.tensor > 1):
             contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
@@ -170,36 +161,32 @@ class ParallelHandler(Handler):
             contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
         return functools.partial(_within, contexts) if contexts else None
 
-    def around_evaluation(
-        self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
-    ) -> Context | None:
+    def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
         """Cut sequences also without a backward pass."""
-        if value is None or value.context == 1:
+        if value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
-    def setup_for_accelerate(self, value: ParallelWish | None, setup: Setup) -> Setup:
+    def setup_for_accelerate(self, value: ParallelWish, setup: Setup) -> Setup:
         """Return the Setup with the dtype of gathered weights as accelerate's mixed precision."""
         return by_accelerate.told_to_accelerate(setup)
 
-    def around_accelerate(self, value: ParallelWish | None, device: torch.device) -> Context | None:
+    def around_accelerate(self, value: ParallelWish, device: torch.device) -> Context | None:
         """Make accelerate treat this process as one of several."""
-        return None if value is None else functools.partial(by_accelerate.one_of_several, device, value)
+        return functools.partial(by_accelerate.one_of_several, device, value)
 
-    def build_for_accelerate(
-        self, value: ParallelWish | None, setup: Setup, build: Callable[..., Any]
-    ) -> Any:
+    def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
         """Return a model to be sharded, which stays on the host: accelerate moves its parts."""
-        if value is None or value.weights != "sharded":
+        if value.weights != "sharded":
             return None
         model = build(stays=True)
         if setup.autocast:
             by_accelerate.widen(model)
         return model
 
-    def set_accelerator(self, value: ParallelWish | None, accelerator: Any, model: Any) -> None:
+    def set_accelerator(self, value: ParallelWish, accelerator: Any, model: Any) -> None:
         """Pass the layers' classes to accelerate's FSDP2."""
-        if value is not None and value.weights == "sharded":
+        if value.weights == "sharded":
             by_accelerate.name_layers(accelerator, model)
 
     def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
@@ -212,16 +199,16 @@ class ParallelHandler(Handler):
         """Return the Trainer's arguments for it."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 
-    def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
+    def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
         """Release DDP's first buckets in NCCL, once."""
-        if value is not None and value.copies and value.tensor == 1 and step == 0:
+        if value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
-    def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
+    def after_evaluation(self, value: ParallelWish, model: Any) -> None:
         """Drop the gathered weights that FSDP2 keeps for a backward pass. Until then they replace the trained
         parts as the model's parameters.
         """
-        if value is not None and value.weights != "alone":
+        if value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
             parts = parts_of(value, model).values() if value.chunks > 1 else [model]

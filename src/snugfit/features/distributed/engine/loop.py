@@ -26,9 +26,8 @@ from snugfit.features.distributed.engine.config import (
 )
 from snugfit.features.distributed.fields import SHARDING
 from snugfit.step.applier import run_context
-from snugfit.step.batches import place
 from snugfit.step.build import build_model, build_optimizer
-from snugfit.step.plain_loop import PlainStep
+from snugfit.step.plain_loop import Built, PlainStep
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +57,10 @@ class EngineStep(PlainStep):
         observer.build_ends(engine.module, engine.optimizer.optimizer)
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
+            built = Built(model, engine, engine.optimizer.optimizer, None, batches, observer)
             for index in range(steps):
                 observer.step_begins(index)
-                loss = self._passes(engine, next(batches), observer)
+                loss = self._accumulate(built)
                 observer.phase("update")
                 engine.step()
                 observer.step_ends(index)
@@ -74,24 +74,11 @@ class EngineStep(PlainStep):
     def _engine(self, model: torch.nn.Module) -> Any:
         return make_engine(self.job, self.setup, model, build_optimizer(self.job, self.setup, model))
 
-    def _passes(self, engine: Any, pieces: list[dict[str, Any]], observer: Observer) -> torch.Tensor | None:
-        items = [self.items_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
-        total: torch.Tensor | None = None
-        for number, (piece, share) in enumerate(zip(pieces, items, strict=True), 1):
-            observer.phase("load")
-            batch = place(piece, self.device)
-            observer.phase("forward")
-            with self.forward_context():
-                loss = self.loss_of(engine, batch)
-            if len(pieces) > 1:
-                loss = loss * (share / sum(items))
-            if self.keep_losses:
-                total = loss.detach() if total is None else total + loss.detach()
-            observer.phase("backward")
-            engine.set_gradient_accumulation_boundary(is_boundary=number == len(pieces))
-            engine.backward(loss, scale_wrt_gas=False)
-            del loss
-        return total
+    def backward(self, built: Built, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch in the engine."""
+        engine: Any = built.runs
+        engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        engine.backward(loss, scale_wrt_gas=False)
 
 
 def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:

@@ -43,21 +43,19 @@ class ShardingHandler(Handler):
         "custom_loop": f"an engine is made by accelerate's own launcher and plugin; {EXPORT}",
     }
 
-    def import_code(self, value: ShardingWish | None) -> None:
+    def import_code(self, value: ShardingWish) -> None:
         """Import DeepSpeed before any measurement. Its output goes to stderr, since stdout is for results."""
-        if value is not None:
-            with contextlib.redirect_stdout(sys.stderr):
-                import deepspeed
-                import deepspeed.ops.adam  # noqa: F401
+        with contextlib.redirect_stdout(sys.stderr):
+            import deepspeed
+            import deepspeed.ops.adam  # noqa: F401
 
-    def engine(self, value: ShardingWish | None) -> StepEngine | None:
+    def engine(self, value: ShardingWish) -> StepEngine:
         """Return the code that runs DeepSpeed's engine."""
-        return None if value is None else DeepSpeed(value)
+        return DeepSpeed(value)
 
-    def refuse_training(self, value: ShardingWish | None, recipe: Recipe) -> None:
+    def refuse_training(self, value: ShardingWish, recipe: Recipe) -> None:
         """Refuse states on a disk, and a version of DeepSpeed whose partitions no checkpoint has."""
-        if value is not None:
-            refuse_training(value)
+        refuse_training(value)
 
     def training_arguments(
         self, value: ShardingWish | None, job: Job, device: torch.device
