@@ -67,9 +67,8 @@ class ContextParallel(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cut sequences, and choose ring attention; weights stay sharded as they are."""
-        parallel = replace(PARALLEL.of(setup) or ParallelWish(weights="alone"), context=self.n)
         attention = RING if setup.attention == "sdpa" else setup.attention
-        return setup.with_fields(parallel=parallel, attention=attention)
+        return several_gpus.along(setup, context=self.n).with_fields(attention=attention)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the settings that ring attention does not support or that are not simulated on several

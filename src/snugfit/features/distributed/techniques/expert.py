@@ -10,11 +10,11 @@ versions from 5.17 on share. Sending tokens between GPUs with other parts of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from snugfit.features.distributed.fields import PARALLEL, ParallelWish
-from snugfit.features.distributed.techniques import tensor_plans
+from snugfit.features.distributed.fields import PARALLEL
+from snugfit.features.distributed.techniques import several_gpus, tensor_plans
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import MOST_GPUS
@@ -44,8 +44,7 @@ class Expert(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Shard experts over the GPUs that share layers."""
-        wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
-        return setup.with_fields(parallel=replace(wish, experts=self.n))
+        return several_gpus.along(setup, experts=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require as many GPUs that share layers, and a mixture of experts."""

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.techniques import several_gpus
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp(Technique):
+class Fsdp(several_gpus.SharedBatch):
     """Each of several GPUs holds a part of weights, gradients and states, and gathers weights as it needs."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
     elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
     counterparts: ClassVar = several_gpus.sharded_elsewhere()
-    needs_several_gpus: ClassVar = True
 
     reshard: Literal["layers", "all", "none"] = "layers"
     """Gathered weights that are dropped after the forward pass and gathered again for the backward one
@@ -38,14 +36,6 @@ class Fsdp(Technique):
     offload: Literal["none", "cpu"] = "none"
     """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
     over the link whenever they are gathered."""
-
-    def install(self, setup: Setup) -> Setup:
-        """Shard the model over all GPUs."""
-        return several_gpus.with_parallel(setup, self._wish())
-
-    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that are not simulated on several GPUs."""
-        yield from several_gpus.objections(job, recipe, self._wish())
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
@@ -57,5 +47,6 @@ class Fsdp(Technique):
         if self.offload == "cpu":
             yield several_gpus.SHARDS_ON_HOST
 
-    def _wish(self) -> ParallelWish:
+    def wish(self) -> ParallelWish:
+        """Return the distribution of the model."""
         return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -14,23 +14,21 @@ from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.techniques import several_gpus
 from snugfit.techniques.counterpart import Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import MOST_GPUS
-from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hsdp(Technique):
+class Hsdp(several_gpus.SharedBatch):
     """Groups of n GPUs hold a copy of the model each, spread over them; gradients are averaged."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 3.2.2; fully_shard"
     elsewhere: ClassVar = ("hybrid_shard", "hybrid_sharded")
     counterparts: ClassVar = several_gpus.sharded_elsewhere(Setting("n"))
-    needs_several_gpus: ClassVar = True
 
     n: int = between(2, MOST_GPUS)
     """GPUs of a group, all of which it is best to have in one host."""
@@ -42,14 +40,6 @@ class Hsdp(Technique):
     """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
     over the link whenever they are gathered."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Shard each copy of the model over its group."""
-        return several_gpus.with_parallel(setup, self._wish())
-
-    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that are not simulated on several GPUs."""
-        yield from several_gpus.objections(job, recipe, self._wish())
-
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield the limits of measurements of shards on the host."""
         if self.offload == "cpu":
@@ -60,7 +50,8 @@ class Hsdp(Technique):
         """Yield groups that fit into one host."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
-    def _wish(self) -> ParallelWish:
+    def wish(self) -> ParallelWish:
+        """Return the distribution of the model."""
         return ParallelWish(
             weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu"
         )

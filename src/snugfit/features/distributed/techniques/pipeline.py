@@ -14,10 +14,10 @@ the last GPU sooner, and the waiting time is divided by the number of parts. Mor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
+from snugfit.features.distributed.fields import PARALLEL, SHARDING
 from snugfit.features.distributed.techniques import several_gpus
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
@@ -71,9 +71,8 @@ class Pipeline(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cut the layers into stages."""
-        wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
-        placed = replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule], chunks=self._chunks)
-        return setup.with_fields(parallel=placed)
+        schedule = SCHEDULES[self.schedule]
+        return several_gpus.along(setup, stages=self.n, schedule=schedule, chunks=self._chunks)
 
     @property
     def _chunks(self) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from snugfit.features.distributed.fields import SHARDING, ParallelWish
+from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.several_gpus import untried_techniques
-from snugfit.techniques.technique import Slot, TechniqueBySlot
+from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -109,3 +110,28 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
         yield f"it does not go with {recipe[Slot.PRECISION]}. Try 'bf16'."
     if wish.weights != "sharded" and setup.optimizer.factory.path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on parts of matrices. Try 'adamw' or 'adamw_fused'."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedBatch(Technique):
+    """Base of the techniques by which several GPUs share the batch."""
+
+    needs_several_gpus: ClassVar = True
+
+    @abstractmethod
+    def wish(self) -> ParallelWish:
+        """Return the distribution of the model along the data axis."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Distribute the model over all GPUs."""
+        return with_parallel(setup, self.wish())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the settings that are not simulated on several GPUs."""
+        yield from objections(job, recipe, self.wish())
+
+
+def along(setup: Setup, **counts: Any) -> Setup:
+    """Return the Setup with these axes of the mesh, beside those that it has."""
+    wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
+    return setup.with_fields(parallel=replace(wish, **counts))

@@ -51,8 +51,7 @@ class Tensor(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cut the model's matrices over the group, with any division of the batch."""
-        wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
-        return setup.with_fields(parallel=replace(wish, tensor=self.n))
+        return several_gpus.along(setup, tensor=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the settings that are not simulated on several GPUs, and sizes that n parts cannot share."""
