@@ -7,11 +7,11 @@ takes the least time (`search.py`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from snugfit.errors import SnugfitError
-from snugfit.features.distributed.fields import ParallelWish
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.sharings import Sharing, of_slot, sharings, stopgaps
@@ -20,12 +20,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
-
-KEPT = "none"
-"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
-
-AXES = ("tensor", "context", "stages")
-"""Fields of `ParallelWish` that count the GPUs working on the same samples."""
+from snugfit.techniques.wish import SeveralProcesses, processes_of
 
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
 """Slots that are filled once with the fastest technique, for all numbers of GPUs."""
@@ -49,10 +44,9 @@ class Shared:
         return on_gpus(self.recipe.setup(), self.gpus)
 
     @functools.cached_property
-    def wish(self) -> ParallelWish | None:
-        """Wish for several processes, regardless of their number; None on one GPU."""
-        wish: ParallelWish | None = self.setup.parallel
-        return wish and replace(wish, ranks=0)
+    def processes(self) -> SeveralProcesses:
+        """The processes regardless of their number; the plain class on one GPU."""
+        return processes_of(self.recipe.setup()) or SeveralProcesses()
 
     @functools.cached_property
     def of_each(self) -> str:
@@ -70,12 +64,12 @@ class Shared:
     @property
     def parts(self) -> int:
         """Number of GPUs that work on the same part of the batch."""
-        return self.wish.ranks_of_one_part if self.wish else 1
+        return math.prod(self.processes.axes.values())
 
     @property
     def stages(self) -> int:
         """Number of stages into which the layers are cut."""
-        return self.wish.stages if self.wish else 1
+        return self.processes.axes.get("stages", 1)
 
     @property
     def recomputing(self) -> Technique:
@@ -91,10 +85,7 @@ class Shared:
     @property
     def spreads_over_all(self) -> bool:
         """True if each GPU holds less on a larger number of them."""
-        wish = self.wish
-        if wish is None:
-            return False
-        return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
+        return self.processes.spreads_over_all
 
     def is_slower_than(self, other: Shared) -> bool:
         """Return whether no step of this way is faster than the other's, which takes more memory.
@@ -102,12 +93,9 @@ class Shared:
         Both share the work in one way, and this one recomputes, or gathers weights that the other keeps.
         """
         slots = roster.slots_of_several_gpus()
-        own, rival = self.wish, other.wish
         if all(self.recipe[slot] == other.recipe[slot] for slot in slots):
             return True
-        if own is None or rival is None or self.recomputing != other.recomputing:
-            return False
-        return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
+        return self.recomputing == other.recomputing and self.processes.is_slower_than(other.processes)
 
     def holds_no_more_than(self, other: Shared) -> bool:
         """Return whether this way takes no more memory than the other for every equal cut of the batch.
@@ -119,7 +107,7 @@ class Shared:
         own, rival = self.setup.checkpoint, other.setup.checkpoint
         return (
             _keeps_no_more(own, rival)
-            and _spreads_no_less(self.wish, other.wish)
+            and self.processes.holds_no_more_than(other.processes)
             and self._differs_only_in(other, Slot.CHECKPOINTING)
         )
 
@@ -131,23 +119,13 @@ class Shared:
         """
         if self.by_itself != other.by_itself:
             return False
-        own, rival = self.wish or ParallelWish(), other.wish or ParallelWish()
-        return _cuts_as(own, rival)
+        return self.processes.has_groups_of(other.processes)
 
     def is_wider_than(self, other: Shared) -> bool:
         """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
-        own, rival = self.wish, other.wish
-        if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
+        if self.parts <= other.parts:
             return False
-        if not _cuts_as(own, rival):
-            return False
-        alike = replace(
-            _in_groups_of(own, rival),
-            schedule=rival.schedule,
-            shards=rival.shards,
-            bucket_views=rival.bucket_views,
-        )
-        return alike == rival and bool(own.shards) is bool(rival.shards) and self._differs_only_in(other)
+        return self.processes.is_wider_than(other.processes) and self._differs_only_in(other)
 
     def _differs_only_in(self, other: Shared, *more: Slot) -> bool:
         """Return whether the ways differ only in techniques of several GPUs, and in these slots."""
@@ -164,48 +142,6 @@ def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> 
     if own is None or rival is None:
         return rival is None
     return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
-
-
-def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
-    """Return whether each group of GPUs consists of one or several of the rival's groups, with the same cuts.
-
-    If both share matrices, experts must be spread in both or in neither.
-    """
-    if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
-        return False
-    return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
-
-
-def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
-    """Return the same with groups as large as the rival's."""
-    return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
-
-
-def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
-    """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
-    rival's way."""
-    if own is None or rival is None or own == rival:
-        return own == rival
-    if not _cuts_as(own, rival):
-        return False
-    if own.stages > rival.stages == 1 and own.weights == "sharded":
-        return False  # a stage keeps all gathered weights while its micro-batches run
-    own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
-    if own == rival:
-        return True
-    if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
-        return False
-    alike = replace(
-        rival,
-        weights=own.weights,
-        states=own.states,
-        shards=own.shards,
-        reshard=own.reshard,
-        on_host=own.on_host,
-        dtype=own.dtype,
-        bucket_views=own.bucket_views,
-    )
-    return alike == own
 
 
 def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Shared]:

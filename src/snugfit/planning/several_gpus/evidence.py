@@ -216,9 +216,8 @@ class Evidence:
         least = 0.0
         for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
-            assert shared.wish is not None
-            assert other.wish is not None
-            if times == shared.wish.context / other.wish.context:
+            own, rival = (one.processes.axes.get("context", 1) for one in (shared, other))
+            if times == own / rival:
                 times = 1.0  # weights are sharded over all GPUs, with unchanged exchanges
             for known, judged in self._judged[other.key].items():
                 most = 1 if shared.stages > other.stages else size.pieces

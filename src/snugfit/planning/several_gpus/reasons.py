@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from snugfit.techniques import roster
 
 if TYPE_CHECKING:
-    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.several_gpus.candidates import Shared
@@ -19,10 +18,9 @@ def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float
 
     `alone_seconds` is the lower bound of a step that shares the batch alone, None if that does not fit.
     """
-    wish = shared.wish
-    if wish is None or shared.parts == 1:
+    if shared.parts == 1:
         return ""
-    what = " and ".join(_shares(wish))
+    what = " and ".join(shared.processes.groups_in_words())
     if job.batch_size % shared.gpus:
         why = f"a batch of {job.batch_size:,} cannot be shared evenly by {shared.gpus:,} GPUs"
     elif alone_seconds is None:
@@ -30,16 +28,6 @@ def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float
     else:
         why = f"sharing the batch alone takes at least {alone_seconds / step_seconds:.1f} times as long"
     return f"{what}, because {why}."
-
-
-def _shares(wish: ParallelWish) -> Iterator[str]:
-    if wish.tensor > 1:
-        experts = f", each GPU with 1/{wish.experts} of its experts" if wish.experts > 1 else ""
-        yield f"groups of {wish.tensor} GPUs compute each layer together{experts}"
-    if wish.context > 1:
-        yield f"groups of {wish.context} GPUs take each sequence together"
-    if wish.stages > 1:
-        yield f"the layers are put in {wish.stages} stages, one after the other"
 
 
 def doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
