@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from small_models import small_job
-from snugfit.features.distributed.engine.loop import in_process_group
 from snugfit.step.applier import forward_context
 from snugfit.step.build import _host
 from snugfit.step.step import Observer, Step
@@ -77,6 +76,8 @@ class ScriptStep(Step):
         """Output of the last step: the script's variable holds it until the next step replaces it."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
+        from snugfit.features.distributed.engine.loop import in_process_group
+
         with in_process_group(self.device):
             observer.phase("build")
             with _host(self.device):

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
-from snugfit.features.distributed.fields import ParallelWish
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
@@ -64,6 +63,8 @@ class MadeUpJudge:
     @classmethod
     def of_setup(cls, job: Job, gpu: Gpu, gpus: int, setup: Setup) -> Judged:
         """Evaluate the setup of a recipe on so many GPUs."""
+        from snugfit.features.distributed.fields import ParallelWish
+
         wish = setup.parallel or ParallelWish(weights="alone", ranks=1)
         pieces, groups = setup.micro_batches, wish.data_ranks
         layers = job.model.layers

@@ -22,7 +22,6 @@ from fitted import classified, losses_of, model_of, spoken, trainer_of
 from many_ranks import free_port
 from snugfit import fit
 from snugfit.errors import SnugfitError
-from snugfit.features.distributed.checkpoint.shards import whole_weights
 from snugfit.job.batch import IGNORED
 from snugfit.techniques import roster
 
@@ -135,6 +134,8 @@ def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any])
 
 def write_result(trainer: Any, file: Path) -> None:
     """Write a trainer's weights, losses and events."""
+    from snugfit.features.distributed.checkpoint.shards import whole_weights
+
     torch.save(whole_weights(trainer.model), f"{file}.pt")
     log = [line for line in trainer.state.log_history if "eval_loss" in line]
     result = {"losses": losses_of(trainer), "evaluated": [line["eval_loss"] for line in log]}

@@ -20,7 +20,6 @@ from clean_forks import Forks
 from small_models import small_job
 from small_runs import rows
 from snugfit.errors import SnugfitError
-from snugfit.features.distributed.checkpoint.shards import ShardedSnapshot
 from snugfit.frontends import own
 from snugfit.frontends.own import train
 from snugfit.step import plain_loop
@@ -198,6 +197,8 @@ def spike() -> Iterator[None]:
 @contextlib.contextmanager
 def dies_writing() -> Iterator[None]:
     """Kill the process in the middle of its part of the third checkpoint."""
+    from snugfit.features.distributed.checkpoint.shards import ShardedSnapshot
+
     plain = ShardedSnapshot._write_parts
 
     def write(self: ShardedSnapshot, folder: Path) -> None:
