@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 
 class InstallStage(IntEnum):
-    """The moments of preparing a training run, in their order. Handlers of one stage run core first, then by
-    the feature's name."""
+    """Stages of preparing a run, in order. In each, core handlers run first, then features by name."""
 
     BUILD = 0
     """The model is created: its dtype and attention are arguments of its constructor."""
@@ -123,9 +122,8 @@ class Feature:
     def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
         """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
 
-    def read_mesh(self, recipe: Any, text: str) -> tuple[Any, int]:
+    def read_mesh(self, recipe: Any, text: str) -> Any:
         """Return the recipe with the techniques of the option `--mesh`, and the number of GPUs."""
-        raise NotImplementedError
 
     def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
         """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
