@@ -31,7 +31,7 @@ def technique_words(feature: str) -> str:
         task for one in model_inputs() for task in one.heads if type(one).__module__.split(".")[2] == feature
     ]
     gone = [
-        roster.find(module)
+        roster.find(module.rpartition(".")[2])
         for one in features()
         for modules in one.techniques.values()
         for module in modules

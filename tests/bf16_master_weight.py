@@ -22,7 +22,6 @@ from small_models import small_job
 from snugfit.step.applier import forward_context
 from snugfit.step.build import _host
 from snugfit.step.step import Observer, Step
-from snugfit.step.wishes.engine.loop import in_process_group
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
 
@@ -77,6 +76,8 @@ class ScriptStep(Step):
         """Output of the last step: the script's variable holds it until the next step replaces it."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
+        from snugfit.features.distributed.engine.loop import in_process_group
+
         with in_process_group(self.device):
             observer.phase("build")
             with _host(self.device):

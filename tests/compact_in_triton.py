@@ -15,10 +15,10 @@ import torch
 
 import masters_in_triton as exact_moments
 from masters_in_triton import CLOSE, MODELS, exact, milliseconds, say, two_models, updated_by, weights_on_gpu
+from snugfit.step.spread_tensors import gradient_norm, scale
 from snugfit.step.wishes.masters.block import LaunchSettings
 from snugfit.step.wishes.masters.compact_adamw import SCALES, CompactAdamW
 from snugfit.step.wishes.masters.table import MOMENTS
-from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 from triton_cases import asks_all
 
 SETTINGS = (LaunchSettings(), LaunchSettings(block=2048, warps=8, programs=3, narrow=16))

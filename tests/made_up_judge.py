@@ -17,7 +17,7 @@ from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.techniques import roster
 from snugfit.techniques.checkpointing.first_layers import FirstLayers
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
@@ -62,6 +62,8 @@ class MadeUpJudge:
     @classmethod
     def of_setup(cls, job: Job, gpu: Gpu, gpus: int, setup: Setup) -> Judged:
         """Evaluate the setup of a recipe on so many GPUs."""
+        from snugfit.features.distributed.fields import ParallelWish
+
         wish = setup.parallel or ParallelWish(weights="alone", ranks=1)
         pieces, groups = setup.micro_batches, wish.data_ranks
         layers = job.model.layers

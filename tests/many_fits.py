@@ -24,7 +24,6 @@ from snugfit import fit
 from snugfit.errors import SnugfitError
 from snugfit.job.batch import IGNORED
 from snugfit.techniques import roster
-from snugfit.training.checkpoint.shards import whole_weights
 
 
 def mostly_masked(count: int) -> list[dict[str, Any]]:
@@ -135,6 +134,8 @@ def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any])
 
 def write_result(trainer: Any, file: Path) -> None:
     """Write a trainer's weights, losses and events."""
+    from snugfit.features.distributed.checkpoint.shards import whole_weights
+
     torch.save(whole_weights(trainer.model), f"{file}.pt")
     log = [line for line in trainer.state.log_history if "eval_loss" in line]
     result = {"losses": losses_of(trainer), "evaluated": [line["eval_loss"] for line in log]}

@@ -24,7 +24,6 @@ from snugfit.frontends import own
 from snugfit.frontends.own import train
 from snugfit.step import plain_loop
 from snugfit.techniques import roster
-from snugfit.training.checkpoint.shards import ShardedSnapshot
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.trained import Trained
 
@@ -198,6 +197,8 @@ def spike() -> Iterator[None]:
 @contextlib.contextmanager
 def dies_writing() -> Iterator[None]:
     """Kill the process in the middle of its part of the third checkpoint."""
+    from snugfit.features.distributed.checkpoint.shards import ShardedSnapshot
+
     plain = ShardedSnapshot._write_parts
 
     def write(self: ShardedSnapshot, folder: Path) -> None:

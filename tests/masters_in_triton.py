@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+from snugfit.step.spread_tensors import gradient_norm, scale
 from snugfit.step.wishes.masters import adamw, launches
 from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
 from snugfit.step.wishes.masters.block import LaunchSettings
@@ -25,7 +26,6 @@ from snugfit.step.wishes.masters.compact_adamw import CompactTable
 from snugfit.step.wishes.masters.halves import join, split_weights
 from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.step.wishes.masters.table import WeightTable
-from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 from triton_cases import asks_all
 
 ALL_SIZES = ((33, 200), (1000,), (3, 4, 5, 6), (), (4099,), (2048,), (1,), (65, 64))

@@ -28,6 +28,7 @@ from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.wish import processes_of
 
 pytestmark = pytest.mark.whole
 
@@ -65,7 +66,7 @@ def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
 def step_on(rates: Rates, job: Job, recipe: Recipe) -> StepSeconds:
     """Return a step on a machine with these rates, on all of its GPUs if the recipe needs several."""
     setup = recipe.setup()
-    setup = on_gpus(setup, rates.gpus) if setup.parallel else setup
+    setup = on_gpus(setup, rates.gpus) if processes_of(setup) else setup
     trace = rehearsed(job_of_rank(job, setup), setup, policy_for(GPU, Software()))
     return step_seconds(trace, GPU, batch_size=job.batch_size, rates=rates)
 

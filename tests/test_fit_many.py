@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,16 @@ from many_fits import fit_of, fits, result_in
 from small_runs import events
 from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.trainer import ranks
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.ranks import recipe_in_each, refuse_what_processes_cannot
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 from tolerance import same_losses, same_parameters
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
+
+BY_DDP = trainer_parts(SimpleNamespace(is_fsdp_enabled=False)).refuse_sharding
+"""The check of a recipe for a Trainer without FSDP."""
 
 
 @pytest.fixture(scope="module")
@@ -147,15 +152,15 @@ def test_the_best_model_and_a_finished_run_are_those_of_all(forks: Forks, tmp_pa
 )
 def test_other_recipes_are_refused_by_name(recipe: str, why: str) -> None:
     with pytest.raises(RecipeError, match=why):
-        recipe_in_each(Recipe.parse(recipe), 2)
+        recipe_in_each(Recipe.parse(recipe), 2, BY_DDP)
 
 
 def test_a_recipe_that_says_ddp_is_the_same_without() -> None:
-    assert recipe_in_each(Recipe.parse("ddp + bf16"), 2) == Recipe.parse("bf16")
-    assert recipe_in_each(Recipe.parse("bf16"), 4) == Recipe.parse("bf16")
-    assert recipe_in_each(Recipe.parse("bf16"), 1) == Recipe.parse("bf16")
+    assert recipe_in_each(Recipe.parse("ddp + bf16"), 2, BY_DDP) == Recipe.parse("bf16")
+    assert recipe_in_each(Recipe.parse("bf16"), 4, BY_DDP) == Recipe.parse("bf16")
+    assert recipe_in_each(Recipe.parse("bf16"), 1, BY_DDP) == Recipe.parse("bf16")
     with pytest.raises(RecipeError, match="this is the only one"):
-        recipe_in_each(Recipe.parse("ddp + bf16"), 1)
+        recipe_in_each(Recipe.parse("ddp + bf16"), 1, BY_DDP)
 
 
 def test_what_a_trainer_cannot_keep_there_is_refused_by_name(

@@ -72,7 +72,7 @@ HEAVY_THEMSELVES = {
     "step/wishes/masters/one_weight.py",
     "step/wishes/masters/one_weight_kernel.py",
     "step/wishes/masters/table.py",
-    "step/wishes/engine/optimizer.py",
+    "features/distributed/engine/optimizer.py",
     "features/distributed/simulate/accelerator.py",
     "features/distributed/simulate/allocations.py",
     "features/distributed/simulate/collectives.py",

@@ -76,7 +76,7 @@ def candidates(fidelity: Fidelity) -> list[Technique]:
     job, found = digits_job(), []
     for technique in roster.techniques():
         settings = [each for each in technique.settings(job) if each != roster.plain(technique.slot)]
-        settings = [each for each in settings if Recipe((each,)).setup().parallel is None]
+        settings = [each for each in settings if not each.needs_several_gpus]
         if technique.fidelity is fidelity and settings:
             lawful = (each for each in settings if not any(each.objections(job, Recipe((each,)))))
             found.append(next(lawful, settings[0]))

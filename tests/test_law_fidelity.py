@@ -96,7 +96,7 @@ def candidates(fidelity: Fidelity) -> list[Technique]:
     """
     found = [technique for technique in roster.techniques() if technique.fidelity is fidelity]
     settings = [setting for technique in found for setting in technique.settings(job("bert"))]
-    alone = [setting for setting in settings if Recipe((setting,)).setup().parallel is None]
+    alone = [setting for setting in settings if not setting.needs_several_gpus]
     return [setting for setting in alone if setting != roster.plain(setting.slot)]
 
 

@@ -40,7 +40,7 @@ from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
 from snugfit.units import MIB
 from tiers import slow_but
 
@@ -121,7 +121,7 @@ def foreseen(key: str, loop: str, gpu: str, *, constant: bool = False) -> tuple[
         events = tuple(event + (1 if event > 0 else -1) for event in trace.events)
         trace = replace(trace, blocks=(Block(4, "", "", "build", -1, ""), *trace.blocks), events=(1, *events))
     after = replay(trace, expandable=wishes.expandable_segments)
-    ranks = wishes.parallel.ranks if wishes.parallel else 1
+    ranks = ranks_of(wishes)
     group = exchanges().group_bytes(wishes, loop) + exchanges().communication_bytes(trace, ranks)
     context, _ = context_of(device, software, trace, group=group)
     return after.requested_peak, after.allocated_peak, after.reserved_peak, after.reserved_peak + context

@@ -50,6 +50,7 @@ from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot, Technique
+from snugfit.techniques.wish import processes_of
 from tiers import slow_but
 
 # ---- CUDA ----------------------------------------------------------------------------------------------
@@ -248,8 +249,7 @@ def builds(family: str, recipe: Recipe) -> bool:
 
 def runs_alone(technique: Technique) -> bool:
     """True if one process trains with the technique and without an engine."""
-    setup = Recipe((technique,)).setup()
-    return setup.sharding is None and setup.parallel is None
+    return processes_of(Recipe((technique,)).setup()) is None
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import many_ranks
-from snugfit.step.wishes.engine import config
+from snugfit.features.distributed.engine import config
 
 
 def warm() -> None:

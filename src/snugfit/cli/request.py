@@ -208,10 +208,11 @@ def _on_mesh(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe and the number of GPUs of a mesh; empty without one."""
     if "mesh" not in settings:
         return {}
-    from snugfit.techniques.mesh import on_mesh
     from snugfit.techniques.recipe import Recipe
 
-    recipe, gpus = on_mesh(Recipe.parse(settings.get("recipe", "plain")), settings["mesh"])
+    if not (readers := hooks("read_mesh")):
+        raise UsageError("--mesh needs techniques for several GPUs, and none is installed. Leave it out.")
+    recipe, gpus = readers[0](Recipe.parse(settings.get("recipe", "plain")), settings["mesh"])
     if settings.get("gpus", gpus) != gpus:
         raise UsageError(
             f"--mesh {settings['mesh']!r} makes {gpus} GPUs, but --gpus is {settings['gpus']}. Leave --gpus "

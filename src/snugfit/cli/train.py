@@ -21,7 +21,6 @@ from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.launch import COMMAND_LINE, launch
 from snugfit.frontends.one_of_several import is_started_again
 from snugfit.measurement.target import gpu_here
-from snugfit.techniques.deepspeed_zero import refuse_training
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks, world
 
@@ -166,10 +165,11 @@ def _launch(request: Request, processes: int) -> int:
     Raises `UsageError` for mistakes that all of them would refuse.
     """
     from snugfit.frontends.own import refuse_more_than_here
+    from snugfit.step.applier import refuse_training
 
     setup = on_gpus(request.recipe.setup(), processes)
     job_of_rank(request.job, setup)
-    refuse_training(setup)
+    refuse_training(request.recipe, setup)
     refuse_more_than_here(processes, request.training.get("device"))
     return launch(processes, COMMAND_LINE.get())
 

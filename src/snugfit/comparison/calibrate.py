@@ -48,6 +48,7 @@ from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.wish import processes_of
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
@@ -275,7 +276,7 @@ def _measure_on(gpus: int) -> MeasureSeconds:
         run = measure(
             job,
             recipe,
-            gpus=gpus if recipe.setup().parallel else 1,
+            gpus=gpus if processes_of(recipe.setup()) else 1,
             warmup=WARMUP,
             steps=steps,
             deadline_seconds=DEADLINE_SECONDS,

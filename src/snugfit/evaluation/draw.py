@@ -8,6 +8,7 @@ a recipe.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 
@@ -18,6 +19,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot, Technique
+from snugfit.techniques.wish import processes_of
 
 PLAIN_SHARE = 0.6
 """Probability that a slot stays plain; all its other techniques are equally likely."""
@@ -47,8 +49,8 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
 def _divides(technique: Technique, gpus: int) -> bool:
     """Return True if the GPUs can be divided into the groups that share one part of the batch."""
-    wish = technique.install(Setup()).parallel
-    return wish is None or gpus % wish.ranks_of_one_part == 0
+    processes = processes_of(technique.install(Setup()))
+    return processes is None or gpus % math.prod(processes.axes.values()) == 0
 
 
 def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:

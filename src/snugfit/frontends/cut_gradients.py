@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from snugfit.job.batch_layout import BatchLayout, map_leaves
-from snugfit.step.wishes.mesh.spread_tensors import mesh
+from snugfit.step.spread_tensors import mesh
 from snugfit.training.rng import all_rng_states, preserve_rng, restore_all_rng_states
 
 if TYPE_CHECKING:

@@ -24,12 +24,10 @@ from snugfit.frontends.predicted import begin_to_import, run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
-from snugfit.step.applier import refuse_unsupported
-from snugfit.step.build import is_in_stages
-from snugfit.techniques.deepspeed_zero import refuse_training
+from snugfit.step.applier import refuse_training, refuse_unsupported
 from snugfit.techniques.recipe import Recipe, without_auto
-from snugfit.techniques.several_gpus import KNOW_SHARDS, job_of_rank, on_gpus
-from snugfit.techniques.technique import Slot
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.wish import processes_of
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
@@ -149,7 +147,7 @@ def make_run(
         weights=begins_with,
         device=target,
         compare_code=compare_code,
-        ranks=ranks.sharing(on_gpus(recipe.setup(), ranks.size).parallel),
+        ranks=ranks.sharing(processes_of(on_gpus(recipe.setup(), ranks.size))),
     )
 
 
@@ -188,13 +186,8 @@ def _recipe_for(
     if isinstance(recipe, str):
         recipe = _without_auto(job, recipe, target, watch)
     setup = on_gpus(recipe.setup(), gpus)
-    if is_in_stages(setup) and setup.optimizer.factory.path not in KNOW_SHARDS:
-        raise UsageError(
-            f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "
-            "only predicted and measured. Train with 'adamw', 'adamw_fused' or 'sgd'."
-        )
     recipe.check(job_of_rank(job, setup), capability_of(target))
-    refuse_training(setup)
+    refuse_training(recipe, setup)
     refuse_unsupported("plain", setup)
     for warning in cut_warning(job, recipe):
         watch(warning)

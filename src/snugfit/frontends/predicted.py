@@ -79,8 +79,9 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
     from snugfit.planning.several_gpus.judge import Judge, modules_of
     from snugfit.prediction.predict import predict
     from snugfit.prediction.worker_pool import Question, is_picklable, worker_pool
+    from snugfit.step.applier import engine_of
 
-    if gpus == 1 and recipe.setup().sharding is None:
+    if gpus == 1 and engine_of(recipe.setup()) is None:
         return predict(job, recipe, gpu=gpu)
     make = functools.partial(Judge, job, find_gpu(gpu))
     if not is_picklable(make):

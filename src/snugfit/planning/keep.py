@@ -22,8 +22,8 @@ from snugfit.planning.plan import KeptSlot
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe, techniques_of
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.several_gpus import axes_of
 from snugfit.techniques.technique import Slot, Technique
+from snugfit.techniques.wish import processes_of
 
 Keep = Recipe | str | Mapping[Slot, Technique] | None
 Free = str | Iterable[Slot | str]
@@ -109,8 +109,8 @@ class Kept:
 def _is_axis(technique: Technique) -> bool:
     """Return whether the technique groups GPUs that work on the same samples. Plans for several GPUs evaluate
     these groups."""
-    wish = technique.install(Setup()).parallel
-    return wish is not None and bool(axes_of(wish))
+    processes = processes_of(technique.install(Setup()))
+    return processes is not None and bool(processes.axes)
 
 
 def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:

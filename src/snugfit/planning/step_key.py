@@ -57,8 +57,6 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "scale_gradients": ("passes", "update"),
     "micro_batches": ("micro_batches",),
     "release": ("passes", "update"),
-    "sharding": ("passes", "update"),
-    "parallel": ("passes", "update"),
     "loader": ("loader",),
     "expandable_segments": ("allocator",),
     **{wish.name: wish.touches for wish in wishes()},

@@ -11,28 +11,32 @@ shards it with FSDP2. For FSDP2 the model is built on the host, as accelerate's 
 micro-batch (`Accelerator.no_sync` before it, as `accumulate` does).
 
 The plain loop makes NCCL release DDP's first buckets; this loop does not, since no user's loop does
-(`step/wishes/parallel.py`). So a rehearsal keeps them as long as NCCL may.
+(`features/distributed/apply/parallel.py`). So a rehearsal keeps them as long as NCCL may.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.step.applier import accelerator_arguments, forward_context, run_context
+from snugfit.step.applier import (
+    accelerate_context,
+    accelerator_arguments,
+    build_for_accelerate,
+    forward_context,
+    run_context,
+    set_accelerator,
+    setup_for_accelerate,
+)
 from snugfit.step.batches import loader
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.transformers_internals import place_state, placed_on
-from snugfit.step.wishes.mesh.by_accelerate import (
-    is_spread,
-    name_layers,
-    told_to_accelerate,
-    widen,
-)
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,13 +50,17 @@ class AccelerateStep(Step):
     """The guide's hand-written loop over one job and Setup."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
-        super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
+        super().__init__(job, setup_for_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The accelerate loop only trains. Evaluate with --loop plain.")
-        with placed_on(self.device, self.setup.parallel), run_context(self.setup):
+        with (
+            placed_on(self.device),
+            accelerate_context(self.setup, self.device),
+            run_context(self.setup),
+        ):
             from accelerate import Accelerator
 
             accelerator = Accelerator(**accelerator_arguments(self.setup), cpu=self.device.type == "cpu")
@@ -62,7 +70,7 @@ class AccelerateStep(Step):
     def _train(self, accelerator: Any, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
         model, optimizer, batches = self._prepare(self._model(), accelerator)
-        observer.build_ends(getattr(model, "module", model) if self.setup.parallel else model, optimizer)
+        observer.build_ends(getattr(model, "module", model) if ranks_of(self.setup) > 1 else model, optimizer)
         pieces = self.setup.micro_batches
         losses: list[torch.Tensor] = []
         for index in range(steps):
@@ -93,26 +101,21 @@ class AccelerateStep(Step):
         """Build the model on the device. One to be sharded over processes is built on the host, and
         accelerate moves its parts.
         """
-        if not is_spread(self.setup):
-            return build_model(self.job, self.setup, self.device)
-        model = build_model(self.job, self.setup, self.device, stays=True)
-        if self.setup.autocast:
-            widen(model)
-        return model
+        build = functools.partial(build_model, self.job, self.setup, self.device)
+        return build_for_accelerate(self.setup, build)
 
     def _exchange(
         self, accelerator: Any, model: Any, *, is_last: bool
     ) -> contextlib.AbstractContextManager[Any]:
         """Exchange gradients after the last micro-batch only."""
-        if is_last or self.setup.parallel is None:
+        if is_last or ranks_of(self.setup) == 1:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = accelerator.no_sync(model)
         return context
 
     def _prepare(self, model: torch.nn.Module, accelerator: Any) -> tuple[Any, Any, Iterator[Any]]:
         """Return model, optimizer and an endless iterator of batches, all prepared by accelerate."""
-        if is_spread(self.setup):
-            name_layers(accelerator, model)
+        set_accelerator(self.setup, accelerator, model)
         optimizer = build_optimizer(self.job, self.setup, model)
         host_batches = loader(self.job, self.setup, self.device, always_mask=self.always_mask)
         model, optimizer, batches = accelerator.prepare(model, optimizer, host_batches)

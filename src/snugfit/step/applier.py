@@ -15,14 +15,13 @@ their handlers (`techniques/feature.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.capture.handler import CaptureHandler
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
-from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
@@ -32,18 +31,21 @@ from snugfit.step.wishes.model import (
     WeightsDtypeHandler,
 )
 from snugfit.step.wishes.optimizer import OptimizerHandler
-from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.updates.handler import ReleaseHandler
-from snugfit.techniques.feature import features
+from snugfit.techniques.feature import InstallStage, features
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.step import StepEngine, StepPasses
     from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
+    from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
+
+T = TypeVar("T")
 
 FRONT_ENDS = ("plain", "accelerate", "trainer", "fit", "custom_loop", "script")
 
@@ -54,14 +56,12 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     MastersHandler(),
     LogitsHandler(),
     CheckpointHandler(),
-    ParallelHandler(),
     OptimizerHandler(),
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
     ReleaseHandler(),
     CaptureHandler(),
-    ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),
 )
@@ -89,10 +89,19 @@ def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler
             yield handler, getattr(setup, handler.wish)
 
 
+def _used(setup: Setup) -> list[tuple[Handler, Any]]:
+    """Return each handler whose wish differs from the plain loop's, with its value."""
+    return [(one, value) for one, value in _wishes(setup) if value != getattr(_PLAIN, one.wish)]
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
 def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
     """Yield the handlers of wishes that this front-end cannot implement, each with the reason."""
-    for handler, value in _wishes(setup, skip):
-        if value == getattr(_PLAIN, handler.wish):
+    for handler, value in _used(setup):
+        if handler.slot in skip:
             continue
         if why := REFUSED.get((front_end, handler.wish)) or handler.why_refused(value, front_end):
             yield handler, why
@@ -117,7 +126,7 @@ def _wish_in_words(handler: Handler, setup: Setup) -> str:
 
 def import_code(setup: Setup) -> None:
     """Import the libraries that this Setup's model and optimizer come from, where that must be early."""
-    for handler, value in _wishes(setup):
+    for handler, value in _used(setup):
         handler.import_code(value)
 
 
@@ -128,7 +137,7 @@ def model_arguments(setup: Setup) -> dict[str, Any]:
 
 def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
     """Return the model to train in place of this one, which was just built."""
-    for handler, value in _wishes(setup):
+    for handler, value in _used(setup):
         model = handler.replace_model(value, model)
     return model
 
@@ -136,9 +145,15 @@ def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
 def is_adapted(setup: Setup) -> bool:
     """Return whether a wish replaces the model that is built."""
     return any(
-        value != getattr(_PLAIN, handler.wish) and type(handler).replace_model is not Handler.replace_model
-        for handler, value in _wishes(setup)
+        handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
+        and type(handler).replace_model is not Handler.replace_model
+        for handler, _ in _used(setup)
     )
+
+
+def built_on(setup: Setup, job: Job) -> Collection[str]:
+    """Return the places, other than its device, where the model of this job is built (`Handler.built_on`)."""
+    return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}
 
 
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
@@ -149,15 +164,59 @@ def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
 
 def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that a loop calls for a wrapped model; the model itself if one process trains it."""
-    for handler, value in _wishes(setup):
+    for handler, value in _used(setup):
         model = handler.distribute(value, model)
     return model
 
 
+def optimizer_of_part(
+    setup: Setup, model: torch.nn.Module, groups: Any, **numbers: Any
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer over this process's part of the weights, or None for the usual one."""
+    return _first(
+        handler.make_optimizer(value, setup.optimizer, model, groups, **numbers)
+        for handler, value in _used(setup)
+    )
+
+
+def step_passes(
+    setup: Setup,
+    model: torch.nn.Module,
+    runs: torch.nn.Module,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> StepPasses | None:
+    """Return the passes of steps whose layers several processes share; None where each has all layers."""
+    return _first(handler.step_passes(value, model, runs, around) for handler, value in _used(setup))
+
+
+def engine_of(setup: Setup) -> StepEngine | None:
+    """Return the engine that runs the steps in place of a loop's, or None."""
+    return _first(handler.engine(value) for handler, value in _used(setup))
+
+
+def engine_context(
+    setup: Setup, device: torch.device, tell: Callable[[str], None]
+) -> AbstractContextManager[Any]:
+    """Return the context of a run with an engine's steps; an empty one for other runs."""
+    engine = engine_of(setup)
+    return contextlib.nullcontext() if engine is None else engine.context(device, tell)
+
+
+def group_bytes(setup: Setup, loop: str = "plain") -> int:
+    """Return NVML bytes of the process group that an engine makes in this loop; 0 without one."""
+    engine = engine_of(setup)
+    return 0 if engine is None else engine.group_bytes(loop)
+
+
+def refuse_training(recipe: Recipe, setup: Setup) -> None:
+    """Raise `UsageError` for a Setup that can be predicted and measured, but not trained."""
+    for handler, value in _used(setup):
+        handler.refuse_training(value, recipe)
+
+
 def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | None:
     """Return the gradient scaler, or None without one."""
-    scalers = (handler.make_scaler(value, device) for handler, value in _wishes(setup))
-    return next((scaler for scaler in scalers if scaler is not None), None)
+    return _first(handler.make_scaler(value, device) for handler, value in _wishes(setup))
 
 
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
@@ -200,8 +259,8 @@ def pass_context(
     """Return the context of a micro-batch's passes on the device. `is_last` marks the last micro-batch of its
     step. `model` is the result of `distribute_model`.
     """
-    wishes = _wishes(setup)
-    return _join(handler.around_pass(value, model, batch, is_last=is_last) for handler, value in wishes)
+    used = _used(setup)
+    return _join(handler.around_pass(value, model, batch, is_last=is_last) for handler, value in used)
 
 
 def evaluation_context(
@@ -210,18 +269,18 @@ def evaluation_context(
     """Return the context of a forward pass without a backward pass, over a batch on the device. `model` is
     the wrapped model or the result of `distribute_model`.
     """
-    return _join(handler.around_evaluation(value, model, batch) for handler, value in _wishes(setup))
+    return _join(handler.around_evaluation(value, model, batch) for handler, value in _used(setup))
 
 
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
     """Run the handlers' work after an optimizer step; `step` counts from 0."""
-    for handler, value in _wishes(setup):
+    for handler, value in _used(setup):
         handler.after_update(value, model, step)
 
 
 def after_evaluation(setup: Setup, model: torch.nn.Module) -> None:
     """Run the handlers' work after forward passes without a backward pass."""
-    for handler, value in _wishes(setup):
+    for handler, value in _used(setup):
         handler.after_evaluation(value, model)
 
 
@@ -287,6 +346,30 @@ def training_arguments(
 def accelerator_arguments(setup: Setup) -> dict[str, Any]:
     """Return the arguments of accelerate's `Accelerator` for these wishes."""
     return _merge(handler.accelerator_arguments(value) for handler, value in _wishes(setup))
+
+
+def setup_for_accelerate(setup: Setup) -> Setup:
+    """Return the same Setup in accelerate's terms."""
+    for handler, value in _used(setup):
+        setup = handler.setup_for_accelerate(value, setup)
+    return setup
+
+
+def accelerate_context(setup: Setup, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of accelerate's whole work, within `placed_on`."""
+    return _join(handler.around_accelerate(value, device) for handler, value in _used(setup))
+
+
+def build_for_accelerate(setup: Setup, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
+    """Return the model for accelerate; `build` takes further arguments of `build_model`."""
+    model = _first(handler.build_for_accelerate(value, setup, build) for handler, value in _used(setup))
+    return build() if model is None else model
+
+
+def set_accelerator(setup: Setup, accelerator: Any, model: torch.nn.Module) -> None:
+    """Change a new `Accelerator` for this model."""
+    for handler, value in _used(setup):
+        handler.set_accelerator(value, accelerator, model)
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError
 from snugfit.job.build import OnLoaded, instantiate
-from snugfit.step.applier import adapt_model, model_arguments, wrap_model
-from snugfit.step.wishes.mesh.sharded_optimizer import sharded_optimizer
-from snugfit.step.wishes.mesh.spread_tensors import optimizer_groups
-from snugfit.step.wishes.mesh.stages import keep_stage
+from snugfit.step.applier import adapt_model, built_on, model_arguments, optimizer_of_part, wrap_model
+from snugfit.step.wishes.handler import STAYS
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.feature import tensors_beside
@@ -52,8 +50,9 @@ def build_model(
     it is cut into stages, it is cut on the host.
     """
     on_host = on_host and "construct" not in model_arguments(setup)
-    stays = stays or spreads_from_the_host(job, setup)
-    if on_host or stays or job.build_on == "host" or is_in_stages(setup):
+    places = built_on(setup, job)
+    stays = stays or STAYS in places
+    if on_host or stays or job.build_on == "host" or places:
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)
         model = model if stays else _move(model, device)
@@ -69,34 +68,15 @@ def build_model(
 
 def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoaded) -> torch.nn.Module:
     built = instantiate(job, weights=weights, on_loaded=on_loaded, **model_arguments(setup))
-    built = adapt_model(setup, built)
-    return keep_stage(setup.parallel, built) if setup.parallel and is_in_stages(setup) else built
-
-
-def spreads_from_the_host(job: Job, setup: Setup) -> bool:
-    """Return whether each process takes its part of a layer's weights from the host.
-
-    Then none holds the whole model on its device. This holds if the job builds on the host, or if the host
-    keeps the parts.
-    """
-    wish = setup.parallel
-    if wish is None or wish.weights != "sharded":
-        return False
-    return wish.on_host or (job.build_on == "host" and wish.tensor == wish.stages == 1)
+    return adapt_model(setup, built)
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
     """Return whether each process first holds the whole model on its device, which `build_on="host"` would
     avoid.
     """
-    return not spreads_from_the_host(job, setup) and spreads_from_the_host(
-        replace(job, build_on="host"), setup
-    )
-
-
-def is_in_stages(setup: Setup) -> bool:
-    """Return whether each process has some of the layers."""
-    return setup.parallel is not None and setup.parallel.stages > 1
+    on_host = replace(job, build_on="host")
+    return STAYS not in built_on(setup, job) and STAYS in built_on(setup, on_host)
 
 
 def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
@@ -171,10 +151,9 @@ def build_optimizer(
     more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)
-    groups = optimizer_groups(groups)
-    if setup.parallel is not None and setup.parallel.states == "sharded":
-        return sharded_optimizer(wish, groups, lr=job.learning_rate, **more)
-    return make_optimizer(wish, model, groups, lr=job.learning_rate, **more)
+    numbers = {"lr": job.learning_rate, **more}
+    of_part = optimizer_of_part(setup, model, groups, **numbers)
+    return make_optimizer(wish, model, groups, **numbers) if of_part is None else of_part
 
 
 NEVER_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")

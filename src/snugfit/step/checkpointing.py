@@ -25,7 +25,6 @@ from snugfit.errors import RecipeError
 from snugfit.job.build import instantiate
 from snugfit.step.own_forward import forward_of
 from snugfit.step.selective import checkpoint_arguments
-from snugfit.step.wishes.mesh.stages import is_elsewhere
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -37,6 +36,10 @@ if TYPE_CHECKING:
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """The switch's names in versions of transformers, the newest first."""
+
+
+ELSEWHERE = "of_another_stage"
+"""Attribute that marks a module in the place of a layer that another process has."""
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
@@ -92,7 +95,7 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     for module in model.modules():
         if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
-        layers = [layer for layer in module if not is_elsewhere(layer)]
+        layers = [layer for layer in module if not hasattr(layer, ELSEWHERE)]
         if len(module) < 2 or not layers or not _are_alike(layers):
             continue
         inside.update(id(child) for layer in layers for child in layer.modules())

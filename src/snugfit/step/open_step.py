@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError, did_you_mean
-from snugfit.step.applier import refuse_unsupported
+from snugfit.step.applier import engine_of, refuse_unsupported
 from snugfit.step.step import LOOPS
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +23,8 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
     """
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
-    if loop in LOOPS and setup.sharding is not None:
-        return _engine_step(loop, setup.sharding.ranks)(job, setup, device, keep_losses=keep_losses)
+    if loop in LOOPS and (engine := engine_of(setup)) is not None:
+        return engine.step_class(loop, ranks_of(setup))(job, setup, device, keep_losses=keep_losses)
     if loop == "plain":
         from snugfit.step.plain_loop import PlainStep
 
@@ -37,19 +38,3 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
 
         return TrainerStep(job, setup, device, keep_losses=keep_losses)
     raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
-
-
-def _engine_step(loop: str, ranks: int) -> type[Step]:
-    """Return the loop's Step whose engine is DeepSpeed's."""
-    if loop != "plain" and ranks > 1:
-        raise UsageError(
-            f"The {loop} loop cannot do this: DeepSpeed's engine on several GPUs is predicted and "
-            "measured in snugfit's own loop. Leave --loop out."
-        )
-    if loop == "plain":
-        from snugfit.step.wishes.engine.loop import EngineStep
-
-        return EngineStep
-    from snugfit.step.wishes.engine.frontends import EngineAccelerateStep, EngineTrainerStep
-
-    return EngineTrainerStep if loop == "trainer" else EngineAccelerateStep

@@ -25,26 +25,27 @@ from snugfit.step.applier import (
     make_scaler,
     pass_context,
     run_context,
+    step_passes,
 )
-from snugfit.step.batches import join, micro_batches, place
-from snugfit.step.build import build_model, build_optimizer, is_in_stages
+from snugfit.step.batches import micro_batches, place
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.capture.batch import fill_up, is_packed, longest_sequence
 from snugfit.step.capture.open import capture
 from snugfit.step.loss import loss_of
+from snugfit.step.spread_tensors import clip
 from snugfit.step.step import Step
 from snugfit.step.transformers_internals import masks_by_shape
-from snugfit.step.wishes.mesh.spread_tensors import clip
 from snugfit.step.wishes.padding_free.rows import Filling, RowRules, as_rows
 from snugfit.step.wishes.updates.released import ReleasedPasses
 from snugfit.techniques.setup import PADDING_FREE
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
     from snugfit.step.capture.step import CapturedStep
-    from snugfit.step.step import Observer
-    from snugfit.step.wishes.mesh.pipeline import StagePasses
+    from snugfit.step.step import Observer, StepPasses
     from snugfit.techniques.setup import Setup
 
 
@@ -76,8 +77,8 @@ class OptimizerLoop(Step):
     gradients, so that an update can be rehearsed alone.
     """
 
-    passes: StagePasses | None = None
-    """Passes of this process's stage, where the layers are cut into stages."""
+    passes: StepPasses | None = None
+    """Passes of this process's layers; None where it has all of them."""
 
     captured: CapturedStep | None = None
     """The same steps as CUDA graphs; None for steps without graphs."""
@@ -86,15 +87,10 @@ class OptimizerLoop(Step):
         """Return whether the next step's passes may be replayed."""
         return self.captured is not None
 
-    def stage_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> StagePasses | None:
-        """Return the passes of this process's stage of a model, which is called as `runs`; None if it has all
-        layers.
-        """
-        if self.setup.parallel is None or not is_in_stages(self.setup):
-            return None
-        from snugfit.step.wishes.mesh.pipeline import StagePasses
-
-        return StagePasses(self.setup.parallel, runs, model, self.forward_context)
+    def start_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> None:
+        """Prepare the passes of a model of which this process may have some layers; it is called as
+        `runs`."""
+        self.passes = step_passes(self.setup, model, runs, self.forward_context)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the model's computation for this Setup."""
@@ -114,7 +110,7 @@ class OptimizerLoop(Step):
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
             built = Built(model, runs, optimizer, scaler, batches, observer)
-            self.passes = self.stage_passes(model, runs)
+            self.start_passes(model, runs)
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(built)
@@ -197,7 +193,7 @@ class PlainStep(OptimizerLoop):
         if self.setup.attention == PADDING_FREE:
             pieces = as_rows(pieces, RowRules.of(built.model), self._filling())
         if self.passes is not None:
-            return self._accumulate_in_stages(built, self.passes, pieces, weights)
+            return self.passes.accumulate(self, built, pieces, weights)
         if self.released is not None:
             return self.released.run_passes(built, pieces, weights)
         if self.captured is not None and self.is_captured():
@@ -239,14 +235,19 @@ class PlainStep(OptimizerLoop):
         """Run forward and backward passes of these host micro-batches without replay, each loss times its
         weight. Return the losses' sum when losses are kept; None if the passes repeat earlier ones (`again`).
         """
-        model, scaler, observer = built.runs, built.scaler, built.observer
+        model, observer = built.runs, built.observer
         total: torch.Tensor | None = None
-        for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
-            if weight == 0 and self.setup.parallel is None:  # the mean over nothing is no number
-                continue
+        is_alone = ranks_of(self.setup) == 1
+        counted = [  # the mean over nothing is no number, but several processes wait for each other
+            (piece, weight)
+            for piece, weight in zip(pieces, weights, strict=True)
+            if weight != 0 or not is_alone
+        ]
+        for number, (piece, weight) in enumerate(counted, 1):
+            is_last = number == len(counted)
             observer.phase("load")
             batch = place(piece, self.device)
-            with pass_context(self.setup, model, batch, is_last=number == len(pieces)):
+            with pass_context(self.setup, model, batch, is_last=is_last):
                 observer.phase("forward")
                 with self.forward_context():
                     loss = self.loss_of(model, batch)
@@ -258,32 +259,13 @@ class PlainStep(OptimizerLoop):
                     total = loss.detach().float() if total is None else total + loss.detach()
                     self.computed(total)
                 observer.phase("backward")
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                self.backward(built, loss, is_last=is_last)
                 del loss
         return total
 
-    def _accumulate_in_stages(
-        self,
-        built: Built,
-        passes: StagePasses,
-        pieces: Sequence[Mapping[str, Any]],
-        weights: Sequence[float | None],
-    ) -> torch.Tensor | None:
-        """`_accumulate` where other processes have other layers: all micro-batches at once, in the order of
-        the schedule."""
-        count = self.setup.micro_batches
-        whole = join(pieces, count)
-        inputs = place(passes.inputs(whole), self.device)
-        shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
-        built.observer.phase("forward")
-        losses = passes.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
-        total: torch.Tensor | None = None
-        if self.keep_losses and losses:
-            for loss in losses:
-                total = loss.detach().float() if total is None else total + loss.detach()
-            if total is not None:
-                self.computed(total)
-        return total
+    def backward(self, built: Built, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch, which may be the last of its step."""
+        (loss if built.scaler is None else built.scaler.scale(loss)).backward()
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
         """Return the factor of each host micro-batch's loss: its share of the counted items, 0 without any.

@@ -12,8 +12,9 @@ is the same object each time: only its device and its observer differ. Each loop
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,58 @@ class Observer:
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Model and optimizer are built; the first step has not begun."""
+
+
+class StepPasses(Protocol):
+    """The passes of steps in which each process has some of the layers."""
+
+    def accumulate(
+        self,
+        loop: Any,
+        built: Any,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+    ) -> torch.Tensor | None:
+        """Leave the gradients of these host micro-batches in the parameters, each loss times its weight.
+        Return the loss where this process computes it and losses are kept."""
+
+    def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
+        """Scale the gradients of all processes so that their norm together is at most this."""
+
+    def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        """Return the L2 norm of all processes' gradients, of which this one has these weights'."""
+
+    def in_turn(self) -> Any:
+        """Return the whole model for forward passes alone."""
+
+    def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
+        """Send the losses of this many steps to all processes."""
+
+
+class StepEngine(Protocol):
+    """Code of another library that runs the optimizer steps in place of a loop's."""
+
+    @property
+    def training_step(self) -> type[Any]:
+        """Return the class of its steps over real data, a `TrainingStep`."""
+
+    def step_class(self, loop: str, ranks: int) -> type[Step]:
+        """Return the Step of a loop. Raises `UsageError` for a loop that does not support it."""
+
+    def context(self, device: torch.device, tell: Callable[[str], None]) -> AbstractContextManager[Any]:
+        """Return the context of a run; `tell` receives lines for the user."""
+
+    def start(
+        self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[Any, torch.optim.Optimizer]:
+        """Return the module that steps call and the optimizer, for the job of one process. The model is on
+        the host."""
+
+    def group_bytes(self, loop: str) -> int:
+        """Return NVML bytes of the process group that it makes in this loop."""
+
+    def stop(self, runs: Any) -> None:
+        """Remove the engine's hooks from the model; no step follows."""
 
 
 class Step(ABC):

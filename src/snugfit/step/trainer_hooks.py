@@ -121,18 +121,6 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         return self.snugfit_evaluate(partial(super()._evaluate, *arguments, **keywords))
 
-    def spread_model(self) -> None:
-        """Shard the model over the processes under FSDP2, unless it is sharded, as the Trainer does when
-        training begins.
-        """
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(self.model, FSDPModule):
-            return
-        self.create_optimizer()
-        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-        self.model_wrapped = self.callback_handler.model = self.model
-
     def save_now(self) -> None:
         """Save a checkpoint outside of the Trainer's own schedule."""
         self._save_checkpoint(self.model_wrapped, None)

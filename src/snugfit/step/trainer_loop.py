@@ -15,12 +15,20 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.step.applier import forward_context, run_context, training_arguments
+from snugfit.step.applier import (
+    accelerate_context,
+    build_for_accelerate,
+    forward_context,
+    run_context,
+    set_accelerator,
+    setup_for_accelerate,
+    training_arguments,
+)
 from snugfit.step.batches import collator, dataset
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.step import Step
 from snugfit.step.transformers_internals import arguments_class, place_state, placed_on
-from snugfit.step.wishes.mesh.by_accelerate import is_spread, name_layers, told_to_accelerate, widen
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +42,15 @@ class TrainerStep(Step):
     """The HF Trainer over one job and Setup."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
-        super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
+        super().__init__(job, setup_for_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The trainer loop only trains. Evaluate with --loop plain.")
         with (
-            placed_on(self.device, self.setup.parallel),
+            placed_on(self.device),
+            accelerate_context(self.setup, self.device),
             run_context(self.setup),
             tempfile.TemporaryDirectory(prefix="snugfit-trainer-") as folder,
         ):
@@ -62,7 +71,7 @@ class TrainerStep(Step):
         trainer = trainer_class(
             model=model,
             args=trainer_arguments,
-            train_dataset=dataset(self.job, self.setup, self.device, steps * self._ranks()),
+            train_dataset=dataset(self.job, self.setup, self.device, steps * ranks_of(self.setup)),
             optimizers=(optimizer, None),
             data_collator=collator(self.job, self.device, always_mask=self.always_mask),
             callbacks=[_callback(observer)],
@@ -72,8 +81,7 @@ class TrainerStep(Step):
         for unwanted in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(unwanted)
         place_state(trainer.accelerator, self.device)
-        if is_spread(self.setup):
-            name_layers(trainer.accelerator, model)
+        set_accelerator(self.setup, trainer.accelerator, model)
         self._watch(trainer, observer)
         trainer.train()
         self._finish(trainer)
@@ -85,15 +93,8 @@ class TrainerStep(Step):
         """Build the model as users do. A model to be sharded stays on the host, and accelerate moves its
         parts.
         """
-        spread = is_spread(self.setup)
-        model = build_model(self.job, self.setup, self.device, on_host=True, stays=spread)
-        if spread and self.setup.autocast:
-            widen(model)
-        return model
-
-    def _ranks(self) -> int:
-        """Return the number of processes that share the samples."""
-        return self.setup.parallel.ranks if self.setup.parallel else 1
+        build = functools.partial(build_model, self.job, self.setup, self.device, on_host=True)
+        return build_for_accelerate(self.setup, build)
 
     def _watch(self, trainer: Any, observer: Observer) -> None:
         """Prepare the trainer before `train()`."""

@@ -24,57 +24,26 @@ from unittest.mock import patch
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.techniques.setup import ParallelWish
 
-_DEVICE = "ACCELERATE_TORCH_DEVICE"
-
-_OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""Prefixes of the variables by which `accelerate launch` configures its processes."""
+DEVICE = "ACCELERATE_TORCH_DEVICE"
+"""Variable of accelerate's device."""
 
 
 # ---- a device that is not there --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def placed_on(device: torch.device, parallel: ParallelWish | None = None) -> Iterator[None]:
-    """Set accelerate up for `device`, as one of several processes with `parallel`; restore its state
-    afterwards.
-    """
+def placed_on(device: torch.device) -> Iterator[None]:
+    """Set accelerate up for `device`; restore its state afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    variables = {"meta": {_DEVICE: "cuda"}, "cpu": {_DEVICE: "cpu"}}
+    variables = {"meta": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu"}}
     with contextlib.ExitStack() as changes:
         for kind in (PartialState, AcceleratorState, GradientState):
             changes.enter_context(patch.dict(kind._shared_state, clear=True))
         changes.enter_context(patch.dict(os.environ, variables.get(device.type, {})))
         if device.type == "meta":
             changes.enter_context(_as_on_a_gpu())
-        if parallel is not None:
-            changes.enter_context(_one_of_several(device, parallel))
-        yield
-
-
-@contextlib.contextmanager
-def _one_of_several(device: torch.device, parallel: ParallelWish) -> Iterator[None]:
-    """Make accelerate treat this process as one of several on GPUs, in torch's existing process group.
-
-    Variables of a launcher are ignored. On `meta` a mesh of ranks must exist from the beginning, so
-    accelerate's device is `meta` then and not CUDA.
-    """
-    import torch.distributed as dist
-    from accelerate.state import DistributedType, PartialState
-
-    for name in [name for name in os.environ if name.startswith(_OF_LAUNCHERS) and name != _DEVICE]:
-        del os.environ[name]
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
-    if device.type == "cuda":
-        yield
-        return
-    if device.type == "meta" and parallel.weights == "sharded":
-        os.environ[_DEVICE] = "meta"
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP gets no device index
-    of_gpus = (dist.get_backend(), DistributedType.MULTI_GPU)
-    with patch.object(PartialState, "_prepare_backend", lambda self, *asked, **more: of_gpus):
         yield
 
 

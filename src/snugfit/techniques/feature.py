@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class InstallStage(IntEnum):
-    """The moments of preparing a run. Handlers of one stage run core first, then by the feature's name."""
+    """Stages of preparing a run, in order. In each, core handlers run first, then features by name."""
 
     BUILD = 0
     """The model is created: its dtype and attention are arguments of its constructor."""
@@ -122,6 +122,9 @@ class Feature:
     def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
         """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
 
+    def read_mesh(self, recipe: Any, text: str) -> Any:
+        """Return the recipe with the techniques of the option `--mesh`, and the number of GPUs."""
+
     def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
         """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
 
@@ -154,6 +157,12 @@ class Feature:
 
     def place_state(self, optimizer: Any, weight: Any) -> None:
         """Move the state of a weight, which was read from a checkpoint, to the memory that it needs."""
+
+    def state_parts(self) -> Any:
+        """Return the code for processes with parts of a run's state (`training/checkpoint/parts.py`)."""
+
+    def trainer_parts(self, trainer: Any) -> Any:
+        """Return the code for the processes of a user's Trainer (`frontends/trainer/parts.py`)."""
 
     # ---- simulating, predicting and searching ----
 

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 PADDING_FREE = "padding_free"
 """Name of our own attention (`step/wishes/padding_free/`), which drops the padding of a model's inputs."""
 
-RING = "ring"
-"""torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
-(`step/wishes/mesh/ring_attention.py`)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
@@ -141,124 +137,6 @@ class CaptureWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingWish:
-    """DeepSpeed's engine around model and optimizer, on one GPU or on one of several."""
-
-    stage: int = 2
-    """Stage of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
-
-    states: str = "none"
-    """Place of optimizer states, the updated weights and the update itself: `none` is the GPU, `cpu` the
-    host, `nvme` a disk (stage 3).
-    """
-
-    weights: str = "none"
-    """Place of weights until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
-
-    dtype: str = "float32"
-    """Dtype of modules' weights and computation, by torch's name. The updated weights are always fp32."""
-
-    ranks: int = 1
-    """Number of processes that train together, one for each GPU, each on its part of the global batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelWish:
-    """Processes that train one model together by torch.distributed, one for each GPU (a rank).
-
-    They form a mesh. Along its data axis each has a part of the global batch. Along the others ranks work on
-    the same samples, and each has a part of their work.
-    """
-
-    weights: str = "copied"
-    """Distribution of weights, gradients and optimizer states along the data axis. `copied`: each rank has
-    all, and gradients are averaged (DDP). `sharded`: each has a part, and weights are gathered where a layer
-    computes (FSDP2). `alone`: there is no data axis.
-    """
-
-    states: str = "copied"
-    """Distribution of optimizer states where weights are copied: `copied`, or `sharded`. A sharded rank has
-    the states of a part of the weights, which it updates and sends to the others (`ZeroRedundancyOptimizer`).
-    """
-
-    ranks: int = 0
-    """Number of processes; 0 before it is set."""
-
-    shards: int = 0
-    """Ranks of the data axis that one copy of the weights is sharded over; 0 shards one over all. Fewer make
-    several copies, whose gradients are averaged.
-    """
-
-    reshard: str = "layers"
-    """Gathered weights that are dropped after the forward pass and gathered again for the backward one: the
-    `layers`', `all`, or `none`. Weights outside of layers are needed again at once.
-    """
-
-    on_host: bool = False
-    """True if the host keeps the parts, and updates them."""
-
-    dtype: str | None = None
-    """Dtype that gathered weights are cast to and computed in, by torch's name; None does not cast them."""
-
-    bucket_views: bool = False
-    """True if copied weights' gradients are views of the averaged buckets, without memory of their own."""
-
-    tensor: int = 1
-    """Over how many ranks the matrices of each layer are cut."""
-
-    context: int = 1
-    """Over how many ranks each sequence is cut."""
-
-    stages: int = 1
-    """Number of ranks that the layers are distributed over, one stage after the other."""
-
-    schedule: str = ""
-    """Order in which each stage runs its micro-batches, by torch's name; empty without stages."""
-
-    chunks: int = 1
-    """Number of stages of each of these ranks: with n ranks the first has the stages 0, n, 2n, ..."""
-
-    experts: int = 1
-    """Number of ranks that each layer's experts are distributed over: those that share its matrices, or 1."""
-
-    @property
-    def copies(self) -> bool:
-        """Return whether ranks hold all of the weights and average their gradients. These ranks are those of
-        the data axis, or, without one, those that share each sequence.
-        """
-        return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
-
-    @property
-    def all_stages(self) -> int:
-        """Return the number of stages that the layers are cut into."""
-        return self.stages * self.chunks
-
-    @property
-    def ranks_of_one_part(self) -> int:
-        """Return the number of ranks that work on the same part of the global batch."""
-        return self.tensor * self.context * self.stages
-
-    @property
-    def data_ranks(self) -> int:
-        """Return the number of parts that the global batch is cut into."""
-        return self.ranks // self.ranks_of_one_part
-
-    def data_rank(self, rank: int) -> int:
-        """Return the index, from 0, of a rank's part of the global batch. The mesh's axes (`mesh_of`) left of
-        the data axis change slower, and those right of it faster.
-        """
-        return rank // (self.context * self.tensor) % self.data_ranks
-
-    def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum over ranks. Ranks with pieces of the same
-        sequences each return a part's loss as if it were the whole, so each counts a part. Among other ranks
-        with the same samples, one of the last stage counts fully, since the loss is there.
-        """
-        is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
-        return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """Settings of the way of batches to the device."""
 
@@ -316,14 +194,6 @@ class CoreSetup:
 
     capture: CaptureWish | None = None
     """loop: the step is recorded as CUDA graphs; None launches kernel by kernel."""
-
-    sharding: ShardingWish | None = None
-    """loop: DeepSpeed's engine runs the steps; None leaves them to the loop."""
-
-    parallel: ParallelWish | None = None
-    """optimizer: processes that train together; None trains in one. Each wraps the model before it makes an
-    optimizer of its own part.
-    """
 
     loader: LoaderWish = field(default_factory=LoaderWish)
     """loader: how batches reach the device."""

@@ -293,6 +293,20 @@ class Technique(ABC):
         return f"{self.name}({', '.join(shown)})" if shown else self.name
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlainTechnique(Technique):
+    """Leaves the Setup and torch's eager mode unchanged."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "torch's eager mode"
+    counterparts: ClassVar = (Counterpart(arguments={}),)
+
+    def install(self, setup: Setup) -> Setup:
+        """Return the Setup unchanged."""
+        return setup
+
+
 class TechniqueBySlot(Protocol):
     """The view of a recipe that its own techniques use; `Recipe`, a layer above them, implements it."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast, get_args
 
 from snugfit.feature_folders import FeatureError, feature_objects
 
@@ -52,6 +52,72 @@ class Lowering(Protocol):
     @property
     def has_budget(self) -> bool:
         """True if programs keep less for their backward pass than their default."""
+
+
+class SeveralProcesses:
+    """Base of a field's value by which several processes train one model, one for each GPU."""
+
+    ranks: int
+    """Number of processes, one for each GPU."""
+    on_host: bool = False
+    """True if the host keeps and updates the parts, so that processes exchange there too."""
+
+    @property
+    def matrix_parts(self) -> int:
+        """Return the number of parts of each matrix, on which the optimizer's groups depend."""
+        return 1
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Return the number of ranks along each axis that works on the same samples."""
+        return {}
+
+    @property
+    def spreads_over_all(self) -> bool:
+        """Return whether each process holds less on a larger number of GPUs."""
+        return False
+
+    def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
+        """Return whether so many GPUs make whole groups that divide the batch. Groups over which one of
+        several copies is sharded then have this number of GPUs, unless it is None."""
+        return False
+
+    def is_slower_than(self, rival: SeveralProcesses) -> bool:
+        """Return whether they exchange what the rival, otherwise equal, keeps."""
+        return False
+
+    def holds_no_more_than(self, rival: SeveralProcesses) -> bool:
+        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
+        return type(self) is type(rival) is SeveralProcesses
+
+    def has_groups_of(self, rival: SeveralProcesses) -> bool:
+        """Return whether each group of GPUs consists of one or several of the rival's, with the same cuts."""
+        return not any(self.axes.get(axis, 1) % count for axis, count in rival.axes.items())
+
+    def is_wider_than(self, rival: SeveralProcesses) -> bool:
+        """Return whether larger groups work on the same samples, with otherwise equal sharing."""
+        return False
+
+    def groups_in_words(self) -> Iterable[str]:
+        """Return the work of each group of GPUs in words."""
+        return ()
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of parts that the global batch is cut into."""
+        return self.ranks
+
+    def data_rank(self, rank: int) -> int:
+        """Return the index, from 0, of a rank's part of the global batch."""
+        return rank
+
+    def counts(self, rank: int) -> float:
+        """Return the weight of this rank's loss in the sum over ranks."""
+        return 1.0
+
+    def on(self, gpus: int) -> SeveralProcesses:
+        """Return the same value for this number of GPUs. Raises `UsageError` where they cannot share."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -97,6 +163,25 @@ def wishes() -> tuple[Wish[Any], ...]:
 def lowering_wishes() -> tuple[Wish[Lowering | None], ...]:
     """Return the fields whose values are a `Lowering` or None."""
     return tuple(wish for wish in wishes() if wish.lowers)
+
+
+def _wishes_of_processes() -> tuple[Wish[Any], ...]:
+    return tuple(
+        wish
+        for wish in wishes()
+        if any(isinstance(kind, type) and issubclass(kind, SeveralProcesses) for kind in get_args(wish.kind))
+    )
+
+
+def wish_of_processes(setup: Any) -> Wish[Any] | None:
+    """Return the field by which several processes train under this Setup; None without one."""
+    return next((wish for wish in _wishes_of_processes() if wish.of(setup) is not None), None)
+
+
+def processes_of(setup: Any) -> SeveralProcesses | None:
+    """Return the processes that train together under this Setup; None for a step of one process."""
+    wish = wish_of_processes(setup)
+    return None if wish is None else wish.of(setup)
 
 
 def used_wishes(setup: Any) -> list[Wish[Any]]:

@@ -32,7 +32,7 @@ from snugfit.errors import SnugfitError, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.techniques.setup import ParallelWish
+    from snugfit.techniques.wish import SeveralProcesses
 
 Answer = TypeVar("Answer")
 
@@ -96,12 +96,12 @@ class Ranks:
         """The weight of this process's results in sums over parts; below 1 if other processes work on its
         part too."""
 
-    def sharing(self, wish: ParallelWish | None) -> Ranks:
+    def sharing(self, processes: SeveralProcesses | None) -> Ranks:
         """Return the same process with its place in the mesh of a recipe."""
         ranks = Ranks(self.rank, self.size, host=self.host, writing=self.writing)
-        if wish is not None and wish.ranks:
-            ranks.data_rank, ranks.data_ranks = wish.data_rank(self.rank), wish.data_ranks
-            ranks.counts = wish.counts(self.rank)
+        if processes is not None and processes.ranks:
+            ranks.data_rank, ranks.data_ranks = processes.data_rank(self.rank), processes.data_ranks
+            ranks.counts = processes.counts(self.rank)
         return ranks
 
     @property

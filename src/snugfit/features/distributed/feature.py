@@ -1,20 +1,63 @@
-"""Training of one model on several GPUs, one process for each."""
+"""Training of one model on several GPUs, one process for each, and DeepSpeed's engine on one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.features.distributed.fields import PARALLEL, SHARDING
 from snugfit.techniques.feature import Feature
 from snugfit.techniques.several_gpus import ranks_of
+from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.planning.several_gpus.candidates import Spreading
+    from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
 
 
 class Distributed(Feature):
-    """Simulate and price the steps of several processes, and of DeepSpeed's engine."""
+    """Add the techniques of the slots for several GPUs, their handlers, simulation and prices."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.SHARDING: tuple(
+            f"techniques.{name}" for name in ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+        ),
+        Slot.TENSOR_PARALLEL: ("techniques.tensor",),
+        Slot.CONTEXT_PARALLEL: ("techniques.context",),
+        Slot.PIPELINE_PARALLEL: ("techniques.pipeline",),
+        Slot.EXPERT_PARALLEL: ("techniques.expert",),
+    }
+
+    # ---- running a step ----
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handlers of both fields."""
+        from snugfit.features.distributed.apply.parallel import ParallelHandler
+        from snugfit.features.distributed.engine.sharding import ShardingHandler
+
+        return ParallelHandler(), ShardingHandler()
+
+    def state_parts(self) -> Any:
+        """Return the code for shards in checkpoints."""
+        from snugfit.features.distributed.checkpoint.parts import SpreadState
+
+        return SpreadState()
+
+    def trainer_parts(self, trainer: Any) -> Any:
+        """Return the code for a Trainer by DDP, or by FSDP2 where it is configured."""
+        from snugfit.features.distributed.trainer.sharded import DdpTrainer, ShardedTrainer
+
+        return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
+
+    # ---- the command line ----
+
+    def read_mesh(self, recipe: Recipe, text: str) -> tuple[Recipe, int]:
+        """Return the recipe with the techniques of a mesh, and its number of GPUs."""
+        from snugfit.features.distributed.mesh import on_mesh
+
+        return on_mesh(recipe, text)
 
     # ---- simulating and predicting a step ----
 
@@ -30,19 +73,20 @@ class Distributed(Feature):
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
         """Return a context in which one process of several, or DeepSpeed's engine, runs on shapes."""
-        if setup.parallel is not None:
+        parallel, sharding = PARALLEL.of(setup), SHARDING.of(setup)
+        if parallel is not None:
             from snugfit.features.distributed.simulate.ranks import rank_on_shapes
 
-            return rank_on_shapes(recorder, setup.parallel)
-        if setup.sharding is not None:
+            return rank_on_shapes(recorder, parallel)
+        if sharding is not None:
             from snugfit.features.distributed.simulate.engine import engine_on_shapes
 
-            return engine_on_shapes(recorder, setup.sharding.ranks)
+            return engine_on_shapes(recorder, sharding.ranks)
         return super().simulation_overrides(setup, policy, recorder, notes)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return False for several processes and for DeepSpeed's engine."""
-        return setup.parallel is None and setup.sharding is None
+        return PARALLEL.of(setup) is None and SHARDING.of(setup) is None
 
     def exchanges(self) -> Any:
         """Return the figures of several processes."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError, did_you_mean
 from snugfit.features.exchange import finetuning_tools
-from snugfit.features.exchange.script import samples_at_once, script_values, setup_on, write_script
+from snugfit.features.exchange.script import samples_at_once, script_values, write_script
 from snugfit.features.exchange.trainer_arguments import (
     EACH_MEAN_ALIKE,
     MESH,
@@ -29,8 +29,6 @@ from snugfit.features.exchange.trainer_arguments import (
     divides_by_labels,
     training_arguments,
 )
-from snugfit.step.wishes.engine.config import bucket_sizes, width_of
-from snugfit.techniques.deepspeed_zero import zero_section
 from snugfit.techniques.technique import Slot
 from snugfit.techniques.translate import write_arguments
 
@@ -102,8 +100,6 @@ def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
     if to == "hf":
         return _for_the_trainer(job, recipe, gpus)
     script = script_values(job, recipe, to, write_arguments(recipe)[0], gpus=gpus)
-    if to == "deepspeed":
-        script["config"] = deepspeed_config(job, recipe, gpus)
     files = {"train.py": write_script(to, script)}
     if to == "accelerate":
         files["accelerate_config.yaml"] = launch_config(script)
@@ -123,24 +119,6 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
     if MESH not in arguments:
         files["training_arguments.json"] = json.dumps(arguments, indent=2) + "\n"
     return Export(to="hf", files=files, note=script["note"])
-
-
-def deepspeed_config(job: Job, recipe: Recipe, gpus: int) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize` on so many GPUs; empty if its engine runs no such
-    recipe."""
-    setup = setup_on(recipe, gpus)
-    wish = setup.sharding
-    if wish is None:
-        return {}
-    return {
-        "train_batch_size": job.batch_size,
-        "train_micro_batch_size_per_gpu": samples_at_once(job, recipe, gpus),
-        "gradient_accumulation_steps": setup.micro_batches,
-        "gradient_clipping": job.clip or 0.0,
-        "bf16": {"enabled": wish.dtype == "bfloat16"},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero_section(wish, bucket_sizes(width_of(job.transformers_config()))),
-    }
 
 
 def launch_config(script: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.features.exchange import installed
@@ -20,7 +19,6 @@ from snugfit.job.inputs import has_classes
 from snugfit.step.applier import script_fields
 from snugfit.step.wishes.handler import ScriptContext
 from snugfit.step.wishes.python_text import literal
-from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def script_values(
     """
     context = ScriptContext(
         job=job,
-        setup=setup_on(recipe, gpus),
+        setup=on_gpus(recipe.setup(), gpus),
         recipe=recipe,
         target=to,
         trainer=training_arguments is not None,
@@ -67,6 +65,7 @@ def script_values(
         "gpus": gpus,
         "joins": to == "deepspeed" or (to == "torch" and wishes["parallel"] is not None),
         "note": "",
+        "mixed": "no",
         "learning_rate": job.learning_rate,
         "clip": job.clip,
         "training_arguments": training_arguments or {},
@@ -79,26 +78,15 @@ def script_values(
         "compiling": (),
         "checkpointing": (),
         **wishes,
+        "optimizer": wishes.get("optimizer_of_part") or wishes["optimizer"],
         "model_arguments": arguments,
     }
-
-
-def setup_on(recipe: Recipe, gpus: int) -> Setup:
-    """Return the recipe's Setup on so many GPUs; DeepSpeed's engine may take the number from its launcher.
-
-    Raises `UsageError` for a number that the recipe cannot train on.
-    """
-    setup = recipe.setup()
-    asks_launcher = setup.sharding is not None and not hasattr(setup.sharding, "ranks")
-    return setup if asks_launcher else on_gpus(setup, gpus)
 
 
 def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
     """Return samples of a micro-batch on one GPU. Raises `UsageError` for a batch that does not split
     evenly."""
-    setup = setup_on(recipe, gpus)
-    if setup.sharding is not None:
-        setup = replace(setup, sharding=None, parallel=ParallelWish(ranks=gpus))
+    setup = on_gpus(recipe.setup(), gpus)
     return job_of_rank(job, setup).batch_size // setup.micro_batches
 
 

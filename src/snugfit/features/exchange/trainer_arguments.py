@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.features.exchange import installed
-from snugfit.features.exchange.script import samples_at_once, setup_on
+from snugfit.features.exchange.script import samples_at_once
 from snugfit.job.architectures import class_of
 from snugfit.step.checkpointing import layer_names
-from snugfit.techniques.deepspeed_zero import AUTO, zero_section
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
         else:
             arguments[head] = value
     if gpus > 1:
-        arguments |= _on_several(job, recipe, gpus, arguments)
+        arguments |= _on_several(job, arguments)
     if MESH in arguments:
         copies = gpus // int(arguments[MESH]["dp_shard_size"])
         arguments[MESH] = {"dp_replicate_size": copies, **arguments[MESH]}
@@ -89,12 +88,12 @@ def divides_by_labels(job: Job) -> bool:
     return "loss_function(" in inspect.getsource(model.forward)
 
 
-def _on_several(job: Job, recipe: Recipe, gpus: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that are added or replaced when several processes train."""
     more: dict[str, Any] = {}
-    if wish := setup_on(recipe, gpus).sharding:
-        section = {"zero_optimization": zero_section(wish, dict.fromkeys(AUTO, "auto"))}
-        more["deepspeed"] = arguments["deepspeed"] | section
+    if "deepspeed" in arguments:  # one process has nothing to overlap
+        section = arguments["deepspeed"]["zero_optimization"] | {"overlap_comm": True}
+        more["deepspeed"] = arguments["deepspeed"] | {"zero_optimization": section}
     if job.task in ONE_LABEL or not divides_by_labels(job):
         more["average_tokens_across_devices"] = False
     if "fsdp_config" in arguments:  # accelerate's default is `_no_split_modules`, with BERT's embeddings too

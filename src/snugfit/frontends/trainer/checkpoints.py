@@ -27,8 +27,8 @@ from snugfit.frontends.same_run import refuse_another_run
 from snugfit.frontends.trainer.data import DataPosition
 from snugfit.frontends.trainer.facts import run_facts, with_global_batch
 from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.setup import change_recipe
-from snugfit.frontends.trainer.sharded import check_sharded, is_spread, restore_kept, snapshot_of_parts
 from snugfit.frontends.trainer.state_files import StateFiles, check_trainer_state
 from snugfit.frontends.trainer.users_files import UsersFiles
 from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
@@ -48,7 +48,6 @@ from snugfit.training.checkpoint.state import (
     Snapshot,
     TrainState,
     check_packable,
-    snapshot,
 )
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.rng import all_rng_states
@@ -114,9 +113,9 @@ class TrainerCheckpoints:
         self._seed = ranks.first_answers(lambda: _order_seed(trainer))
         self._facts: Facts = {}
         self._asked = str(trainer.snugfit.recipe)
-        self._is_sharded = is_spread(trainer)
+        self._parts = trainer_parts(trainer)
         self._begun = self._is_data_noted = False
-        self._is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
+        self._is_update_checked = self._parts.is_spread  # only torch's own AdamW and SGD are sharded
         self._goes_back = False
         self.finished: Any = None
         """Result of `train()`, if this very run has finished before."""
@@ -125,7 +124,7 @@ class TrainerCheckpoints:
 
     def _about(self) -> dict[str, Any]:
         trainer, plan = self._trainer, self._trainer.snugfit
-        data, sharding = trainer.train_dataset, "fsdp" if self._is_sharded else "ddp"
+        data, sharding = trainer.train_dataset, self._parts.word
         return {
             "trainer": type(trainer).__name__,
             "asked": self._asked,
@@ -199,7 +198,7 @@ class TrainerCheckpoints:
         state = train_state_of(self._trainer)
         state.ranks = self._ranks
         refuse_optimizer(state.optimizer, keeps=True)
-        (check_sharded if self._is_sharded else check_packable)(state)
+        self._parts.check(state)
         self._facts |= {**optimizer_facts(state.optimizer), **schedule_facts(state.scheduler)}
         if self.resumed is not None:
             wrong = compare_facts(self.resumed.about, self._about())
@@ -207,8 +206,8 @@ class TrainerCheckpoints:
         if self._ranks.is_first:
             self._make_room()
         if resumed_from is not None:
-            restore_kept(state, Path(resumed_from))
-        if self._trainer.args.save_strategy != "no" and (self._ranks.is_first or self._is_sharded):
+            self._parts.restore(state, Path(resumed_from))
+        if self._trainer.args.save_strategy != "no" and (self._ranks.is_first or self._parts.is_spread):
             self._manager.prepare(state)
 
     def _make_room(self) -> None:
@@ -285,9 +284,7 @@ class TrainerCheckpoints:
         beside: dict[str, Any] = {"files": files, "processing": processing if saves else None}
         state = train_state_of(trainer)
         state.ranks = ranks
-        if self._is_sharded:
-            return snapshot_of_parts(trainer, state, staging, random=random, is_stopped=is_stopped, **beside)
-        return snapshot(state, staging, random=random, **beside) if ranks.is_first else None
+        return self._parts.snapshot(state, staging, random=random, is_stopped=is_stopped, **beside)
 
     def wait(self) -> None:
         """Block until all writes are done."""

@@ -17,7 +17,7 @@ from typing import Any
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
 from snugfit.frontends.trainer.facts import with_global_batch
-from snugfit.frontends.trainer.sharded import is_spread, load_kept_weights
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.step.transformers_internals import restore_callbacks
 from snugfit.training.checkpoint.facts import compare_facts
 from snugfit.training.checkpoint.manager import differences
@@ -72,9 +72,9 @@ def finished_output(
     if finished is None:
         return None
     result, weights = finished
-    if is_spread(trainer):
-        trainer.spread_model()
-    load_kept_weights(trainer.model, weights, ranks)
+    parts = trainer_parts(trainer)
+    parts.spread_model()
+    parts.load_weights(trainer.model, weights, ranks)
     trainer.state = TrainerState(**result["state"])
     restore_callbacks(trainer)
     return TrainOutput(trainer.state.global_step, result["loss"], result["metrics"])

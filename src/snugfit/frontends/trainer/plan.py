@@ -19,9 +19,9 @@ from snugfit.frontends.cut_gradients import unchanged_attributes
 from snugfit.frontends.cut_loss import counted_by, job_with_mixing
 from snugfit.frontends.trainer.job import several_samples
 from snugfit.frontends.trainer.loss import weighed_loss
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.ranks import processes_of, recipe_in_each
 from snugfit.frontends.trainer.setup import brings_optimizer
-from snugfit.frontends.trainer.sharded import parallel_of
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
@@ -71,7 +71,8 @@ def choose(
         if gpu is not None:
             raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
         named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-        return Chosen(recipe=recipe_in_each(named, processes_of(trainer), parallel_of(trainer)))
+        refuse = trainer_parts(trainer).refuse_sharding
+        return Chosen(recipe=recipe_in_each(named, processes_of(trainer), refuse))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:

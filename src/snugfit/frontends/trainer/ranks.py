@@ -1,7 +1,7 @@
 """A trainer in one of several processes: the supported settings, and the exchanges between the processes.
 
 torchrun, or `accelerate launch`, starts the user's script in each process. The Trainer itself wraps its model
-in DDP, or, if configured, shards it by FSDP2 (`sharded.py`). Each process trains on its part of the batch:
+in DDP, or, if configured, shards it by FSDP2. Each process trains on its part of the batch:
 `per_device_train_batch_size` times `gradient_accumulation_steps`. The recipe describes one process. It may
 also name the kind of sharding (`ddp`, `fsdp`), but need not.
 
@@ -21,20 +21,18 @@ with less memory, and abandoning an evaluation after a signal.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.items import counted_items
-from snugfit.frontends.trainer.sharded import is_spread
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.users_files import SAVES_MODEL
+from snugfit.step.spread_tensors import mesh
 from snugfit.step.trainer_hooks import overrides
 from snugfit.techniques import roster
-from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.shards import holds_parts
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
 
 if TYPE_CHECKING:
@@ -43,9 +41,6 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 HOW = "In several processes fit trains by the Trainer's own DDP or FSDP2"
-
-TO_SHARD = "TrainingArguments(fsdp=True, fsdp_config={'version': 2, 'reshard_after_forward': True})"
-"""Arguments that configure a Trainer for FSDP2."""
 
 
 def processes_of(trainer: Any) -> int:
@@ -66,7 +61,10 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
             )
         return
     accelerator, loading = trainer.accelerator, trainer.accelerator.dataloader_config
-    kinds = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
+    kinds = [DistributedType.MULTI_GPU, DistributedType.MULTI_CPU]
+    if is_spread := trainer_parts(trainer).is_spread:
+        kinds.append(DistributedType.FSDP)
+    has_parts = any(mesh(weight) is not None for weight in trainer.model.parameters())
     its_own = trainer.compute_loss_func is not None or overrides(trainer, "compute_loss", "training_step")
     unsaid = {
         f"accelerate's {accelerator.distributed_type.value}": accelerator.distributed_type not in kinds,
@@ -77,7 +75,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
         "dispatch_batches": loading.dispatch_batches,
         "even_batches=False": not loading.even_batches,
         "a loss of its own (compute_loss, compute_loss_func, training_step)": its_own,
-        "weights that are in parts already": not is_spread(trainer) and holds_parts(trainer.model),
+        "weights that are in parts already": not is_spread and has_parts,
         "saving of its own": overrides(trainer, *SAVES_MODEL, "_save_checkpoint"),
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:
@@ -87,49 +85,26 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
         )
 
 
-def recipe_in_each(recipe: Recipe, processes: int, parallel: ParallelWish | None = None) -> Recipe:
+def recipe_in_each(recipe: Recipe, processes: int, refuse_sharding: Callable[[Recipe], None]) -> Recipe:
     """Return the recipe of each process, without its sharding.
 
-    `parallel` is the Trainer's own configuration, by default DDP. Raises `RecipeError` for a combination that
-    the processes do not support, and for a recipe that contradicts the configuration.
+    Raises `RecipeError` for a combination that the processes do not support. `refuse_sharding` raises it for
+    a recipe that contradicts the Trainer's own configuration.
     """
-    parallel = parallel or ParallelWish()
-    setup = recipe.setup()
-    wish, sharding = setup.parallel, recipe[Slot.SHARDING]
     if processes == 1:
-        if wish is not None:
+        if any(technique.needs_several_gpus for technique in recipe):
             raise RecipeError(
-                f"{sharding} is for several processes, and this is the only one. Start the script with "
-                "torchrun --nproc-per-node N, or leave it out."
+                f"{recipe[Slot.SHARDING]} is for several processes, and this is the only one. Start the "
+                "script with torchrun --nproc-per-node N, or leave it out."
             )
         return recipe
-    if setup.sharding is not None or (wish is not None and replace(wish, dtype=None) != parallel):
-        raise RecipeError(_disagreement(sharding, parallel, wish))
-    alone = recipe.with_(roster.plain(Slot.SHARDING))
+    refuse_sharding(recipe)
     for technique in untried_techniques(recipe):
         raise RecipeError(
             f"{technique} cannot be given to a trainer that is one of {processes} processes: it is not "
             "tested there. Leave it out, or train in one process."
         )
-    return alone
-
-
-def _disagreement(sharding: object, parallel: ParallelWish, wish: ParallelWish | None) -> str:
-    """Return the error for a recipe whose sharding contradicts the Trainer's configuration."""
-    if parallel.weights != "sharded":
-        shards = wish is not None and wish.weights == "sharded"
-        more = f" For fsdp configure the Trainer too: {TO_SHARD}." if shards else ""
-        return (
-            f"{sharding} cannot be given to this trainer: it trains by the Trainer's own DDP, where each "
-            f"process has all of the model. Write 'ddp' in its place, or leave it out.{more} snugfit train "
-            "takes several techniques of that slot."
-        )
-    reshards = parallel.reshard == "layers"
-    own = "fsdp" if reshards else f"fsdp(reshard={parallel.reshard})"
-    return (
-        f"The recipe has '{sharding}', but the Trainer's FSDP2 has reshard_after_forward={reshards}, which "
-        f"is '{own}'. Write '{own}' in its place, leave it out, or change the Trainer's fsdp and fsdp_config."
-    )
+    return recipe.with_(roster.plain(Slot.SHARDING))
 
 
 @contextlib.contextmanager

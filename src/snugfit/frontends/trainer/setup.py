@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.own import capability_of
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.ranks import refuse_what_processes_cannot
-from snugfit.frontends.trainer.sharded import refuse_recipe, refuse_what_is_not_sharded
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
 from snugfit.step.checkpointing import NAMES
@@ -74,7 +74,7 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
             "a fixed batch. Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one "
             "GPU.)"
         )
-    refuse_what_is_not_sharded(trainer)
+    trainer_parts(trainer).refuse_settings()
     refuse_what_processes_cannot(trainer)
 
 
@@ -93,7 +93,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     if Slot.OPTIMIZER in unchanged:
         _refuse_users_optimizer(trainer, brings)
     own = _value_of(args, "optim") if Slot.OPTIMIZER in user_slots else None
-    refuse_recipe(trainer, setup, optimizer="" if brings else own)
+    trainer_parts(trainer).refuse_recipe(setup, optimizer="" if brings else own)
     refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
     changes = training_arguments(setup, job, args.device, unchanged)
     if Slot.CHECKPOINTING not in user_slots:

@@ -29,9 +29,9 @@ from snugfit.frontends.trainer.loss import (
     weigh_among_all,
 )
 from snugfit.frontends.trainer.out_of_memory import retry_step, update_broke
+from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.ranks import with_some_item
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
-from snugfit.frontends.trainer.sharded import drop_gathered, load_kept_weights
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases
@@ -277,8 +277,9 @@ class FittedTrainer(TrainerHooks):
 
     def snugfit_load_weights(self, model: Any, folder: Path) -> None:
         """Load every weight, or raise an error."""
-        drop_gathered(self)
-        load_kept_weights(model, folder, self._fit_run.ranks)
+        parts = trainer_parts(self)
+        parts.drop_gathered()
+        parts.load_weights(model, folder, self._fit_run.ranks)
 
     def snugfit_load_optimizer(self, folder: Path | None) -> None:
         """Load the optimizer, the schedule and the scaler."""

@@ -64,10 +64,13 @@ class RankGroup:
 def _backend(request: Mapping[str, Any], device: torch.device) -> str:
     """Return the backend. The host needs gloo too if it holds gradients: their norm for clipping is exchanged
     there."""
+    from snugfit.techniques.setup import Setup
+    from snugfit.techniques.wish import processes_of
+
     if device.type != "cuda":
         return "gloo"
-    parallel = request["setup"]["parallel"] or {}
-    return "cpu:gloo,cuda:nccl" if parallel.get("on_host") else "nccl"
+    processes = processes_of(Setup.from_json(request["setup"]))
+    return "cpu:gloo,cuda:nccl" if processes is not None and processes.on_host else "nccl"
 
 
 def open_group(request: Mapping[str, Any], device: torch.device) -> RankGroup | None:

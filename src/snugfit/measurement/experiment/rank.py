@@ -16,8 +16,8 @@ from snugfit.measurement.stopwatch import timing_of
 from snugfit.measurement.target import Target
 from snugfit.results.footprint import Footprint, Timing
 from snugfit.results.measurement import GpuClock, RankMeasured
+from snugfit.step.applier import group_bytes
 from snugfit.step.host_link import managed_on_gpu
-from snugfit.step.wishes.engine.config import group_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
 from snugfit.techniques.technique import Slot
 
 FEWEST = 4
@@ -243,7 +243,7 @@ class _OneQuestion:
         """Return the figures of a step on each kind, from one rehearsal."""
         trace = rehearse(part, setup, self.policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
-        gpus = setup.parallel.ranks if setup.parallel else 1
+        gpus = ranks_of(setup)
         group = exchanges().communication_bytes(trace, gpus)
         longer = with_a_further_piece(trace) if setup.micro_batches > 1 else None
         figures: list[_FewPieces] = []

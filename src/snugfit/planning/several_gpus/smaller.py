@@ -28,6 +28,7 @@ from snugfit.planning.several_gpus.judge import Judge, modules_of
 from snugfit.planning.several_gpus.kind import SharedFigures
 from snugfit.prediction.headroom import at_most
 from snugfit.prediction.worker_pool import Question, WorkerPool, is_picklable, worker_pool
+from snugfit.step.applier import engine_of
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
@@ -54,7 +55,7 @@ def smaller_on_several(
     recipe cannot be simulated.
     """
     setup = on_gpus(recipe.setup(), gpus)
-    if setup.parallel is None or setup.sharding is not None:
+    if gpus == 1 or engine_of(setup) is not None:
         return None
     make = partial(Judge, job, gpu)
     if not is_picklable(make):

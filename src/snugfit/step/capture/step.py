@@ -33,8 +33,8 @@ from snugfit.step.batches import place
 from snugfit.step.capture.batch import fill_up, is_packed, layout_of, longest_sequence
 from snugfit.step.capture.graphs import NotRecorded
 from snugfit.step.capture.update import RecordableUpdate
+from snugfit.step.spread_tensors import gradient_norm, scale
 from snugfit.step.transformers_internals import masks_by_shape
-from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 
 if TYPE_CHECKING:
     import torch

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.step import StepEngine, StepPasses
     from snugfit.techniques.feature import InstallStage
     from snugfit.techniques.recipe import Recipe
-    from snugfit.techniques.setup import Setup
+    from snugfit.techniques.setup import OptimizerWish, Setup
     from snugfit.techniques.technique import Slot, Technique
 
 Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context manager; it is entered once."""
+
+STAYS = "stays"
+"""Answer of `Handler.built_on` for a model that `distribute` moves."""
 
 
 @dataclass(kw_only=True)
@@ -101,7 +105,11 @@ def _asking(recipe: Recipe, slot: Slot) -> Technique:
 
 
 class Handler:
-    """The effects of one wish. The methods here do nothing; a handler overrides those that its wish needs."""
+    """The effects of one wish. The methods here do nothing; a handler overrides those that its wish needs.
+
+    Methods for the code, distribution and passes of a model are called only where the value differs from the
+    plain loop's (`applier._used`).
+    """
 
     wish: ClassVar[str]
     """The field of `Setup`."""
@@ -146,6 +154,28 @@ class Handler:
         others.
         """
         return model
+
+    def built_on(self, value: Any, job: Job) -> str:
+        """Return `host` for a model that is built on the host and then moved, `stays` for one that
+        `distribute` moves, else an empty text."""
+        return ""
+
+    def make_optimizer(
+        self, value: Any, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
+    ) -> torch.optim.Optimizer | None:
+        """Return the optimizer over this process's part of the weights, or None for the usual one."""
+
+    def step_passes(
+        self, value: Any, model: Any, runs: Any, around: Callable[[], AbstractContextManager[Any]]
+    ) -> StepPasses | None:
+        """Return the passes of steps whose layers several processes share, or None. `around` makes the
+        context of the model's computation."""
+
+    def engine(self, value: Any) -> StepEngine | None:
+        """Return the engine that runs the steps in place of a loop's, or None."""
+
+    def refuse_training(self, value: Any, recipe: Recipe) -> None:
+        """Raise `UsageError` for a value that can be predicted and measured, but not trained."""
 
     def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
         """Yield why a live model cannot have this value."""
@@ -211,6 +241,20 @@ class Handler:
     def accelerator_arguments(self, value: Any) -> dict[str, Any]:
         """Return the arguments of accelerate's `Accelerator` for this value."""
         return {}
+
+    def setup_for_accelerate(self, value: Any, setup: Setup) -> Setup:
+        """Return the Setup in accelerate's terms."""
+        return setup
+
+    def around_accelerate(self, value: Any, device: torch.device) -> Context | None:
+        """Return the context of accelerate's whole work, or None without one."""
+
+    def build_for_accelerate(self, value: Any, setup: Setup, build: Callable[..., Any]) -> Any:
+        """Return the model that accelerate moves and distributes, or None for one that needs nothing else.
+        `build` takes further arguments of `build_model`."""
+
+    def set_accelerator(self, value: Any, accelerator: Any, model: Any) -> None:
+        """Change a new `Accelerator` for this model."""
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
         """Return the values of an exported script's template that express the field."""

@@ -17,7 +17,7 @@ from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
-from snugfit.techniques.setup import PADDING_FREE, RING
+from snugfit.techniques.setup import PADDING_FREE
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ class AttentionHandler(Handler):
             from snugfit.step.wishes.padding_free.attention import register
 
             register()
-        if value == RING:
-            from snugfit.step.wishes.mesh import ring_attention
-
-            ring_attention.register()
 
     def model_arguments(self, value: str) -> dict[str, Any]:
         """Return the argument under its name in `instantiate`."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
-from snugfit.step.wishes.python_text import CallText, call_text, keywords_text
+from snugfit.step.wishes.python_text import call_text
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
@@ -39,12 +39,6 @@ class OptimizerHandler(Handler):
         fields["optimizer"] = call_text(value.factory, "parameters, lr=LEARNING_RATE")
         if fields["optimizer"] is None:
             raise context.refusal(self.slot, "its optimizer is snugfit's own code")
-        if context.setup.parallel is not None and context.setup.parallel.states == "sharded":
-            kind, numbers = value.factory.path.replace(":", "."), keywords_text(value.factory.arguments)
-            fields["optimizer"] = CallText(
-                imported="from torch.distributed.optim import ZeroRedundancyOptimizer",
-                called=f"ZeroRedundancyOptimizer(parameters, {kind}, lr=LEARNING_RATE{numbers})",
-            )
         if value.prepare is not None and not context.trainer:
             text = call_text(value.prepare, "model")
             lines = (text.imported, "", f"model = {text.called} or model") if text else None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
 
-_MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
+MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
 """accelerate's word for an autocast dtype."""
 
 
@@ -50,15 +50,12 @@ class AutocastHandler(Handler):
 
     def accelerator_arguments(self, value: str | None) -> dict[str, Any]:
         """Return accelerate's mixed precision, which for fp16 includes the scaler."""
-        return {"mixed_precision": _MIXED[value]}
+        return {"mixed_precision": MIXED[value]}
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
-        """Return torch's dtype for a loop of torch's, and accelerate's word for one of accelerate's. That
-        word is the same for casting gathered weights.
-        """
-        parallel = context.setup.parallel
-        word = _MIXED[value or (parallel.dtype if parallel else None)]
-        return {"autocast": f"torch.{value}" if value else "", "mixed": word}
+        """Return torch's dtype for a loop of torch's, and accelerate's word for one of accelerate's."""
+        word = {"mixed": MIXED[value]} if value else {}
+        return {"autocast": f"torch.{value}" if value else "", **word}
 
 
 class ScaleGradientsHandler(Handler):

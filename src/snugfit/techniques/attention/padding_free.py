@@ -66,8 +66,6 @@ class PaddingFree(Technique):
         dtype = setup.autocast or setup.weights_dtype or job.dtype
         if dtype not in HALVES:
             yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
-        if setup.sharding is not None:
-            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Take 'sdpa'."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

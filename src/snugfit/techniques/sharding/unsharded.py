@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unsharded(Technique):
+class Unsharded(PlainTechnique):
     """Leaves weights, gradients and states on the GPU, without DeepSpeed."""
-
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
-    source: ClassVar = "torch's eager mode"
-    counterparts: ClassVar = (Counterpart(arguments={}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave the model without an engine."""
-        return setup.with_fields(sharding=None)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.module_attributes import (
     Numbers,
@@ -30,6 +29,7 @@ from snugfit.training.checkpoint.module_attributes import (
     restore_attributes,
 )
 from snugfit.training.checkpoint.packed_state import pack, unpack
+from snugfit.training.checkpoint.parts import state_parts
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
     for name, value in values.items():
         if name in own:
             _put(model, own[name], name, value)
-        elif is_stage(model):
+        elif state_parts().lacks_layers(model):
             continue  # another stage has it
         elif name in document["transient"]:
             _make_buffer(model, name, value)

@@ -12,12 +12,12 @@ rejected would already have changed them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
 from snugfit.techniques.feature import hooks
+from snugfit.training.checkpoint.parts import state_parts, updated_elsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     parameters = parameters_of(optimizer)
     own = {id(weight) for weight in parameters}
-    local = local_optimizer(optimizer)
+    local = state_parts().local_optimizer(optimizer)
     return {
         "states": {
             index: dict(local.state[weight])
@@ -66,7 +66,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
             f"The checkpoint's optimizer has groups of {before} parameters, but this run's has {counts}. "
             "Another job or recipe wrote it, or groups were added during the run. Add them before."
         )
-    local = local_optimizer(optimizer)
+    local = state_parts().local_optimizer(optimizer)
     elsewhere = {id(weight) for weight in updated_elsewhere(optimizer)}
     local.state.clear()
     for index, state in saved["states"].items():
@@ -78,28 +78,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     vars(local).update(saved.get("attributes", {}))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
-
-
-def own_part(
-    saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
-) -> tuple[list[str], dict[str, Any]]:
-    """Return the names and the state of the weights in `names`, from an optimizer's state of all
-    `optimized`."""
-    wanted_names = set(names)
-    groups: list[dict[str, Any]] = []
-    states: dict[int, Any] = {}
-    own_names: list[str] = []
-    index = 0
-    for group in saved["groups"]:
-        before = len(own_names)
-        for _ in range(group["params"]):
-            if optimized[index] in wanted_names:
-                if index in saved["states"]:
-                    states[len(own_names)] = saved["states"][index]
-                own_names.append(optimized[index])
-            index += 1
-        groups.append({**group, "params": len(own_names) - before})
-    return own_names, {**saved, "groups": groups, "states": states}
 
 
 def _count(group: Mapping[str, Any]) -> int:

@@ -23,20 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.engine.config import is_of_engine
-from snugfit.step.wishes.engine.owners import part_bytes
 from snugfit.step.wishes.masters.marks import HAS_MASTER
-from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
-from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (
     optimizer_state,
-    own_part,
     parameters_of,
     restore_optimizer,
 )
 from snugfit.training.checkpoint.packed_state import PAIRS, pack, unpack
+from snugfit.training.checkpoint.parts import state_parts, updated_elsewhere
 from snugfit.training.checkpoint.weights import ModelWeights, weights_of
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
@@ -242,13 +238,13 @@ def tensor_bytes(state: TrainState) -> list[int]:
     Each trainable weight has at most two moments of its own size, or of its master's. Weights that another
     process updates are left out. Raises `SnugfitError` for a model that cannot be saved.
     """
-    if is_of_engine(state.optimizer):
-        return part_bytes(state.model, state.ranks.rank, state.ranks.size)
+    if (sizes := state_parts().tensor_bytes(state)) is not None:
+        return sizes
     tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
     elsewhere = {weight.data_ptr() for weight in updated_elsewhere(state.optimizer)}
     held = {value.data_ptr(): value for value in tensors}
     weights = [value.nbytes for address, value in held.items() if address not in elsewhere]
-    optimized = parameters_of(local_optimizer(state.optimizer))
+    optimized = parameters_of(state_parts().local_optimizer(state.optimizer))
     trained = [_local(weight).nbytes * (2 if hasattr(weight, HAS_MASTER) else 1) for weight in optimized]
     return [*weights, *trained, *trained]
 
@@ -321,14 +317,15 @@ def restore(state: TrainState, folder: Path) -> int:
 
     with as_written(folder):
         tree, tensors = _read(folder)
-        device = torch.device("cpu") if is_of_engine(state.optimizer) else state.device
+        device = torch.device("cpu") if state_parts().loads_on_host(state.optimizer) else state.device
         saved = unpack(tree, tensors, device, parameters_of(state.optimizer))
         names = _optimized_names(state)
         optimized = saved.get("optimized", names)
         random = [saved["random"], *saved.get(RANDOM_OF_OTHERS, ())]
         saved = {name: saved[name] for name in _KEPT} | {"frozen": saved.get("frozen")}
-        if is_stage(state.model):
-            optimized, saved["optimizer"] = own_part(saved["optimizer"], optimized, names)
+        optimized, saved["optimizer"] = state_parts().own_states(
+            state.model, saved["optimizer"], optimized, names
+        )
     for before, now in zip(optimized, names):
         if before != now:
             raise SnugfitError(

@@ -10,12 +10,11 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
-from snugfit.step.applier import loader_arguments
-from snugfit.training.checkpoint.shards import is_sharded, shards_of
+from snugfit.step.applier import engine_of, loader_arguments
+from snugfit.training.checkpoint.parts import state_parts
 from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
 from snugfit.training.recovery import Exhausted
 from snugfit.training.rng import all_rng_states, preserve_rng, rng_states, set_rng_states
-from snugfit.training.run.engine_steps import EngineTrainingStep
 from snugfit.training.run.loader import collate_for, feed
 from snugfit.training.run.loop import StepRejected, StepResult, TrainingStep
 from snugfit.training.run.opening import open_run
@@ -64,16 +63,17 @@ class ActiveRun:
         self.order = run.order(self.setup.micro_batches)
         self.steps = run.steps(self.order)
         """Optimizer steps of the whole run."""
-        kind = TrainingStep if self.setup.sharding is None else EngineTrainingStep
+        self._engine = engine_of(self.setup)
+        kind = TrainingStep if self._engine is None else self._engine.training_step
         self.step = kind(run.job, self.setup, run.device, exchange)
         self.step.rejects = lambda loss: spikes.reject(loss, self.progress)
         self._rng_at_step_start: tuple[torch.Tensor, ...] = ()
         self.state: TrainState = open_run(
             run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
         )
-        self.step.passes = self.step.stage_passes(self.state.model, self.state.runs or self.state.model)
+        self.step.start_passes(self.state.model, self.state.runs or self.state.model)
         self.step.start_capture()
-        self._is_sharded = is_sharded(self.state)
+        self._is_sharded = state_parts().is_spread(self.state)
         self._is_ended = self._has_stepped = self._is_told = False
         self._is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
         checkpoints.about = run.about(recipe)
@@ -89,9 +89,8 @@ class ActiveRun:
         self.step.captured = None
         if self.step.released is not None:
             self.step.released.detach()
-        if self.setup.sharding is not None:
-            engine: Any = self.state.runs
-            engine.destroy()
+        if self._engine is not None:
+            self._engine.stop(self.state.runs)
 
     @property
     def progress(self) -> RunProgress:
@@ -210,5 +209,7 @@ class ActiveRun:
         ranks = self._run.ranks
         random = ranks.gather(all_rng_states(self._run.device)) if ranks.are_many else []
         if self._is_sharded:
-            return shards_of(self.state, staging, random=random, is_last=self._keeps_whole())
+            is_last = self._keeps_whole()
+            part: Writable = state_parts().snapshot(self.state, staging, random=random, is_last=is_last)
+            return part
         return snapshot(self.state, staging, random=random) if ranks.is_first else None

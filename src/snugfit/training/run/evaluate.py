@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.step.wishes.mesh.pipeline import StagesInTurn
     from snugfit.techniques.setup import Setup
     from snugfit.training.run.run import Data
 
@@ -47,7 +46,7 @@ class Evaluated:
 
 
 def evaluate(
-    model: torch.nn.Module | StagesInTurn,
+    model: torch.nn.Module | Any,
     job: Job,
     batches: Iterable[tuple[dict[str, Any], bool]],
     device: torch.device,

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from snugfit.step.wishes.mesh.spread_tensors import total_norm, whole
+from snugfit.step.spread_tensors import total_norm, whole
 
 if TYPE_CHECKING:
     import torch

@@ -30,8 +30,8 @@ from snugfit.errors import SnugfitError
 from snugfit.step.applier import after_update
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
+from snugfit.step.spread_tensors import gradient_norm, scale, whole
 from snugfit.step.step import Observer
-from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale, whole
 from snugfit.training.recovery import Exhausted
 from snugfit.training.run.finite_check import FiniteCheck, all_finite
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.job.weights import LoadedWeights
-from snugfit.step.applier import distribute_model, is_adapted, make_scaler, set_process
+from snugfit.step.applier import distribute_model, engine_of, is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer, could_be_spread_from_the_host
 from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.training.checkpoint.model_state import (
@@ -20,14 +20,7 @@ from snugfit.training.checkpoint.model_state import (
     load_model_state,
     names_kept_beside,
 )
-from snugfit.training.checkpoint.shards import (
-    has_shards,
-    is_sharded,
-    keep_parts,
-    load_shards,
-    load_states_of_engine,
-    load_weight_shards,
-)
+from snugfit.training.checkpoint.parts import state_parts
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.rng import seed_all
@@ -60,10 +53,8 @@ def open_run(
     model = _model(run, setup, checkpoint, tell)
     runs = distribute_model(setup, model)
     optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
-    if setup.sharding is not None:
-        from snugfit.step.wishes.engine.optimizer import start_engine
-
-        runs, optimizer = start_engine(job_of_rank(run.job, setup), setup, model, optimizer)
+    if (engine := engine_of(setup)) is not None:
+        runs, optimizer = engine.start(job_of_rank(run.job, setup), setup, model, optimizer)
     state = TrainState(
         model=model,
         runs=runs,
@@ -77,13 +68,7 @@ def open_run(
         seed_all(seed, run.ranks.data_rank)
     if checkpoint is not None:
         streams = restore(state, checkpoint.folder)
-        if is_sharded(state):
-            keep_parts(optimizer)
-        if setup.sharding is not None:
-            load_states_of_engine(state, checkpoint.folder)
-        elif has_shards(checkpoint.folder):
-            load_shards(state, checkpoint.folder)
-            load_model_state(model, checkpoint.folder)
+        state_parts().restore(state, checkpoint.folder)
         if streams < run.ranks.size:
             tell(f"The random numbers of {run.ranks.size - streams} of {run.ranks.size} GPUs start again.")
         if lengthens(run, checkpoint.about, checkpoint.step):
@@ -119,15 +104,15 @@ def _model(
     """Build the model with its weights: a transformers model from its files, any other by filling it
     afterwards.
 
-    A model for DeepSpeed's engine has all its weights before the engine partitions it, on the host.
+    A model for an engine has all its weights before the engine partitions it, on the host.
     """
-    stays = setup.sharding is not None
-    if checkpoint is not None and has_shards(checkpoint.folder):  # shards are read into the built model
+    stays = engine_of(setup) is not None
+    parts = state_parts()
+    if checkpoint is not None and parts.has_files(checkpoint.folder):  # read into the built model
         model = build_model(run.job, setup, run.device, stays=stays)
         beginning_of(model)
         if stays:
-            load_weight_shards(model, checkpoint.folder, run.ranks)
-            load_model_state(model, checkpoint.folder)
+            parts.load_weights(model, checkpoint.folder, run.ranks)
         return model
     whole = checkpoint is not None and not is_adapted(setup) and run.job.model.module is None
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights

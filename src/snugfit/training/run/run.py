@@ -21,9 +21,9 @@ from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
+from snugfit.techniques.wish import SeveralProcesses, processes_of
 from snugfit.training.checkpoint.code_facts import code_facts
 from snugfit.training.checkpoint.facts import FACTS, Facts, compare_facts, forward_facts, model_facts
 from snugfit.training.checkpoint.manager import differences
@@ -281,7 +281,7 @@ def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
     """
     try:
         own, other = (
-            (recipe.setup().parallel or ParallelWish()).tensor
+            (processes_of(recipe.setup()) or SeveralProcesses()).matrix_parts
             for recipe in (run.recipe, Recipe.parse(before["asked"]))
         )
     except (KeyError, SnugfitError):

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.step.applier import run_context
-from snugfit.step.wishes.engine.loop import engine_context
+from snugfit.step.applier import engine_context, run_context
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars

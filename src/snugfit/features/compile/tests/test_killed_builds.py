@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from clean_forks import Forks, forks_of
+from ends_of_forks import compiles, end, until
 from snugfit.features.compile.compiling import whole_files
 from snugfit.step.applier import run_context
 from snugfit.techniques.recipe import Recipe
-from test_build_lock import compiles, end, until
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 

@@ -17,8 +17,8 @@ from snugfit.planning.several_gpus.candidates import of_slot
 from snugfit.prediction.exchanges import GPUS_PER_HOST
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.several_gpus import axes_of
 from snugfit.techniques.technique import Slot, Technique
+from snugfit.techniques.wish import processes_of
 
 MOST_AXES = 2
 """Greatest number of axes of a mesh in addition to the batch's: no three of the existing ones combine."""
@@ -52,8 +52,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
         if not kind.needs_several_gpus or kind.missing_package():
             continue
         for one in kind.settings(job):
-            wish = one.install(Setup()).parallel
-            if wish is not None and axes_of(wish):
+            if (processes := processes_of(one.install(Setup()))) is not None and processes.axes:
                 slots.setdefault(kind.slot, []).append(one)
     return slots
 
@@ -85,17 +84,8 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
     setup = Setup()
     for technique in sharing:
         setup = technique.install(setup)
-    wish = setup.parallel
-    if (wish is None) is not (gpus == 1) or setup.sharding is not None:
-        return False
-    if wish is None:
-        return True
-    if wish.experts not in (1, wish.tensor):
-        return False
-    groups, left = divmod(gpus, wish.ranks_of_one_part)
-    if left or (wish.weights == "alone") is not (groups == 1) or job.batch_size % groups:
-        return False
-    spread = wish.shards * wish.tensor * wish.context
-    return bool(
-        not wish.shards or Slot.SHARDING in fixed.slots or GPUS_PER_HOST == spread < gpus // wish.stages
-    )
+    processes = processes_of(setup)
+    if processes is None:
+        return gpus == 1
+    whole_hosts = None if Slot.SHARDING in fixed.slots else GPUS_PER_HOST
+    return gpus > 1 and processes.shares_evenly(gpus, job.batch_size, whole_hosts)

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from snugfit.features.distributed.fields import PARALLEL, ParallelWish
 from snugfit.features.distributed.plan.sharings import MOST_AXES, sharings, stopgaps
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.candidates import Shared, Sharing, Spreading, of_slot
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.technique import Slot
 
 KEPT = "none"
@@ -47,7 +47,7 @@ class SharedByMesh(Shared):
     @functools.cached_property
     def wish(self) -> ParallelWish | None:
         """Wish for several processes, regardless of their number; None on one GPU."""
-        wish = self.setup.parallel
+        wish = PARALLEL.of(self.setup)
         return wish and replace(wish, ranks=0)
 
     @property

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.distributed.fields import PARALLEL, SHARDING
 from snugfit.features.distributed.price.communication import (
     communication_bytes,
     doubts_about_exchanges,
@@ -16,8 +17,7 @@ from snugfit.features.distributed.price.pipelined import PipelinedRanks, weights
 from snugfit.features.distributed.price.stages import FURTHER, IN_TURN, rank_of, stages_to_rehearse
 from snugfit.features.distributed.price.streams import SimulatedStreams
 from snugfit.prediction.exchanges import Exchanges, weight_bytes
-from snugfit.step.wishes.engine.config import group_bytes
-from snugfit.step.wishes.mesh.by_accelerate import is_spread
+from snugfit.step.applier import group_bytes
 
 if TYPE_CHECKING:
     from snugfit.features.distributed.price.few_stages import StagesQuestion
@@ -42,17 +42,17 @@ class DistributedExchanges(Exchanges):
 
     def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:
         """Return one rank of each kind of pipeline stage; ranks of one stage are alike."""
-        wish = setup.parallel
+        wish = PARALLEL.of(setup)
         if wish is None:
             return (0,)
         return [rank_of(stage, wish) for stage in stages_to_rehearse(wish, job.model.layers)]
 
     def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
         """Return the bytes that each process builds: those of all stages, or of all shards."""
-        wish, engine = setup.parallel, setup.sharding
+        wish, engine = PARALLEL.of(setup), SHARDING.of(setup)
         if engine is not None and engine.stage == 3 and loop != "plain":
             return 0  # `built_by_transformers`: they are made on the device, part by part
-        copies = (wish.shards or wish.ranks) if wish and loop != "plain" and is_spread(setup) else 1
+        copies = (wish.shards or wish.ranks) if wish and loop != "plain" and wish.weights == "sharded" else 1
         if wish is not None and len(traces) > 1:
             return copies * weights_of_stages(job, wish, traces)
         if copies > 1:
@@ -61,7 +61,8 @@ class DistributedExchanges(Exchanges):
 
     def weights_dtype(self, setup: Setup) -> str | None:
         """Return the dtype in which DeepSpeed's engine keeps the model's weights."""
-        return super().weights_dtype(setup) if setup.sharding is None else setup.sharding.dtype
+        engine = SHARDING.of(setup)
+        return super().weights_dtype(setup) if engine is None else engine.dtype
 
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
@@ -75,12 +76,13 @@ class DistributedExchanges(Exchanges):
         """Return a question about stages of few layers."""
         from snugfit.features.distributed.price.few_stages import StagesQuestion
 
-        in_stages = setup.parallel is not None and setup.parallel.stages > 1
+        wish = PARALLEL.of(setup)
+        in_stages = wish is not None and wish.stages > 1
         return StagesQuestion(kinds, software, policy, part, setup) if in_stages else None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
         """Return one or two micro-batches more than stages; infinity for a schedule that runs in rounds."""
-        wish = setup.parallel
+        wish = PARALLEL.of(setup)
         if wish is None or wish.stages == 1:
             return super().micro_batches_in_full(setup)
         return wish.stages + FURTHER + 1 if wish.schedule in IN_TURN else math.inf

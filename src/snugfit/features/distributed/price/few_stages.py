@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from snugfit.features.distributed.apply.stages import layers_at
+from snugfit.features.distributed.fields import PARALLEL
 from snugfit.features.distributed.price.communication import (
     communication_bytes,
     doubts_about_exchanges,
@@ -43,16 +45,16 @@ from snugfit.prediction.seconds import MODELS_OWN
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import periodic_checkpoint
 from snugfit.rehearsal.trace.trace import COLLECTIVES
-from snugfit.step.wishes.mesh.stages import layers_at
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.profile import Software
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.trace.depth import Depth
     from snugfit.rehearsal.trace.trace import Trace
-    from snugfit.techniques.setup import ParallelWish, Setup
+    from snugfit.techniques.setup import Setup
 
 FEWEST = 4
 """Least number of layers of the shallower stages (chosen), as in other models of few layers."""
@@ -109,9 +111,10 @@ class StagesQuestion:
     def __init__(
         self, kinds: Sequence[Gpu], software: Software, policy: Policy, part: Job, setup: Setup
     ) -> None:
-        assert setup.parallel is not None
+        wish = PARALLEL.of(setup)
+        assert wish is not None
         self._kinds, self._software, self._policy = kinds, software, policy
-        self._part, self._setup, self._wish = part, setup, setup.parallel
+        self._part, self._setup, self._wish = part, setup, wish
         self._transfer, self._clips = [0.0] * len(kinds), False
         self._passes: dict[_Place, list[tuple[str, int]]] = {}  # kinds of passes, with their stage
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from snugfit.features.distributed.apply.stages import EMBEDDING, HEAD, layers_at
+from snugfit.features.distributed.fields import PARALLEL
 from snugfit.features.distributed.price.communication import interconnect_of
 from snugfit.features.distributed.price.stages import (
     PipelinedStep,
@@ -20,15 +22,15 @@ from snugfit.rehearsal.trace.trace import RECEIVE, SEND
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import RankPredicted
 from snugfit.results.step_seconds import PIPELINE, StepSeconds
-from snugfit.step.wishes.mesh.stages import EMBEDDING, HEAD, layers_at
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.exchanges import ForeseenRank
     from snugfit.prediction.rates import Rates
     from snugfit.rehearsal.trace.trace import Trace
-    from snugfit.techniques.setup import ParallelWish, Setup
+    from snugfit.techniques.setup import Setup
 
 PIPELINE_BOUND_ABOVE = 0.15
 """Share of the step in which a GPU waits for other stages, above which the step is called bound by that. A
@@ -39,8 +41,9 @@ class PipelinedRanks:
     """Ranks that each have a stage of the layers (`DifferingRanks`)."""
 
     def __init__(self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None) -> None:
-        assert setup.parallel is not None
-        self._ranks, self._job, self._setup, self._gpu, self._wish = ranks, job, setup, gpu, setup.parallel
+        wish = PARALLEL.of(setup)
+        assert wish is not None
+        self._ranks, self._job, self._setup, self._gpu, self._wish = ranks, job, setup, gpu, wish
         stages = stages_to_rehearse(self._wish, job.model.layers)
         self._stages = {one.rank: stage for one, stage in zip(ranks, stages, strict=True)}
         self._step: PipelinedStep | None = None

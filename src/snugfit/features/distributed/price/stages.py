@@ -25,17 +25,17 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.features.distributed.apply.stages import layers_of, stages_at
 from snugfit.features.distributed.price.communication import Interconnect, interconnect_of
 from snugfit.features.distributed.price.streams import SimulatedStreams
 from snugfit.prediction.seconds import SIMULATED_STEPS, queue_of
 from snugfit.rehearsal.trace.trace import ALONE, RECEIVE, SEND
-from snugfit.step.wishes.mesh.stages import layers_of, stages_at
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.rates import Rates
     from snugfit.rehearsal.trace.trace import Kernel, Trace
-    from snugfit.techniques.setup import ParallelWish
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
 """The schedules of one stage on each GPU, by torch's names."""

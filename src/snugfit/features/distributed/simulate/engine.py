@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from snugfit.features.distributed.engine.config import PROCESS_GROUP
 from snugfit.features.distributed.simulate.device_module import ShapesModule
 from snugfit.features.distributed.simulate.host_tensors import HostTensors
 from snugfit.features.distributed.simulate.patches import Patch, replace_attributes
@@ -26,7 +27,6 @@ from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
-from snugfit.step.wishes.engine.config import PROCESS_GROUP
 
 TO_COPY = torch.ops.aten._to_copy.default
 

@@ -29,6 +29,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from snugfit.features.distributed.fields import PARALLEL
 from snugfit.features.distributed.simulate import chunks, collectives
 from snugfit.features.distributed.simulate.allocations import RankAllocations
 from snugfit.features.distributed.simulate.device_module import ShapesModule
@@ -58,7 +59,8 @@ from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
-    from snugfit.techniques.setup import ParallelWish, Setup
+    from snugfit.features.distributed.fields import ParallelWish
+    from snugfit.techniques.setup import Setup
 
 REDISTRIBUTION = 5
 """Number of operators on sharded tensors with the host time of one redistribution.
@@ -81,7 +83,8 @@ class RankRecorder(Recorder):
         """Return 1: in the second micro-batch, some kernels still wait for collectives that occur only at the
         start of the first (DDP's buffers). Return infinity for a pipeline, whose order of passes depends on
         all micro-batches, and for DeepSpeed's engine."""
-        return 1 if setup.parallel is not None and setup.parallel.stages == 1 else math.inf
+        wish = PARALLEL.of(setup)
+        return 1 if wish is not None and wish.stages == 1 else math.inf
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -171,8 +174,8 @@ class RankRecorder(Recorder):
         """Record the average of a bucket of gradients over all ranks, in NCCL's own stream.
 
         NCCL references the bucket until one of two events. Either the next backward pass begins to average,
-        or another collective runs in parallel to the computation. `step/wishes/parallel.py` gives the reason;
-        two H200s showed it without other collectives.
+        or another collective runs in parallel to the computation. `_release_first_buckets` gives the
+        reason; two H200s showed it without other collectives.
         """
         if self._first_to_come:
             self._kept.clear()

@@ -11,15 +11,15 @@ import torch
 
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.distributed.apply.ring_attention import attend, cut_batch
+from snugfit.features.distributed.fields import RING
 from snugfit.features.distributed.price.evidence import evidence
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, REDUCE_SCATTER, SEND, Kernel, Trace
 from snugfit.results.footprint import Kind
-from snugfit.step.wishes.mesh.ring_attention import attend, cut_batch
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import RING
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}

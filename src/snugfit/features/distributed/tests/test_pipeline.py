@@ -18,6 +18,8 @@ from aligned import peak
 from reported import foreseen
 from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
+from snugfit.features.distributed.apply.stages import layers_of
+from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.price.communication import communication_bytes
 from snugfit.features.distributed.price.evidence import evidence
 from snugfit.features.distributed.price.pipelined import weights_of_stages
@@ -44,9 +46,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, WEIGHTS_APART, Trace
 from snugfit.results.footprint import Kind
-from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
 

@@ -216,8 +216,8 @@ def test_one_of_several_is_said_where_accelerate_asks() -> None:
     """
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.step.transformers_internals import placed_on
-    from snugfit.techniques.setup import ParallelWish
 
     before = dict(os.environ)
     with process_group(1, 4), placed_on(torch.device("meta"), ParallelWish(weights="sharded", ranks=4)):

@@ -11,6 +11,7 @@ import pytest
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.price import streams
 from snugfit.features.distributed.price.communication import (
     Interconnect,
@@ -27,7 +28,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Kernel, Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks
 

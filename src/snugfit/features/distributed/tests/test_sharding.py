@@ -30,7 +30,17 @@ from deepspeed_here import compiles, with_deepspeed
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import ModelError, RecipeError, UsageError
+from snugfit.features.distributed.engine.config import (
+    PROCESS_GROUP,
+    bucket_sizes,
+    engine_config,
+    refuse_without_file_operator,
+)
+from snugfit.features.distributed.engine.loop import in_numbers
+from snugfit.features.distributed.engine.sharding import ShardingHandler
+from snugfit.features.distributed.fields import ShardingWish
 from snugfit.features.distributed.simulate.host_tensors import HostTensors
+from snugfit.features.distributed.techniques.zero2 import Zero2
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -45,22 +55,13 @@ from snugfit.prediction.seconds import DISK_BANDWIDTH, step_seconds
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
+from snugfit.step.applier import group_bytes
 from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
-from snugfit.step.wishes.engine.config import (
-    PROCESS_GROUP,
-    bucket_sizes,
-    engine_config,
-    group_bytes,
-    refuse_without_file_operator,
-)
-from snugfit.step.wishes.engine.loop import in_numbers
-from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.techniques import technique
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Setup, ShardingWish
-from snugfit.techniques.sharding.zero2 import Zero2
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity
 from tiers import crossed, slow_but
 

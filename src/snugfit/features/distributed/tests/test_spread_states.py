@@ -16,13 +16,12 @@ import torch
 
 from small_models import small_job
 from snugfit.errors import UsageError
-from snugfit.features.distributed.simulate.ranks import process_group
-from snugfit.step.build import build_model, build_optimizer
-from snugfit.step.wishes.mesh.sharded_optimizer import (
+from snugfit.features.distributed.apply.sharded_optimizer import (
     local_optimizer,
     spreads_states,
-    updated_elsewhere,
 )
+from snugfit.features.distributed.simulate.ranks import process_group
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.training.checkpoint.optimizer_state import (
@@ -31,6 +30,7 @@ from snugfit.training.checkpoint.optimizer_state import (
     refuse_optimizer,
     restore_optimizer,
 )
+from snugfit.training.checkpoint.parts import updated_elsewhere
 from snugfit.training.checkpoint.state import TrainState, tensor_bytes
 
 CPU = torch.device("cpu")

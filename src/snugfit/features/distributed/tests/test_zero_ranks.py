@@ -20,6 +20,7 @@ from forked_children import forked_children
 from gloo_ranks import Ran, losses_of, run_ranks
 from rank_events import to_last_birth, unheard, without_own
 from snugfit.errors import UsageError
+from snugfit.features.distributed.engine.config import engine_config
 from snugfit.features.distributed.price.evidence import evidence
 from snugfit.features.distributed.price.late_frees import late_frees
 from snugfit.job.gpu import find_gpu
@@ -34,7 +35,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Block, Kernel, Mark, Trace
 from snugfit.results.footprint import Kind
-from snugfit.step.wishes.engine.config import engine_config
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus

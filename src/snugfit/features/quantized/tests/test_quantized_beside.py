@@ -39,7 +39,7 @@ def test_techniques_that_exclude_each_other_are_named(family: str, recipe: str, 
 @pytest.mark.parametrize("recipe", ["fp8", "qlora"])
 def test_a_trainer_of_several_processes_refuses_them(recipe: str) -> None:
     with pytest.raises(RecipeError, match=f"^{recipe} cannot be given to a trainer that is one of 2"):
-        recipe_in_each(Recipe.parse(recipe), 2)
+        recipe_in_each(Recipe.parse(recipe), 2, lambda recipe: None)
 
 
 def test_a_plan_offers_one_rank_where_higher_ranks_are_never_better() -> None:

@@ -23,13 +23,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from snugfit.errors import RecipeError
+from snugfit.step.spread_tensors import clip_coefficient
 from snugfit.step.wishes.masters.block import NUMBERS
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
 from snugfit.step.wishes.masters.halves import in_bits_of, join, pieces, split, take_residual
 from snugfit.step.wishes.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
 from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
 from snugfit.step.wishes.masters.table import MOMENTS, WeightTable
-from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
 from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from snugfit.step.spread_tensors import clip_coefficient
 from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, is_refused
 from snugfit.step.wishes.masters.block import NORM_PROGRAMS, NUMBERS
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
@@ -24,7 +25,6 @@ from snugfit.step.wishes.masters.launches import (
     triton_named,
     writes_in_place,
 )
-from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
 from snugfit.step.wishes.own_adamw import STEP, laid_out_as
 
 OPERATORS.define(

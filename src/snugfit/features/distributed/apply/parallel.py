@@ -1,0 +1,339 @@
+"""The wish for several processes that train one model together: torch's own DDP and FSDP2.
+
+Each process (a rank) builds the model whole, on its own GPU. Then it drops the other ranks' parts, or
+exchanges its gradients. torch's default process group, which the launcher has made, lists the processes.
+Weights are the same in all of them since all begin with one seed.
+
+Sharded weights form groups: each repeated layer is one, and the rest of the model one more, as in torch's
+tutorials and torchtitan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from snugfit.errors import UsageError
+from snugfit.features.distributed.apply import by_accelerate, ring_attention
+from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
+from snugfit.features.distributed.apply.ring_attention import cut_batch
+from snugfit.features.distributed.apply.script import parallel_fields
+from snugfit.features.distributed.apply.sharded_optimizer import sharded_optimizer
+from snugfit.features.distributed.apply.stages import keep_stage, parts_of
+from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts_of_gradients
+from snugfit.features.distributed.fields import PARALLEL
+from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
+from snugfit.step.checkpointing import layer_stacks
+from snugfit.step.spread_tensors import optimizer_groups
+from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext
+from snugfit.step.wishes.optimizer import make_optimizer
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from snugfit.features.distributed.fields import ParallelWish
+    from snugfit.job.job import Job
+    from snugfit.step.step import StepPasses
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import OptimizerWish, Setup
+
+LIVE = (
+    "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
+    "torchrun starts trains by the Trainer's own DDP or FSDP2"
+)
+
+
+class ParallelHandler(Handler):
+    """This process's part of the training."""
+
+    wish, slot, stage = PARALLEL.name, Slot.SHARDING, InstallStage.DISTRIBUTE
+    refused: ClassVar = {
+        "fit": LIVE,
+        "custom_loop": LIVE,
+    }
+
+    def why_refused(self, value: ParallelWish, front_end: str) -> str:
+        """Return the settings that accelerate and the Trainer do not have."""
+        return by_accelerate.why_refused(value, front_end)
+
+    def import_code(self, value: ParallelWish) -> None:
+        """Import torch's own code before any measurement."""
+        import torch.distributed.fsdp
+        import torch.distributed.optim
+        import torch.distributed.pipelining
+        import torch.nn.parallel  # noqa: F401
+
+    def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
+        """Register the attention of cut sequences, which the model's constructor looks up by its name."""
+        if value is not None and value.context > 1:
+            ring_attention.register()
+        return {}
+
+    def replace_model(self, value: ParallelWish, model: Any) -> Any:
+        """Return the model with the layers of this process's stages."""
+        return keep_stage(value, model) if value.stages > 1 else model
+
+    def built_on(self, value: ParallelWish, job: Job) -> str:
+        """Return `stays` where each process takes its part of a layer's weights from the host: the host keeps
+        the parts, or the job builds there. A model in stages is cut on the host."""
+        builds_there = job.build_on == "host" and value.tensor == value.stages == 1
+        if value.weights == "sharded" and (value.on_host or builds_there):
+            return STAYS
+        return "host" if value.stages > 1 else ""
+
+    def make_optimizer(
+        self, value: ParallelWish, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
+    ) -> torch.optim.Optimizer | None:
+        """Return the optimizer of parts, or one whose states are sharded."""
+        groups = optimizer_groups(groups)
+        if value.states == "sharded":
+            return sharded_optimizer(wish, groups, **numbers)
+        return make_optimizer(wish, model, groups, **numbers)
+
+    def step_passes(
+        self,
+        value: ParallelWish,
+        model: Any,
+        runs: Any,
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> StepPasses | None:
+        """Return the passes of this process's stages."""
+        if value.stages == 1:
+            return None
+        from snugfit.features.distributed.apply.pipeline import StagePasses
+
+        return StagePasses(value, runs, model, around)
+
+    def refuse_training(self, value: ParallelWish, recipe: Recipe) -> None:
+        """Refuse optimizers of stages whose states no checkpoint has."""
+        if value.stages == 1 or recipe.setup().optimizer.factory.path in KNOW_SHARDS:
+            return
+        raise UsageError(
+            f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "
+            "only predicted and measured. Train with 'adamw', 'adamw_fused' or 'sgd'."
+        )
+
+    def distribute(self, value: ParallelWish, model: Any) -> Any:
+        """Return the model in DDP, or with its weights sharded over the processes."""
+        if value.copies and value.ranks_of_one_part == 1:
+            return in_ddp(value, model)
+        if value.weights == "alone" and value.tensor == value.context == 1:
+            return model
+        device, runs = device_of(model), model
+        mesh = mesh_of(value, device)
+        if value.tensor > 1:
+            in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
+        if value.chunks > 1:
+            _distribute_parts(value, model, mesh)
+        elif value.weights == "sharded":
+            over = mesh_of(with_contexts(value), device) if value.context > 1 else mesh
+            in_fsdp(value, model, data_mesh(over))
+            give_back_whole_weights(device)
+        elif value.copies and value.tensor > 1:
+            in_replicas(model, data_mesh(mesh))
+        elif value.copies:
+            runs = in_ddp(value, model, data_mesh(mesh).get_group() if value.stages > 1 else None)
+        if value.context > 1:
+            _SEQUENCES[model] = _SEQUENCES[runs] = mesh["context"]
+        return runs
+
+    def around_pass(
+        self, value: ParallelWish, model: Any, batch: dict[str, Any], *, is_last: bool
+    ) -> Context | None:
+        """Exchange gradients after the last micro-batch alone, and cut sequences."""
+        contexts: list[Context] = []
+        if value.weights == "sharded" or (value.copies and value.tensor > 1):
+            contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
+        elif value.copies and not is_last:
+            contexts.append(model.no_sync)
+        elif value.tensor > 1 and is_last:
+            contexts.append(functools.partial(_parts_are_summed, model))
+        if value.context > 1:
+            contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
+        return functools.partial(_within, contexts) if contexts else None
+
+    def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
+        """Cut sequences also without a backward pass."""
+        if value.context == 1:
+            return None
+        return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
+
+    def setup_for_accelerate(self, value: ParallelWish, setup: Setup) -> Setup:
+        """Return the Setup with the dtype of gathered weights as accelerate's mixed precision."""
+        return by_accelerate.told_to_accelerate(setup)
+
+    def around_accelerate(self, value: ParallelWish, device: torch.device) -> Context | None:
+        """Make accelerate treat this process as one of several."""
+        return functools.partial(by_accelerate.one_of_several, device, value)
+
+    def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
+        """Return a model to be sharded, which stays on the host: accelerate moves its parts."""
+        if value.weights != "sharded":
+            return None
+        model = build(stays=True)
+        if setup.autocast:
+            by_accelerate.widen(model)
+        return model
+
+    def set_accelerator(self, value: ParallelWish, accelerator: Any, model: Any) -> None:
+        """Pass the layers' classes to accelerate's FSDP2."""
+        if value.weights == "sharded":
+            by_accelerate.name_layers(accelerator, model)
+
+    def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
+        """Return accelerate's own arguments for it."""
+        return by_accelerate.accelerator_arguments(value) if value is not None else {}
+
+    def training_arguments(
+        self, value: ParallelWish | None, job: Job, device: torch.device
+    ) -> dict[str, Any]:
+        """Return the Trainer's arguments for it."""
+        return by_accelerate.training_arguments(value) if value is not None else {}
+
+    def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
+        """Release DDP's first buckets in NCCL, once."""
+        if value.copies and value.tensor == 1 and step == 0:
+            _release_first_buckets(model)
+
+    def after_evaluation(self, value: ParallelWish, model: Any) -> None:
+        """Drop the gathered weights that FSDP2 keeps for a backward pass. Until then they replace the trained
+        parts as the model's parameters.
+        """
+        if value.weights != "alone":
+            from torch.distributed.fsdp import FSDPModule
+
+            parts = parts_of(value, model).values() if value.chunks > 1 else [model]
+            for module in itertools.chain.from_iterable(part.modules() for part in parts):
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
+        """Return the script's fields that shard the model."""
+        return {} if value is None else parallel_fields(value, context)
+
+
+def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
+    """Distribute each of several stages of the model by itself, as torch's pipelining requires."""
+    parts = parts_of(wish, model)
+    for number, part in parts.items():
+        if wish.weights == "sharded":
+            in_fsdp(wish, part, data_mesh(mesh))
+        elif wish.copies and wish.tensor > 1:
+            in_replicas(part, data_mesh(mesh))
+        elif wish.copies:
+            parts[number] = in_ddp(wish, part, data_mesh(mesh).get_group())
+
+
+def _release_first_buckets(model: Any) -> None:
+    """Release the memory of DDP's first buckets, which DDP replaces in the second step.
+
+    NCCL holds the first buckets until two conditions are met. A thread, which polls every 100 ms, has found
+    them done, and another exchange begins (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the
+    second step had a second set of gradients, or not, by chance: 1,278 MiB of BERT-large on two H200s.
+    Waiting for that thread, and one exchange, free them at once.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        dist.group.WORLD._wait_for_pending_works()  # type: ignore[union-attr]
+    dist.all_reduce(torch.zeros(1, device=device), async_op=True).wait()
+
+
+_SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
+"""Ranks that share each sequence, by the model and by its wrapper."""
+
+
+@contextlib.contextmanager
+def _within(contexts: list[Context]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+@contextlib.contextmanager
+def _fsdp_tells(model: Any, *, is_last: bool) -> Iterator[None]:
+    model.set_requires_gradient_sync(is_last)
+    yield
+
+
+@contextlib.contextmanager
+def _parts_are_summed(model: Any) -> Iterator[None]:
+    yield
+    sum_parts_of_gradients(model)
+
+
+def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | None = None) -> torch.nn.Module:
+    """Return the model in `DistributedDataParallel`. Its gradients are averaged over a group, by default all
+    ranks, bucket by bucket.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = next(model.parameters()).device
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=wish.bucket_views,
+    )
+
+
+def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """Return the same model, with gradients averaged over `mesh` layer by layer. It uses torch's `replicate`,
+    which is DDP for weights that are parts of matrices (`DistributedDataParallel` takes none).
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    for stack in layer_stacks(model):
+        for layer in stack:
+            replicate(layer, mesh=mesh)
+    replicate(model, mesh=mesh)
+    return model
+
+
+def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """Return the same model, with this process's shards over `mesh` as parameters (`fully_shard`)."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    device = device_of(model)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": wish.reshard != "none",
+        "mp_policy": MixedPrecisionPolicy(),
+    }
+    if wish.dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, wish.dtype), reduce_dtype=torch.float32
+        )
+    if wish.on_host:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device != "cpu")
+    for stack in layer_stacks(model):
+        for layer in stack:
+            fully_shard(layer, **options)
+    fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})
+    return model
+
+
+def give_back_whole_weights(device: str) -> None:
+    """Empty the allocator's cache on devices of this kind, once each process has its part of the weights.
+
+    Otherwise the memory of whole layers stays in pieces of their sizes, and later requests fill them only in
+    part. More would be reserved than by loops that never have whole weights (torchtitan's,
+    dev/several-gpus.md).
+    """
+    import torch
+
+    if device != "cpu":
+        getattr(torch, device).empty_cache()  # `get_device_module` remembers an earlier rehearsal's

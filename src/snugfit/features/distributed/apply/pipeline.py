@@ -1,0 +1,326 @@
+"""The passes of a step in stages: torch's own pipelining (`torch.distributed.pipelining`).
+
+torch's schedule orders this stage's forward and backward passes of the micro-batches, and sends and receives
+between them. It gets the shapes of the tensors between stages, so it need not find them by a trial run. Its
+buffers, one for each micro-batch and direction, stay from step to step.
+
+- `first stage`: token ids in, hidden states out
+- `last stage`: hidden states in, loss out: each micro-batch's, times its share of the counted items
+
+The first and the last stage both have the matrix of a tied head. The two add up its gradients after their
+passes; in the norm of all gradients it counts once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.features.distributed.apply.rank_mesh import device_of, mesh_of
+from snugfit.features.distributed.apply.stages import is_tied, parts_of, position_of, shared_weight
+from snugfit.features.distributed.apply.tensor import sum_parts_of_gradients
+from snugfit.step.batches import join, place
+from snugfit.step.spread_tensors import scale, total_norm, whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+
+    from snugfit.features.distributed.fields import ParallelWish
+    from snugfit.step.step import Observer
+
+EACH = ("attention_mask", "position_ids")
+"""Inputs of every stage, in addition to the first's token ids and the last's labels."""
+
+
+class StagePasses:
+    """The forward and backward passes of this process's stages."""
+
+    def __init__(
+        self, wish: ParallelWish, runs: Any, model: Any, around: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._wish, self._around = wish, around
+        self.model = model
+        """This process's part of the model."""
+        position = position_of(wish, dist.get_rank())
+        self._parts = {position: runs} if wish.chunks == 1 else parts_of(wish, model)
+        self.group = mesh_of(wish, device_of(model)).get_group("stage")
+        """The processes that have the other stages of the same copy of the model."""
+        meeting = torch.zeros(1, device=next(model.parameters()).device)
+        dist.all_reduce(meeting, group=self.group)  # NCCL wants all of a group before two of them exchange
+        self._ends = _group_of_ends(wish, self.group) if is_tied(model) else None
+        self._made_for: tuple[int, ...] = ()
+        self._schedule: Any = None
+        self._stages: list[Any] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process has the stage that takes token ids."""
+        return 0 in self._parts
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this process has the stage that computes the loss."""
+        return self._wish.all_stages - 1 in self._parts
+
+    def accumulate(
+        self, loop: Any, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+    ) -> torch.Tensor | None:
+        """Leave a step's gradients in the parameters: all micro-batches at once, in the schedule's order.
+        Return the loss where this process computes it and the loop keeps losses."""
+        count = loop.setup.micro_batches
+        whole = join(pieces, count)
+        inputs = place(self.inputs(whole), loop.device)
+        shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
+        built.observer.phase("forward")
+        losses = self.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
+        if not loop.keep_losses or not losses:
+            return None
+        total = losses[0].detach().float()
+        for loss in losses[1:]:
+            total = total + loss.detach()
+        loop.computed(total)
+        return total
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a batch that this process's stages need."""
+        named = (*EACH, *(["input_ids"] if self.is_first else []), *(["labels"] if self.is_last else []))
+        return {name: value for name, value in batch.items() if name in named}
+
+    def run(
+        self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
+    ) -> list[torch.Tensor]:
+        """Run a step's passes, which leave its gradients in the parameters, and return each micro-batch's
+        part of the loss.
+
+        The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
+        this `shape` (B, S). It is cut into one micro-batch for each of the `shares`.
+        """
+        import torch
+
+        if self._made_for != (*shape, len(shares)):
+            self._make(shape, len(shares))
+            self._made_for = (*shape, len(shares))
+        for stage in self._stages:
+            stage.observer = observer
+        losses: list[torch.Tensor] = []
+        given = dict(inputs)
+        ids = [given.pop("input_ids")] if self.is_first else []
+        target = torch.tensor(shares, dtype=torch.float64, device="cpu") if self.is_last else None
+        more: dict[str, Any] = {"return_outputs": False} if self._may_drop_outputs else {}
+        self._schedule.step(*ids, target=target, losses=losses, **more, **given)
+        if self._wish.tensor > 1 and self._wish.weights == "alone":
+            sum_parts_of_gradients(self.model)
+        self._sum_shared_gradient(observer)
+        return losses
+
+    def _sum_shared_gradient(self, observer: Observer) -> None:
+        """Add up the gradients of the matrix that the first stage and the last have."""
+        import torch.distributed as dist
+
+        shared = shared_weight(self.model)
+        if shared is None or shared.grad is None:
+            return
+        observer.phase("update")
+        gradient: Any = shared.grad
+        dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=self._ends)
+
+    def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
+        """Scale the gradients of all stages so that their norm together is at most this."""
+        trained = [weight for weight in weights if weight.grad is not None]
+        scale(trained, largest, self.norm_of_all(trained))
+
+    def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        """Return the L2 norm of the gradients of all stages, of which this one has these weights'."""
+        import torch.distributed as dist
+
+        elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
+        own = [weight.grad for weight in trained if weight is not elsewhere and weight.grad is not None]
+        square: torch.Tensor = whole(total_norm(own)) ** 2
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def in_turn(self) -> StagesInTurn:
+        """Return the whole model for forward passes alone, one stage after the other."""
+        return StagesInTurn(self)
+
+    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return the loss of a batch (B, S) on the device, where this process computes it; 0 in the others.
+        All call it.
+        """
+        import torch
+        import torch.distributed as dist
+
+        ids = batch["input_ids"]
+        inputs = self.inputs(batch)
+        inputs.pop("input_ids", None)
+        loss = torch.zeros((), device=ids.device)
+        for number, part in self._parts.items():
+            given = ids if number == 0 else self._receive(ids, number)
+            out: torch.Tensor = part(given, **inputs)
+            if number == self._wish.all_stages - 1:
+                loss = out
+            else:
+                dist.send(out, self._rank_of(number + 1), group=self.group)
+        return loss
+
+    def _receive(self, ids: torch.Tensor, stage: int) -> torch.Tensor:
+        """Receive the previous stage's hidden states of these token ids."""
+        import torch
+        import torch.distributed as dist
+
+        shape = (*ids.shape, self.model.config.hidden_size)
+        given = torch.empty(shape, dtype=self._dtype, device=ids.device)
+        dist.recv(given, self._rank_of(stage - 1), group=self.group)
+        return given
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the process of this copy of the model that has a stage."""
+        import torch.distributed as dist
+
+        return dist.get_process_group_ranks(self.group)[stage % self._wish.stages]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Return the dtype of the tensors between stages."""
+        import torch
+
+        dtype: torch.dtype = (
+            getattr(torch, self._wish.dtype) if self._wish.dtype else next(self.model.parameters()).dtype
+        )
+        return dtype
+
+    def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
+        """Send the losses of this many steps from the last stage to all stages."""
+        import torch
+        import torch.distributed as dist
+
+        weight = next(self.model.parameters())
+        values = torch.zeros(steps, dtype=torch.float32, device=weight.device)
+        if losses:
+            values.copy_(torch.stack([loss.float() for loss in losses]))
+        dist.all_reduce(values, group=self.group)
+        return [float(value) for value in values]
+
+    def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
+        """Make the schedule for batches of this shape (B, S)."""
+        import torch
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        weight = next(self.model.parameters())
+        piece = (shape[0] // micro_batches, shape[1])
+        self._schedule, self._stages = None, []  # and the buffers of the shape before
+        with _disable_current_modes(), torch.device("meta"):  # a rehearsal would count them
+            ids = torch.empty(piece, dtype=torch.long)
+            hidden = torch.empty(*piece, self.model.config.hidden_size, dtype=self._dtype, requires_grad=True)
+            loss = torch.empty((), requires_grad=True)
+            last = self._wish.all_stages - 1
+            for number, part in self._parts.items():
+                stage: Any = _stage_class()(
+                    part,
+                    number,
+                    self._wish.all_stages,
+                    weight.device,
+                    input_args=(ids if number == 0 else hidden,),
+                    output_args=(loss if number == last else hidden,),
+                    group=self.group,
+                )
+                stage.around, stage.hidden = self._around, None if number == last else hidden
+                self._stages.append(stage)
+        kind: Any = get_schedule_class(self._wish.schedule)
+        stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
+        self._schedule = kind(stages, micro_batches, loss_fn=_times_share, scale_grads=False)
+        self._may_drop_outputs = "return_outputs" in inspect.signature(self._schedule.step).parameters
+
+
+class StagesInTurn:
+    """A model with stages that run one after the other, without a backward pass."""
+
+    def __init__(self, passes: StagePasses) -> None:
+        self._passes = passes
+
+    @property
+    def training(self) -> bool:
+        """Return whether the model is in training mode."""
+        return bool(self._passes.model.training)
+
+    def train(self, mode: bool = True) -> None:
+        """Put the model into this mode."""
+        self._passes.model.train(mode)
+
+    def eval(self) -> None:
+        """Put the model into evaluation mode, without dropout."""
+        self.train(False)
+
+    def __call__(self, **batch: Any) -> torch.Tensor:
+        """Return the loss of a batch on the device, where the last stage is; 0 in the others."""
+        return self._passes.forward(batch)
+
+
+def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
+    """Return the processes that have the first and the last stage of the same copy of the model: with two
+    stages all. All processes make the groups of all copies, in one order.
+    """
+    import torch.distributed as dist
+
+    if wish.stages == 2:
+        return all_stages
+    width = wish.ranks // wish.stages
+    last = wish.ranks - width
+    groups = [dist.new_group([first, first + last]) for first in range(width)]
+    return groups[dist.get_rank() % width]
+
+
+def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return a micro-batch's part of the loss of the whole batch."""
+    return loss * share.item()
+
+
+def _stage_class() -> type[PipelineStage]:
+    from torch.distributed.pipelining import PipelineStage
+
+    class ObservedStage(PipelineStage):
+        """torch's stage, which also notifies an observer of its phases and computes in the Setup's
+        context.
+        """
+
+        observer: Any
+        around: Any
+        hidden: Any
+
+        def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
+            """Run a forward pass of one micro-batch."""
+            self.observer.phase("forward")
+            try:
+                with self.around():
+                    out = super().forward_one_chunk(*given, **more)
+            except RuntimeError as error:  # torch wraps a model's errors
+                if isinstance(error.__cause__, RecipeError):
+                    raise error.__cause__ from None
+                raise
+            expected = self.hidden
+            if expected is not None and (out.shape, out.dtype) != (expected.shape, expected.dtype):
+                raise RecipeError(
+                    f"A stage passes on {tuple(out.shape)} numbers of {out.dtype}, and the next one expects "
+                    f"{tuple(expected.shape)} of {expected.dtype}. Try 'fsdp' in place of stages."
+                )
+            return out
+
+        def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
+            """Run a backward pass of one micro-batch, or its part for the gradient of the stage's inputs."""
+            self.observer.phase("backward")
+            return super().backward_one_chunk(*given, **more)
+
+        def backward_weight_one_chunk(self, *given: Any, **more: Any) -> Any:
+            """Run the part of a backward pass for the gradients of weights."""
+            self.observer.phase("backward")
+            return super().backward_weight_one_chunk(*given, **more)
+
+    return ObservedStage

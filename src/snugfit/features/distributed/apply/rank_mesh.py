@@ -1,0 +1,54 @@
+"""The mesh of all processes, and the device that each of them computes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from snugfit.features.distributed.fields import ParallelWish
+
+
+def device_of(model: torch.nn.Module) -> str:
+    """Return the kind of device that this process computes on, while the model may wait on the host."""
+    import torch.distributed as dist
+
+    kind = next(model.parameters()).device.type
+    return "cuda" if kind == "cpu" and "nccl" in str(dist.get_backend_config()) else kind
+
+
+def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
+    """Return the mesh of all processes, without axes of one, the slowest link first: `stage`, `replicate`,
+    `shard`, `context`, `tensor`.
+
+    The data axis is `replicate` and `shard`. `shard` is the axis of one copy of sharded weights; with several
+    copies it has `shards` ranks.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shards = wish.shards or (wish.data_ranks if wish.weights == "sharded" else 1)
+    counts = {
+        "stage": wish.stages,
+        "replicate": wish.data_ranks // shards,
+        "shard": shards,
+        "context": wish.context,
+        "tensor": wish.tensor,
+    }
+    axes = {axis: count for axis, count in counts.items() if count > 1}
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def with_contexts(wish: ParallelWish) -> ParallelWish:
+    """Return the wish with its data axis extended over the ranks of each sequence. They hold the same weights
+    and have gradients of their own. So one copy is sharded over that many times more ranks.
+    """
+    return replace(wish, context=1, shards=wish.shards * wish.context)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh along which ranks share the batch."""
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))
+    return mesh[axes] if len(axes) < mesh.ndim else mesh

@@ -1,0 +1,37 @@
+"""An optimizer whose states are sharded over the processes: torch's `ZeroRedundancyOptimizer`.
+
+Each process has another optimizer within it (torch calls it the local one). The local one holds the states of
+some weights, whole tensors of them, and updates these. Then each weight is sent to the others by the process
+that has updated it. The outer groups are of all weights, and the same in all processes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.techniques.setup import OptimizerWish
+
+_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+"""Module of its class. Importing it costs time, and a process with such an optimizer has imported it."""
+
+
+def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
+    """Return the optimizer with states sharded over the processes; the recipe's numbers override these."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kind: Any = wish.factory.resolve()
+    return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
+
+
+def spreads_states(optimizer: Any) -> bool:
+    """Return whether other processes have the states of some of its weights."""
+    return any(kind.__module__ == _MODULE for kind in type(optimizer).__mro__)
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer with this process's states: the inner one if states are sharded, else itself."""
+    local: Any = optimizer
+    return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]

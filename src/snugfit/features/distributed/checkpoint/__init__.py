@@ -1,0 +1,1 @@
+"""Checkpoints of a model whose parts several processes have."""

@@ -1,0 +1,57 @@
+"""The parts of a run's state that a process of several has (`StateParts`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.distributed.apply.sharded_optimizer import local_optimizer
+from snugfit.features.distributed.apply.stages import is_stage
+from snugfit.features.distributed.checkpoint import shards
+from snugfit.features.distributed.checkpoint.joined_state import own_part
+from snugfit.features.distributed.engine.config import is_of_engine
+from snugfit.features.distributed.engine.owners import part_bytes
+from snugfit.training.checkpoint.model_state import load_model_state
+from snugfit.training.checkpoint.parts import StateParts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+
+class SpreadState(StateParts):
+    """Parts of weights, layers or optimizer states, in shards."""
+
+    is_spread = staticmethod(shards.is_sharded)
+    lacks_layers = staticmethod(is_stage)
+    local_optimizer = staticmethod(local_optimizer)
+    loads_on_host = staticmethod(is_of_engine)
+    snapshot = staticmethod(shards.shards_of)
+    has_files = staticmethod(shards.has_shards)
+
+    def own_states(
+        self, model: torch.nn.Module, saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
+    ) -> tuple[Sequence[str], Mapping[str, Any]]:
+        """Return the states of this stage's weights."""
+        return own_part(saved, optimized, names) if is_stage(model) else (optimized, saved)
+
+    def tensor_bytes(self, state: Any) -> list[int] | None:
+        """Return the bytes of an engine's weights and states that this process writes."""
+        is_own = is_of_engine(state.optimizer)
+        return part_bytes(state.model, state.ranks.rank, state.ranks.size) if is_own else None
+
+    def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Any) -> None:
+        """Load weights from shards, whole or in other parts, and the model's state."""
+        shards.load_weight_shards(model, folder, ranks)
+        load_model_state(model, folder)
+
+    def restore(self, state: Any, folder: Path) -> None:
+        """Keep this process's parts of whole states, and load shards."""
+        if shards.is_sharded(state):
+            shards.keep_parts(state.optimizer)
+        if is_of_engine(state.optimizer):
+            shards.load_states_of_engine(state, folder)
+        elif shards.has_shards(folder):
+            shards.load_shards(state, folder)
+            load_model_state(state.model, folder)

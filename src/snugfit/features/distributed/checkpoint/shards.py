@@ -1,0 +1,456 @@
+"""Checkpoints of a model that is spread over several processes: each writes its parts in torch's format.
+
+- `shards/__0_0.distcp`, ..., `shards/.metadata`: torch.distributed.checkpoint. Parts of weights and optimizer
+  states, by name and offset in the whole. `.metadata` is a pickle of torch's, read without code.
+- `state.json`, `.safetensors`: all other state, as of any run (`state.py`), by the first process.
+- `model_state.json`, ...: buffers and attributes of modules (`model_state.py`), by the first process.
+- `config.json`, `model...`: at the end of a run, the whole weights, in the libraries' form.
+
+A pipeline's process writes its own weights and their states, whole or its part of them. If only the
+optimizer's states are spread, each process writes the weights that it updates and their states, whole. Under
+DeepSpeed's engine each writes some of the weights, whole (`engine_parts.py`). The optimizer's groups and
+single numbers are joined from all (`state.json`).
+
+Each part has its offset in the whole, so another number of processes can read its own parts: torch's
+resharding. A single process can too. In the other direction, all processes read a whole checkpoint, and each
+keeps its part.
+
+Parts are copied to the host between two steps and written during the next ones, over a process group of their
+own. The first process names the folder and waits until all have written. Then it computes the checksums,
+writes the manifest and renames, as for any checkpoint (`store.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.features.distributed.apply.sharded_optimizer import (
+    local_optimizer,
+    spreads_states,
+)
+from snugfit.features.distributed.apply.stages import is_stage
+from snugfit.features.distributed.checkpoint.engine_parts import (
+    gathered_parts,
+    put_parts,
+    step_counts,
+    whole_model,
+)
+from snugfit.features.distributed.checkpoint.joined_state import (
+    state_of_all_stages,
+    states_of_all,
+    tensors_of_all_stages,
+)
+from snugfit.features.distributed.checkpoint.torch_checkpoint import list_of_parts, read_parts, write_parts
+from snugfit.features.distributed.engine.config import is_of_engine
+from snugfit.training.checkpoint.model_state import (
+    ModelState,
+    load_model_state,
+    model_state_of,
+    names_kept_beside,
+)
+from snugfit.training.checkpoint.optimizer_state import parameters_of
+from snugfit.training.checkpoint.packed_state import pack
+from snugfit.training.checkpoint.parts import updated_elsewhere
+from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
+from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights, read_weights
+from snugfit.training.ranks import ALONE, Ranks, from_first
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.checkpoint.staging import Staging
+
+SHARDS = "shards"
+"""The folder within a checkpoint."""
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+"""Prefixes of names in it. The weight's name follows, and for an optimizer's state a slash and its key."""
+
+
+def is_part(tensor: Any) -> bool:
+    """Return True if this process has a part of the tensor, and others the rest: torch's `DTensor`."""
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+
+
+def holds_parts(model: torch.nn.Module) -> bool:
+    """Return True if this process has parts of the model's weights."""
+    return any(is_part(weight) for weight in model.parameters())
+
+
+def is_sharded(state: TrainState) -> bool:
+    """Return True if this process has only parts of the weights, layers or optimizer states."""
+    spread = spreads_states(state.optimizer) or is_of_engine(state.optimizer)
+    return spread or is_stage(state.model) or holds_parts(state.model)
+
+
+def has_shards(folder: Path) -> bool:
+    """Return True if several processes wrote this checkpoint, each its part."""
+    return (folder / SHARDS).is_dir()
+
+
+# ---- written ---------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class ShardedSnapshot:
+    """This process's part of a run between two steps, on the host."""
+
+    parts: Mapping[str, torch.Tensor]
+    """This process's parts of weights and optimizer states, by their names in the whole."""
+
+    state: ModelState
+    """The part of the model's state that all processes have."""
+
+    weights: ModelWeights | None
+    """The whole model, at the end of a run and in the first process."""
+
+    tree: Any
+    """All other state, without its tensors."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """The tensors of `tree`, by their names there."""
+
+    step: int
+    """The number of finished optimizer steps."""
+
+    ranks: Ranks
+    """The processes that write it."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    """A front-end's own files: text by the name of its file."""
+
+    processing: Any = None
+    """A tokenizer or processor to save with it, or None."""
+
+    _is_told: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """The size of this process's parts in bytes, times the number of processes, and of the shared
+        state."""
+        parts = (getattr(part, "_local_tensor", part) for part in self.parts.values())
+        own = sum(part.nbytes for part in parts) * self.ranks.size
+        whole = [] if self.weights is None else list(self.weights.tensors())
+        text_bytes = sum(len(text.encode()) for text in self.files.values())
+        return own + text_bytes + sum(tensor.nbytes for tensor in (*self.tensors.values(), *whole))
+
+    def write(self, folder: Path) -> None:
+        """Write the checkpoint's files into `folder` together with all processes, in the first one."""
+        from safetensors.torch import save_file
+
+        self._tell(folder)
+        self._write_parts(folder)
+        if self.weights is not None:
+            self.weights.write(folder)
+        else:
+            self.state.write(folder, {})
+        save_file(dict(self.tensors), folder / TENSORS)
+        state = json.dumps(self.tree, allow_nan=False) + "\n"
+        for name, text in {STATE: state, **self.files}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        if self.processing is not None:
+            self.processing.save_pretrained(folder)
+
+    def write_share(self) -> None:
+        """Write this process's parts into the folder of the first process, in the others."""
+        folder = from_first(None, self.ranks.writing)
+        if folder is not None:
+            self._write_parts(Path(folder))
+
+    def close(self) -> None:
+        """Release the waiting processes if there is no folder, in the first process."""
+        if not self._is_told:
+            self._tell(None)
+
+    def _tell(self, folder: Path | None) -> None:
+        self._is_told = True
+        if self.ranks.are_many:
+            from_first(None if folder is None else str(folder), self.ranks.writing)
+
+    def _write_parts(self, folder: Path) -> None:
+        group, are_many = self.ranks.writing, self.ranks.are_many
+        write_parts(dict(self.parts), folder / SHARDS, group=group, are_many=are_many)
+
+
+def shards_of(
+    state: TrainState, staging: Staging, *, random: Sequence[Any], is_last: bool
+) -> ShardedSnapshot:
+    """Copy this process's part of the run to the host.
+
+    With `is_last` the first process has the whole model too. All processes call it between two steps, after
+    the previous snapshot is written.
+    """
+    tree, tensors = pack(_tree_of_all(state, random), parameters_of(state.optimizer))
+    shared = _shared_by_all(state)
+    staging.begin()
+    copied = ShardedSnapshot(
+        parts=_parts_on_host(state, staging),
+        state=shared.with_copies(staging.copy),
+        weights=None,
+        tree=tree,
+        tensors={name: staging.copy(value) for name, value in tensors.items()},
+        step=state.progress.step,
+        ranks=state.ranks,
+    )
+    if is_last:
+        copied.weights = _whole_model(state, copied.state)
+    if state.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(state.device)
+    return copied
+
+
+def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tensor]:
+    """Return copies of this process's parts. An engine's parts are gathered one by one, and freed."""
+    if not is_of_engine(state.optimizer):
+        return {name: _on_host(part, staging) for name, part in _parts(state).items()}
+    copied = {}
+    for (name, key), part in gathered_parts(state):
+        copied[f"{_OPTIMIZER}{name}/{key}" if key else _MODEL + name] = staging.copy_passing(part)
+    return copied
+
+
+def _parts(state: TrainState) -> dict[str, torch.Tensor]:
+    """Return the tensors that this process writes: its parts of weights and states, or whole ones of its own.
+
+    Whole weights of several processes are written by one of them (tensor parallelism leaves some whole).
+    """
+    weights, moments = dict(_weights(state.model)), dict(_moments(state))
+    if is_stage(state.model):
+        return {name: one for name, one in {**weights, **moments}.items() if _is_of_owner(one)}
+    if spreads_states(state.optimizer):
+        elsewhere = {id(weight) for weight in updated_elsewhere(state.optimizer)}
+        named = state.model.named_parameters()
+        own = {_MODEL + name: one.detach() for name, one in named if id(one) not in elsewhere}
+        return own | {name: one for name, one in moments.items() if _is_of_owner(one)}
+    return weights | {name: one for name, one in moments.items() if is_part(one)}
+
+
+def _shared_by_all(state: TrainState) -> ModelState:
+    """Return the model's state without parts, and without tensors that one process owns."""
+    model = state.model
+    shared = model_state_of(model, set(model.state_dict()))
+    is_owned = is_stage(model) or spreads_states(state.optimizer) or is_of_engine(state.optimizer)
+    owned = {name for name, _ in model.named_parameters()} if is_owned else set()
+    rest = {n: value for n, value in shared.tensors.items() if not is_part(value) and n not in owned}
+    return replace(shared, tensors=rest)
+
+
+def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
+    """Return all state except the model's, without parts.
+
+    The first process adds the other processes' optimizer states. All processes call it.
+    """
+    tree = state_of(state, random)
+    rest = _without(_is_of_owner, tree["optimizer"])
+    if is_of_engine(state.optimizer):
+        tree["optimizer"] = {**rest, "states": step_counts(state)}
+    elif is_stage(state.model):
+        tree |= state_of_all_stages(rest, tree["optimized"], state)
+    elif spreads_states(state.optimizer):
+        tree["optimizer"] = {**rest, "states": states_of_all(rest["states"], state)}
+    return _without(is_part, tree)
+
+
+def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
+    """Return the whole model with weights on the host, in the first process. All processes call it."""
+    import torch
+
+    if is_of_engine(state.optimizer):
+        whole = whole_model(state)
+    elif spreads_states(state.optimizer):
+        whole = whole_weights(state.model) if state.ranks.is_first else {}
+    else:
+        whole = tensors_of_all_stages(whole_weights(state.model), state.ranks)
+    if not state.ranks.is_first:
+        return None
+    dtype = torch.float32 if is_of_engine(state.optimizer) else None
+    return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared, dtype=dtype)
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gather the model's `state_dict` on the host, one tensor after the other. All processes call it."""
+    gathered: dict[int, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in gathered:  # a tied weight is one tensor under two names
+            all_of_it = value.detach().full_tensor() if is_part(value) else value.detach()
+            gathered[id(value)] = all_of_it.to("cpu", copy=True)
+        whole[name] = gathered[id(value)]
+    return whole
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in model.named_parameters():
+        yield _MODEL + name, weight.detach()
+
+
+def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the optimizer's states, with names made of the weight and the state's key."""
+    names = {id(weight): name for name, weight in state.model.named_parameters()}
+    for weight, values in local_optimizer(state.optimizer).state.items():
+        for key, value in values.items():
+            yield f"{_OPTIMIZER}{names[id(weight)]}/{key}", value
+
+
+def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
+    """Return the tree without the values that are written as parts."""
+    if isinstance(tree, dict):
+        return {key: _without(is_kept, value) for key, value in tree.items() if not is_kept(value)}
+    return tree
+
+
+def _is_of_owner(value: Any) -> bool:
+    """Return True if a weight or a state is written by its owner; single numbers are not."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _on_host(part: Any, staging: Staging) -> torch.Tensor:
+    """Return the same part of the whole, with a copy of its local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    if not is_part(part):
+        return staging.copy(part)
+    return DTensor(staging.copy(part.to_local()), part._spec, requires_grad=False)
+
+
+# ---- put back --------------------------------------------------------------------------------------------
+
+
+def load_shards(state: TrainState, folder: Path) -> None:
+    """Load weights and optimizer states from shards into an existing run, whole or in other parts.
+
+    Raises `SnugfitError` if they are another model's.
+    """
+    known = _known_shards(state.model, folder)
+    _load_into({**dict(_weights(state.model)), **_room_for_moments(state, known)}, folder, state.ranks)
+
+
+def load_weight_shards(model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
+    """Load weights alone from shards into an existing model, whole or in other parts.
+
+    Raises `SnugfitError` if they are another model's. All processes call it.
+    """
+    _known_shards(model, folder)
+    _load_into(dict(_weights(model)), folder, ranks)
+
+
+def load_moment_shards(state: TrainState, folder: Path) -> None:
+    """Load optimizer states alone from shards; the weights are loaded already.
+
+    Raises `SnugfitError` if they are another model's. All processes call it.
+    """
+    _load_into(_room_for_moments(state, _known_shards(state.model, folder)), folder, state.ranks)
+
+
+def load_states_of_engine(state: TrainState, folder: Path) -> None:
+    """Load the optimizer states of any checkpoint into the partitions of DeepSpeed's engine.
+
+    The weights are loaded already. The states come from shards, or whole from `restore`. All processes call
+    it.
+    """
+    optimizer: Any = state.optimizer
+    if not has_shards(folder):
+        optimizer.take_states()
+        return
+    known = {
+        name.removeprefix(_OPTIMIZER): part
+        for name, part in _known_shards(state.model, folder).items()
+        if name.startswith(_OPTIMIZER)
+    }
+
+    def read(some: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        import torch
+
+        rooms = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in some.items()}
+        _load_into({_OPTIMIZER + name: room for name, room in rooms.items()}, folder, ALONE)
+        return rooms
+
+    put_parts(state, known, read)
+
+
+def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
+    """Return the metadata of the shards by name. Raises `SnugfitError` if they are another model's."""
+    known = list_of_parts(folder / SHARDS)
+    values = dict(_weights(model))
+    lost = sorted(values.keys() - known.keys())
+    if not lost and not is_stage(model):
+        lost = sorted(name for name in known if name.startswith(_MODEL) and name not in values)
+    if lost:
+        name = lost[0].removeprefix(_MODEL)
+        raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
+    return known
+
+
+def _load_into(values: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
+    import torch
+
+    with torch.no_grad():
+        read_parts(values, folder / SHARDS, group=ranks.host, are_many=ranks.are_many)
+
+
+def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Load whole weights into a sharded model: each process keeps its part.
+
+    Raises `SnugfitError` for another model's weights, or for names that differ from the live model's. All
+    processes call it.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    saved: dict[str, Any] = dict(read_weights(folder))
+    beside = names_kept_beside(folder)
+    if left := sorted(saved.keys() - model.state_dict().keys()):
+        raise SnugfitError(
+            f"{folder} has {left[0]}, which is not a weight of this model by that name. Continue that run as "
+            "it began, with whole weights in each process."
+        )
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    missing = set(set_model_state_dict(model, saved, options=options).missing_keys) - beside
+    given = {id(model.get_parameter(name)) for name in saved if name in dict(model.named_parameters())}
+    tied = {n for n, value in model.named_parameters(remove_duplicate=False) if id(value) in given}
+    if lost := sorted(missing - tied):
+        raise SnugfitError(f"{folder} has no weights of this model: {lost[0]} is missing.")
+    load_model_state(model, folder)
+
+
+def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return an empty tensor for each saved state, by name, and put it into the optimizer's states."""
+    import torch
+
+    weights = dict(state.model.named_parameters())
+    optimizer = local_optimizer(state.optimizer)
+    elsewhere = {id(weight) for weight in updated_elsewhere(state.optimizer)}
+    rooms: dict[str, torch.Tensor] = {}
+    for name in known:
+        if name.startswith(_OPTIMIZER):
+            weight, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+            if weight not in weights or id(weights[weight]) in elsewhere:  # another process has it
+                continue
+            dtype = known[name].properties.dtype
+            rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
+            optimizer.state[weights[weight]][key] = rooms[name]
+    return rooms
+
+
+def keep_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Replace whole states by this process's parts, on the device of their weights.
+
+    Nothing is exchanged, because each process has read the whole states.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    held: Any
+    for held, values in optimizer.state.items():
+        for key, value in values.items():
+            if is_part(held) and held.dim() and getattr(value, "shape", None) == held.shape:
+                part = distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+                local = part.to_local().to(held.to_local().device)
+                values[key] = DTensor(local, part._spec, requires_grad=False)

@@ -1,0 +1,122 @@
+"""DeepSpeed's configuration for a Setup, as its engine, accelerate and the Trainer read it.
+
+Sizes of buckets are those that accelerate and transformers compute for `auto`, from the model's width.
+DeepSpeed's own defaults (half a billion elements) would take 2 GB for any model. `overlap_comm` is off on one
+GPU, which has no communication.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.features.distributed.fields import SHARDING
+from snugfit.features.distributed.techniques.deepspeed_zero import zero_section
+from snugfit.units import MIB
+
+if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ShardingWish
+    from snugfit.techniques.setup import Setup
+
+PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
+"""NVML bytes that NCCL and DeepSpeed's engine add with one process, by the stage. Source: 558 to 563 MiB in
+four runs under zero2, and 950 and 951 MiB in two under zero3. Each ran on one H200 (torch 2.11, DeepSpeed
+0.19.8, 2026-11-24); one on an H100 had 956.
+"""
+
+BUILT_WITHIN = 570 * MIB
+"""The same bytes for a third-stage model built within `zero.Init`, as accelerate and the Trainer build it.
+Source: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json).
+"""
+
+
+def is_of_engine(optimizer: Any) -> bool:
+    """Return whether it wraps an engine's optimizer. It compares a module's name, since importing
+    `optimizer.py` takes time, and a process with such an optimizer has imported it.
+    """
+    return type(optimizer).__module__ == "snugfit.features.distributed.engine.optimizer"
+
+
+def group_bytes(wish: ShardingWish, loop: str) -> int:
+    """Return the NVML bytes of one process's group in this loop; 0 on several GPUs,
+    whose groups are counted by their exchanges.
+    """
+    if wish.ranks > 1:
+        return 0
+    if wish.stage == 3 and loop != "plain":
+        return BUILT_WITHIN
+    return PROCESS_GROUP[wish.stage]
+
+
+def engine_config(
+    setup: Setup, *, batch_size: int, clip: float | None, width: int, folder: str | None = None
+) -> dict[str, Any]:
+    """Return the configuration for `deepspeed.initialize`. `width` is that of the hidden states, `batch_size`
+    that of one process. A disk's files are in `folder`, by default in one for this run.
+    """
+    wish = SHARDING.of(setup)
+    assert wish is not None
+    rows = max(1, batch_size // setup.micro_batches)
+    return {
+        "train_batch_size": rows * setup.micro_batches * wish.ranks,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": setup.micro_batches,
+        "gradient_clipping": clip or 0.0,
+        "bf16": {"enabled": wish.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero_section(wish, bucket_sizes(width), folder or swap_folder(wish)),
+    }
+
+
+def swap_folder(wish: ShardingWish) -> str:
+    """Return this process's swap folder among temporary files (`TMPDIR`), which exists until a run ends.
+    Empty if nothing goes to a disk.
+    """
+    return _own_folder() if "nvme" in (wish.states, wish.weights) else ""
+
+
+@cache
+def _own_folder() -> str:
+    return tempfile.mkdtemp(prefix="snugfit-swap-")
+
+
+def remove_swap_folder() -> None:
+    """Remove this process's folder of swapped files, where it has one."""
+    if _own_folder.cache_info().currsize:
+        shutil.rmtree(_own_folder(), ignore_errors=True)
+        _own_folder.cache_clear()
+
+
+def refuse_without_file_operator(wish: ShardingWish) -> None:
+    """Raise `UsageError` where states go to a disk and DeepSpeed's operator for files does not build."""
+    if "nvme" not in (wish.states, wish.weights):
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise UsageError(
+            "offload=nvme needs DeepSpeed's operator for files (async_io), which does not build here: it "
+            "needs a compiler and libaio with its headers (libaio-dev). Install them, or use offload=cpu. "
+            "snugfit predict and snugfit export need neither."
+        )
+
+
+def bucket_sizes(width: int) -> dict[str, Any]:
+    """Return the sizes that accelerate (`Accelerator._prepare_deepspeed`) and transformers
+    (`trainer_config_finalize`) compute for `auto`.
+    """
+    return {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+
+
+def width_of(config: Any) -> int:
+    """Return the width of a model's hidden states, as accelerate and transformers find it; the widest of
+    several.
+    """
+    return int(config.hidden_size if hasattr(config, "hidden_size") else max(config.hidden_sizes))

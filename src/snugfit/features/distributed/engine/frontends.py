@@ -1,0 +1,143 @@
+"""DeepSpeed's engine in accelerate and in the HF Trainer: each makes it itself, from the plain loop's
+configuration (`engine_config.py`).
+
+accelerate takes it as a `DeepSpeedPlugin`, the Trainer as `TrainingArguments(deepspeed=...)`. Both exchange
+the optimizer for DeepSpeed's where states are on the host. In both `backward` clips, updates and drops the
+gradients, so the later calls of their loops do nothing. Both get the configuration before the model is built,
+as their documentation requires. With the third stage transformers then builds the model within
+`deepspeed.zero.Init`. Its random weights differ from those without, for the same seed: transformers draws
+them module by module, with each module's weights fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.features.distributed.engine.config import engine_config, width_of
+from snugfit.features.distributed.engine.loop import built_by_transformers, in_process_group
+from snugfit.step.accelerate_loop import AccelerateStep
+from snugfit.step.applier import run_context
+from snugfit.step.trainer_loop import TrainerStep
+from snugfit.step.transformers_internals import place_state, placed_on
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.step import Observer
+
+
+class EngineAccelerateStep(AccelerateStep):
+    """The guide's hand-written loop, with an engine made by accelerate."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        if not self.job.trains:
+            raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
+        with placed_on(self.device), run_context(self.setup), made_by_accelerate(self.device):
+            from accelerate import Accelerator
+            from accelerate.utils import DeepSpeedPlugin
+
+            observer.phase("build")
+            config = engine_config(
+                self.setup,
+                batch_size=self.job.batch_size,
+                clip=self.job.clip,
+                width=width_of(self.job.transformers_config()),
+            )
+            accelerator = Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+                gradient_accumulation_steps=self.setup.micro_batches,
+            )
+            place_state(accelerator, self.device)
+            model = built_by_transformers(self.job, self.setup, self.device)
+            return self._steps(model, accelerator, steps, observer)
+
+    def _steps(self, model: Any, accelerator: Any, steps: int, observer: Observer) -> list[float]:
+        engine, optimizer, batches = self._prepare(model, accelerator)
+        tell_of_updates(engine, observer)
+        observer.build_ends(engine.module, engine.optimizer.optimizer)
+        pieces = self.setup.micro_batches
+        losses: list[torch.Tensor] = []
+        for index in range(steps):
+            observer.step_begins(index)
+            total: Any = 0.0
+            for _ in range(pieces):
+                observer.phase("load")
+                batch = next(batches)
+                with accelerator.accumulate(engine):
+                    loss = self._forward(engine, batch, observer)
+                    if self.keep_losses:
+                        total = total + loss.detach() / pieces
+                    observer.phase("backward")
+                    accelerator.backward(loss)
+                    del loss
+                    optimizer.step()
+                    optimizer.zero_grad()
+            observer.step_ends(index)
+            if self.keep_losses:
+                losses.append(total)
+        self.model, self.optimizer = engine.module, engine.optimizer.optimizer
+        answers = [float(loss) for loss in losses]
+        engine.destroy()
+        return answers
+
+
+class EngineTrainerStep(TrainerStep):
+    """The HF Trainer, whose engine it makes of `TrainingArguments(deepspeed=...)`."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        with made_by_accelerate(self.device):
+            return super().run(steps, observer)
+
+    def _model(self) -> torch.nn.Module:
+        return built_by_transformers(self.job, self.setup, self.device)
+
+    def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
+        """Return the arguments without `use_cpu`, with which accelerate has no engine; the environment sets
+        the device.
+        """
+        arguments = super()._training_arguments(folder, steps)
+        return {**arguments, "use_cpu": False}
+
+    def _watch(self, trainer: Any, observer: Observer) -> None:
+        import transformers
+
+        class _EngineCallback(transformers.TrainerCallback):  # type: ignore[misc]
+            def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                tell_of_updates(trainer.deepspeed, observer)
+
+        trainer.add_callback(_EngineCallback)
+
+    def _finish(self, trainer: Any) -> None:
+        engine = trainer.deepspeed
+        self.model, self.optimizer = engine.module, engine.optimizer.optimizer
+        engine.destroy()
+
+
+def tell_of_updates(engine: Any, observer: Observer) -> None:
+    """Notify the observer when the engine, within `backward`, begins to update."""
+    step = engine.step
+
+    def tell_and_step(*arguments: Any, **keywords: Any) -> Any:
+        observer.phase("update")
+        return step(*arguments, **keywords)
+
+    engine.step = tell_and_step
+
+
+@contextlib.contextmanager
+def made_by_accelerate(device: torch.device) -> Iterator[None]:
+    """Make this process a group of its own inside of this context, and delete the engine's records in
+    accelerate and transformers afterwards.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    with in_process_group(device):
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()

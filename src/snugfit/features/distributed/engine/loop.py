@@ -1,0 +1,217 @@
+"""The plain loop with DeepSpeed's engine: the same calls as accelerate's `prepare` and `backward`.
+
+The model is built on the host, moved, and passed to `deepspeed.initialize` with its optimizer. That optimizer
+becomes DeepSpeed's CPU Adam where states are on the host, as accelerate makes it. A micro-batch goes through
+`engine(**batch)` and `engine.backward(loss)`, and `engine.step()` clips, updates and drops the gradients.
+Several processes are a group already, and one is a group of its own, with no launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from snugfit.errors import UsageError
+from snugfit.features.distributed.engine.build_lock import dead_locks_removed, print_line
+from snugfit.features.distributed.engine.config import (
+    engine_config,
+    refuse_without_file_operator,
+    remove_swap_folder,
+    width_of,
+)
+from snugfit.features.distributed.fields import SHARDING
+from snugfit.step.applier import run_context
+from snugfit.step.build import build_model, build_optimizer
+from snugfit.step.plain_loop import Built, PlainStep
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.step.step import Observer
+    from snugfit.techniques.setup import Setup
+
+ACCELERATOR = "DS_ACCELERATOR"
+"""The variable by which DeepSpeed is given the type of its device."""
+
+
+class EngineStep(PlainStep):
+    """The plain loop over one job and Setup, with DeepSpeed's steps."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Build, run `steps` optimizer steps, and return their losses."""
+        if not self.job.trains:
+            raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
+        with run_context(self.setup), in_process_group(self.device):
+            return self._train(steps, observer)
+
+    def _train(self, steps: int, observer: Observer) -> list[float]:
+        observer.phase("build")
+        model = built_for_engine(self.job, self.setup, self.device)
+        engine = self._engine(model)
+        observer.build_ends(engine.module, engine.optimizer.optimizer)
+        losses: list[torch.Tensor] = []
+        with contextlib.closing(self._batches()) as batches:
+            built = Built(model, engine, engine.optimizer.optimizer, None, batches, observer)
+            for index in range(steps):
+                observer.step_begins(index)
+                loss = self._accumulate(built)
+                observer.phase("update")
+                engine.step()
+                observer.step_ends(index)
+                if loss is not None:
+                    losses.append(loss)
+        self.model, self.optimizer = engine.module, engine.optimizer.optimizer
+        answers = [float(loss) for loss in losses]
+        engine.destroy()
+        return answers
+
+    def _engine(self, model: torch.nn.Module) -> Any:
+        return make_engine(self.job, self.setup, model, build_optimizer(self.job, self.setup, model))
+
+    def backward(self, built: Built, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch in the engine."""
+        engine: Any = built.runs
+        engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        engine.backward(loss, scale_wrt_gas=False)
+
+
+def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Return DeepSpeed's engine around this model and optimizer, for the job of one process. Its optimizer
+    becomes DeepSpeed's CPU Adam where states are on the host.
+    """
+    import deepspeed
+
+    wish = SHARDING.of(setup)
+    assert wish is not None
+    if wish.states != "none":  # `accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed`
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        numbers = {name: optimizer.defaults[name] for name in ("lr", "weight_decay")}
+        optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=True, **numbers)
+    config = engine_config(setup, batch_size=job.batch_size, clip=job.clip, width=width_of(model.config))
+    return deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
+
+
+def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
+    """Return the model, built on the host, in the dtype that the engine would give it there before it moves
+    it. Raises `UsageError` where the engine cannot keep states in the chosen place.
+    """
+    wish = SHARDING.of(setup)
+    assert wish is not None
+    if device.type != "meta":
+        refuse_without_file_operator(wish)
+    dtype = None if wish.dtype == "float32" else wish.dtype
+    return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=True)
+
+
+def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
+    """Return the model, built after accelerate or the Trainer has passed the engine's configuration to
+    transformers.
+
+    A third-stage model is built within `deepspeed.zero.Init`. Each module's weights are made on the device
+    and moved away before the next module's are made. So the device never holds all of them, nor the host a
+    second copy.
+    """
+    wish = SHARDING.of(setup)
+    assert wish is not None
+    if wish.stage != 3:
+        return built_for_engine(job, setup, device)
+    if device.type != "meta":
+        refuse_without_file_operator(wish)
+    dtype = None if wish.dtype == "float32" else wish.dtype
+    return build_model(replace(job, build_on="device"), replace(setup, weights_dtype=dtype), device)
+
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def in_numbers(visible: str) -> str:
+    """Return CUDA_VISIBLE_DEVICES with NVML's number of each GPU instead of its UUID. DeepSpeed queries NVML
+    for free memory and reads only numbers. Raises `UsageError` for entries without such a number.
+    """
+    import pynvml
+
+    entries = [entry.strip() for entry in visible.split(",")]
+    if all(entry.lstrip("-").isdigit() for entry in entries):
+        return visible
+    try:
+        pynvml.nvmlInit()
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(entry) for entry in entries]
+            return ",".join(str(pynvml.nvmlDeviceGetIndex(handle)) for handle in handles)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as failure:
+        raise UsageError(
+            f"{VISIBLE_DEVICES}={visible!r} names what NVML has no number for ({failure}), and DeepSpeed "
+            f"knows GPUs by numbers only. Set {VISIBLE_DEVICES} to a number, as nvidia-smi shows it."
+        ) from None
+
+
+def import_for(device: torch.device) -> None:
+    """Import DeepSpeed, which computes on this device afterwards.
+
+    It reads `DS_ACCELERATOR` when it is first imported, and without it takes a GPU where there is one. Raises
+    `UsageError` where it was imported before and computes elsewhere.
+    """
+    if device.type in ("cpu", "cuda"):  # not in a rehearsal, which has an accelerator of its own
+        os.environ[ACCELERATOR] = device.type
+    from deepspeed.accelerator import get_accelerator
+
+    if device.type in ("cpu", "cuda") and (chosen := get_accelerator().device_name()) != device.type:
+        raise UsageError(
+            f"DeepSpeed was imported before and computes on {chosen} in this process, but this run is on "
+            f"{device.type}. Start a new process, or set {ACCELERATOR}={device.type} before DeepSpeed is "
+            "imported."
+        )
+
+
+@contextlib.contextmanager
+def in_process_group(device: torch.device, tell: Callable[[str], None] = print_line) -> Iterator[None]:
+    """Set DeepSpeed up with torch's default process group, as a launcher does. Without a group, this process
+    becomes a group of one.
+
+    Afterwards DeepSpeed's records of groups are removed. torch's linear function, which the third stage
+    replaces, is restored. `tell` receives a line on a build that it waits for.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+    from torch.nn import functional
+
+    import_for(device)
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    several = dist.is_initialized()
+    environment = {
+        "RANK": str(dist.get_rank() if several else 0),
+        "LOCAL_RANK": str(device.index or 0),
+        "WORLD_SIZE": str(dist.get_world_size() if several else 1),
+    }
+    if device.type == "cuda" and (visible := os.environ.get(VISIBLE_DEVICES)):
+        environment[VISIBLE_DEVICES] = in_numbers(visible)
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_swap_folder)
+        stack.enter_context(dead_locks_removed(tell))
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(patch.dict(vars(comm)))
+        stack.enter_context(patch.dict(vars(groups)))
+        stack.enter_context(patch.object(functional, "linear", functional.linear))
+        if device.type == "cpu":  # DeepSpeed would compile an operator by which CPUs exchange
+            exchanges = importlib.import_module("deepspeed.comm.torch")
+            stack.enter_context(patch.object(exchanges, "build_shm_op", lambda: None))
+        if several:
+            yield
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""The wish for DeepSpeed's engine: it runs the steps itself, so each front-end honours it whole or not."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.errors import UsageError
+from snugfit.features.distributed.engine.config import engine_config, group_bytes, swap_folder, width_of
+from snugfit.features.distributed.fields import SHARDING, ShardingWish
+from snugfit.features.distributed.techniques.deepspeed_zero import (
+    AUTO,
+    DISK,
+    FROM_ARGUMENTS,
+    refuse_training,
+    zero_section,
+)
+from snugfit.step.wishes.handler import Handler, ScriptContext
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.several_gpus import job_of_rank
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.step.step import Step, StepEngine
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import Setup
+
+EXPORT = "--export hf writes a script that trains so"
+
+
+class ShardingHandler(Handler):
+    """DeepSpeed's engine for the steps. Each loop has another Step for it (`step/open_step.py`)."""
+
+    wish, slot, stage = SHARDING.name, Slot.SHARDING, InstallStage.STEP
+    read_by_loops = True
+    refused: ClassVar = {
+        "fit": f"a live Trainer's engine is made from TrainingArguments(deepspeed=...); {EXPORT}",
+        "custom_loop": f"an engine is made by accelerate's own launcher and plugin; {EXPORT}",
+    }
+
+    def import_code(self, value: ShardingWish) -> None:
+        """Import DeepSpeed before any measurement. Its output goes to stderr, since stdout is for results."""
+        with contextlib.redirect_stdout(sys.stderr):
+            import deepspeed
+            import deepspeed.ops.adam  # noqa: F401
+
+    def engine(self, value: ShardingWish) -> StepEngine:
+        """Return the code that runs DeepSpeed's engine."""
+        return DeepSpeed(value)
+
+    def refuse_training(self, value: ShardingWish, recipe: Recipe) -> None:
+        """Refuse states on a disk, and a version of DeepSpeed whose partitions no checkpoint has."""
+        refuse_training(value)
+
+    def training_arguments(
+        self, value: ShardingWish | None, job: Job, device: torch.device
+    ) -> dict[str, Any]:
+        """Return the configuration, with `auto` for the values that the Trainer computes; `bf16` is equal in
+        both.
+        """
+        if value is None:
+            return {}
+        bf16 = value.dtype == "bfloat16"
+        config = {
+            "zero_optimization": zero_section(value, dict.fromkeys(AUTO, "auto"), swap_folder(value)),
+            "bf16": {"enabled": bf16},
+            **dict.fromkeys(FROM_ARGUMENTS, "auto"),
+        }
+        return {"deepspeed": config, "bf16": bf16}
+
+    def script(self, value: ShardingWish | None, context: ScriptContext) -> dict[str, Any]:
+        """Return the engine's configuration for its own script; the Trainer's arguments have it already.
+        Raises `RecipeError` for other loops.
+        """
+        if value is None and context.target == "deepspeed":
+            raise context.refusal(self.slot, "its steps are not those of DeepSpeed's engine")
+        if value is None or context.trainer:
+            return {}
+        if context.target != "deepspeed":
+            raise context.refusal(
+                self.slot, "the loop would be that of DeepSpeed's engine. --export hf or deepspeed writes it"
+            )
+        job = job_of_rank(context.job, context.setup)
+        width = width_of(context.job.transformers_config())
+        config = engine_config(
+            context.setup, batch_size=job.batch_size, clip=job.clip, width=width, folder=DISK
+        )
+        return {"config": config}
+
+
+class DeepSpeed:
+    """The code that runs steps by DeepSpeed's engine (`StepEngine`)."""
+
+    def __init__(self, wish: ShardingWish) -> None:
+        self._wish = wish
+
+    def group_bytes(self, loop: str) -> int:
+        """Return NVML bytes of one process's group; 0 on several GPUs, whose exchanges count it."""
+        return group_bytes(self._wish, loop)
+
+    @property
+    def training_step(self) -> type[Any]:
+        """Return the class of its steps over real data."""
+        from snugfit.features.distributed.engine.training_step import EngineTrainingStep
+
+        return EngineTrainingStep
+
+    def step_class(self, loop: str, ranks: int) -> type[Step]:
+        """Return the loop's Step. Raises `UsageError` for another library's loop on several GPUs."""
+        if loop == "plain":
+            from snugfit.features.distributed.engine.loop import EngineStep
+
+            return EngineStep
+        if ranks > 1:
+            raise UsageError(
+                f"The {loop} loop cannot do this: DeepSpeed's engine on several GPUs is predicted and "
+                "measured in snugfit's own loop. Leave --loop out."
+            )
+        from snugfit.features.distributed.engine.frontends import EngineAccelerateStep, EngineTrainerStep
+
+        return EngineTrainerStep if loop == "trainer" else EngineAccelerateStep
+
+    def context(
+        self, device: torch.device, tell: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a run: DeepSpeed's process group."""
+        from snugfit.features.distributed.engine.loop import in_process_group
+
+        return in_process_group(device, tell)
+
+    def start(
+        self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[Any, torch.optim.Optimizer]:
+        """Return the engine and its wrapped optimizer, for the job of one process."""
+        from snugfit.features.distributed.engine.optimizer import start_engine
+
+        return start_engine(job, setup, model, optimizer)
+
+    def stop(self, runs: Any) -> None:
+        """Remove the engine's hooks from the model."""
+        runs.destroy()

@@ -1,0 +1,258 @@
+"""The fields of `Setup` that this feature adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.techniques.wish import SeveralProcesses, Wish
+
+ONE_GPU = "trains on several GPUs, and one was named. Add --gpus 2 (gpus=2 in Python) or leave it out"
+
+RING = "ring"
+"""Name of torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
+(`apply/ring_attention.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingWish(SeveralProcesses):
+    """DeepSpeed's engine around model and optimizer, on one GPU or on one of several."""
+
+    stage: int = 2
+    """Stage of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
+
+    states: str = "none"
+    """Place of optimizer states, the updated weights and the update itself: `none` is the GPU, `cpu` the
+    host, `nvme` a disk (stage 3).
+    """
+
+    weights: str = "none"
+    """Place of weights until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
+
+    dtype: str = "float32"
+    """Dtype of modules' weights and computation, by torch's name. The updated weights are always fp32."""
+
+    ranks: int = 1
+    """Number of processes that train together, one for each GPU, each on its part of the global batch."""
+
+    def on(self, gpus: int) -> ShardingWish:
+        """Return the wish for this number of GPUs: the engine trains on one as on several."""
+        return replace(self, ranks=gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelWish(SeveralProcesses):
+    """Processes that train one model together by torch.distributed, one for each GPU (a rank).
+
+    They form a mesh. Along its data axis each has a part of the global batch. Along the others ranks work on
+    the same samples, and each has a part of their work.
+    """
+
+    weights: str = "copied"
+    """Distribution of weights, gradients and optimizer states along the data axis. `copied`: each rank has
+    all, and gradients are averaged (DDP). `sharded`: each has a part, and weights are gathered where a layer
+    computes (FSDP2). `alone`: there is no data axis.
+    """
+
+    states: str = "copied"
+    """Distribution of optimizer states where weights are copied: `copied`, or `sharded`. A sharded rank has
+    the states of a part of the weights, which it updates and sends to the others (`ZeroRedundancyOptimizer`).
+    """
+
+    ranks: int = 0
+    """Number of processes; 0 before it is set."""
+
+    shards: int = 0
+    """Ranks of the data axis that one copy of the weights is sharded over; 0 shards one over all. Fewer make
+    several copies, whose gradients are averaged.
+    """
+
+    reshard: str = "layers"
+    """Gathered weights that are dropped after the forward pass and gathered again for the backward one: the
+    `layers`', `all`, or `none`. Weights outside of layers are needed again at once.
+    """
+
+    on_host: bool = False
+    """True if the host keeps the parts, and updates them."""
+
+    dtype: str | None = None
+    """Dtype that gathered weights are cast to and computed in, by torch's name; None does not cast them."""
+
+    bucket_views: bool = False
+    """True if copied weights' gradients are views of the averaged buckets, without memory of their own."""
+
+    tensor: int = 1
+    """Over how many ranks the matrices of each layer are cut."""
+
+    context: int = 1
+    """Over how many ranks each sequence is cut."""
+
+    stages: int = 1
+    """Number of ranks that the layers are distributed over, one stage after the other."""
+
+    schedule: str = ""
+    """Order in which each stage runs its micro-batches, by torch's name; empty without stages."""
+
+    chunks: int = 1
+    """Number of stages of each of these ranks: with n ranks the first has the stages 0, n, 2n, ..."""
+
+    experts: int = 1
+    """Number of ranks that each layer's experts are distributed over: those that share its matrices, or 1."""
+
+    @property
+    def copies(self) -> bool:
+        """Return whether ranks hold all of the weights and average their gradients. These ranks are those of
+        the data axis, or, without one, those that share each sequence.
+        """
+        return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
+
+    @property
+    def matrix_parts(self) -> int:
+        """Return the number of ranks that the matrices of each layer are cut over."""
+        return self.tensor
+
+    @property
+    def all_stages(self) -> int:
+        """Return the number of stages that the layers are cut into."""
+        return self.stages * self.chunks
+
+    @property
+    def ranks_of_one_part(self) -> int:
+        """Return the number of ranks that work on the same part of the global batch."""
+        return self.tensor * self.context * self.stages
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of parts that the global batch is cut into."""
+        return self.ranks // self.ranks_of_one_part
+
+    def data_rank(self, rank: int) -> int:
+        """Return the index, from 0, of a rank's part of the global batch. The mesh's axes (`mesh_of`) left of
+        the data axis change slower, and those right of it faster.
+        """
+        return rank // (self.context * self.tensor) % self.data_ranks
+
+    def counts(self, rank: int) -> float:
+        """Return the weight of this rank's loss in the sum over ranks. Ranks with pieces of the same
+        sequences each return a part's loss as if it were the whole, so each counts a part. Among other ranks
+        with the same samples, one of the last stage counts fully, since the loss is there.
+        """
+        is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
+        return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the number of ranks along each axis of a mesh except the data axis; axes of one are left
+        out."""
+        counts = {"stages": self.stages, "context": self.context, "tensor": self.tensor}
+        return {axis: count for axis, count in counts.items() if count > 1}
+
+    @property
+    def spreads_over_all(self) -> bool:
+        """Return whether each GPU holds less on a larger number of them."""
+        return self.states == "sharded" or (self.weights == "sharded" and not self.shards)
+
+    def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
+        """Return whether so many GPUs make whole groups that divide the batch. If experts are spread, all
+        GPUs of a group must share them."""
+        groups, left = divmod(gpus, self.ranks_of_one_part)
+        if left or (self.weights == "alone") is not (groups == 1) or batch_size % groups:
+            return False
+        spread = self.shards * self.tensor * self.context
+        is_whole = not self.shards or whole_hosts is None or whole_hosts == spread < gpus // self.stages
+        return is_whole and self.experts in (1, self.tensor)
+
+    def is_slower_than(self, rival: SeveralProcesses) -> bool:
+        """Return whether they gather weights again that the rival keeps."""
+        return isinstance(rival, ParallelWish) and replace(self, reshard="none") == rival
+
+    def has_groups_of(self, rival: SeveralProcesses) -> bool:
+        """Return whether each group consists of one or several of the rival's. If both share matrices,
+        experts must be spread in both or in neither."""
+        experts_differ = isinstance(rival, ParallelWish) and (self.experts > 1) is not (rival.experts > 1)
+        if experts_differ and self.tensor > 1 < rival.axes.get("tensor", 1):
+            return False
+        return super().has_groups_of(rival)
+
+    def is_wider_than(self, rival: SeveralProcesses) -> bool:
+        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
+        if not isinstance(rival, ParallelWish) or not self.has_groups_of(rival):
+            return False
+        own = self._in_groups_of(rival, shards=rival.shards, bucket_views=rival.bucket_views)
+        return own == rival and bool(self.shards) is bool(rival.shards)
+
+    def holds_no_more_than(self, rival: SeveralProcesses) -> bool:
+        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
+        if not isinstance(rival, ParallelWish) or self == rival:
+            return self == rival
+        if not self.has_groups_of(rival):
+            return False
+        if self.stages > rival.stages == 1 and self.weights == "sharded":
+            return False  # a stage keeps all gathered weights while its micro-batches run
+        own = self._in_groups_of(rival)
+        if own == rival:
+            return True
+        if own.weights != "sharded" or own.shards or own.reshard == "none" or own.on_host < rival.on_host:
+            return False
+        names = ("weights", "states", "shards", "reshard", "on_host", "dtype", "bucket_views")
+        return replace(rival, **{name: getattr(own, name) for name in names}) == own
+
+    def _in_groups_of(self, rival: ParallelWish, **more: Any) -> ParallelWish:
+        """Return the same wish with groups, and these fields, like the rival's."""
+        alike = {
+            name: getattr(rival, name) for name in ("tensor", "context", "stages", "experts", "schedule")
+        }
+        return replace(self, **alike, **more)
+
+    def groups_in_words(self) -> Iterator[str]:
+        """Yield the work of each group of GPUs in words."""
+        if self.tensor > 1:
+            experts = f", each GPU with 1/{self.experts} of its experts" if self.experts > 1 else ""
+            yield f"groups of {self.tensor} GPUs compute each layer together{experts}"
+        if self.context > 1:
+            yield f"groups of {self.context} GPUs take each sequence together"
+        if self.stages > 1:
+            yield f"the layers are put in {self.stages} stages, one after the other"
+
+    def on(self, gpus: int) -> ParallelWish:
+        """Return the wish for this number of GPUs, which the axes must multiply to."""
+        if gpus == 1:
+            raise UsageError(f"The recipe {ONE_GPU}.")
+        together = self.ranks_of_one_part
+        if self.experts not in (1, self.tensor):
+            raise UsageError(
+                f"Experts are spread over {self.experts} GPUs that share a layer, and {self.tensor} do. "
+                f"Write 'tensor({self.experts}) + expert({self.experts})'."
+            )
+        if gpus % together:
+            named = " x ".join(f"{count} for {axis}" for axis, count in self.axes.items())
+            raise UsageError(
+                f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were named."
+            )
+        data = gpus // together
+        if self.weights == "alone" and data > 1:
+            raise UsageError(
+                f"The recipe shares one copy of the model among {together} GPUs, and {gpus} were named. Add "
+                f"fsdp or ddp, which share the batch among {data} such groups, or name {together} GPUs."
+            )
+        if self.weights != "alone" and data == 1:
+            raise UsageError(
+                f"On {gpus} GPUs nothing is left to share the batch among: {together} work on each part of "
+                f"it. Name a multiple of {together}, or leave the technique of the slot 'sharding' out."
+            )
+        if self.shards and (self.shards > data or data % self.shards):
+            raise UsageError(
+                f"hsdp({self.shards}) spreads a copy of the weights over {self.shards} GPUs, and {data} GPUs "
+                f"make no such groups. Name a multiple of {self.shards}, or a divisor of {data} in its place."
+            )
+        return replace(self, ranks=gpus)
+
+
+SHARDING = Wish[ShardingWish | None]("sharding", ShardingWish | None, None)
+"""DeepSpeed's engine that runs the steps; None leaves them to the loop."""
+
+PARALLEL = Wish[ParallelWish | None]("parallel", ParallelWish | None, None)
+"""Processes that train together; None trains in one. Each wraps the model before it makes an optimizer of its
+own part."""

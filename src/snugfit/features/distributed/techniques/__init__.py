@@ -1,0 +1,1 @@
+"""The techniques for several GPUs, with their settings and refusals."""

@@ -1,0 +1,154 @@
+"""Settings and limits that DeepSpeed's stages have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.features.distributed.fields import ShardingWish
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.several_gpus import untried_techniques
+from snugfit.techniques.technique import Slot, TechniqueBySlot
+from snugfit.versions import version_of
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+READ = "buckets are as large as `auto` makes them, and overlap_comm is off on one GPU"
+"""Note on settings of a DeepSpeed configuration that a recipe does not have."""
+
+ADAMW = "torch.optim:AdamW"
+"""The optimizer that accelerate exchanges for DeepSpeed's on the host."""
+
+NEEDS = ("deepspeed>=0.18",)
+
+TRAINED = "deepspeed>=0.19.8"
+"""Version that trains. In both stages, checkpoints are read from its partitions and written to them, and an
+update first checks that gradients are finite.
+"""
+
+UNCERTAIN = (
+    "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
+    "hosts others shared: the bytes as predicted, the seconds of zero2 27 to 81 % more. What zero3's hooks "
+    "take the host is fitted to its own, which took 2 % less and 8 % more than predicted. Other steps that "
+    "such a host bounds took up to 60 % longer there. On several GPUs no step of ours was measured; the "
+    "memory that was published of DeepSpeed's own example is predicted within 0.01 GiB."
+)
+
+OF_DISKS = (
+    "The disk is taken to read and write 3 GB/s, one file after the other while the host waits. No disk was "
+    "measured."
+)
+
+TREE = (
+    "Where a step fits without DeepSpeed, leave it out: on one GPU it only makes steps slower. Where it does "
+    "not, begin with zero2, which puts optimizer states, gradients and the update on the host; zero3 puts "
+    "the weights there too, and is slower still"
+)
+"""The decision tree of Hugging Face's guide, for one GPU."""
+
+
+AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+"""Sizes that the Trainer works out of the model's width where they are `auto`."""
+
+FROM_ARGUMENTS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+"""Keys that the Trainer fills from its own arguments where they are `auto`."""
+
+
+DISK = "/local_nvme"
+"""Placeholder for the folder on a disk, from DeepSpeed's documentation; users replace it with theirs."""
+
+
+def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) -> dict[str, Any]:
+    """Return the section `zero_optimization`, with these sizes of buckets or `auto` for each; a disk's files
+    are in `folder`.
+    """
+    section: dict[str, Any] = {
+        "stage": wish.stage,
+        "overlap_comm": wish.ranks > 1,
+        "contiguous_gradients": True,
+        **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
+    }
+    for name, where in (("offload_optimizer", wish.states), ("offload_param", wish.weights)):
+        if where != "none":
+            section[name] = {"device": where, "pin_memory": True}
+        if where == "nvme":
+            section[name]["nvme_path"] = folder
+            section["stage3_max_reuse_distance"] = 0  # weights that stay would keep their few buffers
+    return section
+
+
+def counterparts(stage: int) -> tuple[Counterpart, ...]:
+    """`TrainingArguments(deepspeed=...)` that mean this stage; and the words of what reads configurations."""
+    named = []
+    for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):
+        wish = ShardingWish(stage=stage, states=offload, weights=offload if stage == 3 else "none")
+        written: dict[str, Any] = {
+            "deepspeed.zero_optimization": zero_section(wish, dict.fromkeys(AUTO, "auto")),
+            "deepspeed.bf16": {"enabled": "auto"},
+            "deepspeed.zero_allow_untested_optimizer": True,
+            **{f"deepspeed.{name}": "auto" for name in FROM_ARGUMENTS},
+        }
+        read = {"sharding.stage": stage, "sharding.offload": offload}
+        settings = {"offload": offload}
+        named += [
+            Counterpart(arguments=written, settings=settings),
+            Counterpart(arguments=read, settings=settings, note=READ),
+        ]
+    return tuple(named)
+
+
+def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
+    """Return the Setup in which DeepSpeed runs the steps. Autocast's dtype becomes the dtype of the weights,
+    with fp32 weights for the update.
+    """
+    return setup.with_fields(sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
+
+
+def refuse_training(wish: ShardingWish) -> None:
+    """Raise `UsageError` for an engine that trains in no loop of snugfit's."""
+    from packaging.requirements import Requirement
+
+    if "nvme" in (wish.states, wish.weights):
+        raise UsageError(
+            "Checkpoints of states on a disk (offload=nvme) are not kept, so snugfit train refuses it. Take "
+            "offload=cpu or offload=none, or train with the Trainer or accelerate: snugfit export writes the "
+            "script."
+        )
+    installed = version_of("deepspeed")
+    if installed and not Requirement(TRAINED).specifier.contains(installed, prereleases=True):
+        raise UsageError(
+            f"snugfit train needs {TRAINED} for zero{wish.stage}, but {installed} is installed. Try: pip "
+            f'install "{TRAINED}".'
+        )
+
+
+def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[str]:
+    """Yield why the engine cannot run this job or recipe."""
+    setup = recipe[Slot.PRECISION].alone
+    if not job.trains:
+        yield "it is about training only. Leave it out."
+    if job.model.module is not None:
+        yield "models of your own are not simulated with it. Leave it out."
+    if setup.weights_dtype is not None or setup.scale_gradients or job.dtype != "float32":
+        yield (
+            f"it updates weights in fp32 and computes in bf16 or fp32, so it does not go with "
+            f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
+        )
+    for technique in untried_techniques(recipe):
+        yield f"it is not simulated together with {technique}. Leave one of them out."
+    if recipe[Slot.ATTENTION].install(Setup()).attention == PADDING_FREE:
+        yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
+    if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
+        update = (
+            "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"
+        )
+        yield f"{update}, so it does not go with {recipe[Slot.OPTIMIZER]}. Try 'adamw'."

@@ -1,0 +1,52 @@
+"""Fully sharded data parallel training by torch's FSDP2: each GPU holds a part of everything.
+
+Weights, gradients and optimizer states are sharded over all GPUs. Before a layer computes, its weights are
+gathered, forward and again backward. Its gradients are summed and sharded at once. In addition a GPU holds
+the weights of about two layers, and its own activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.techniques import several_gpus
+from snugfit.techniques.technique import Fidelity
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp(several_gpus.SharedBatch):
+    """Each of several GPUs holds a part of weights, gradients and states, and gathers weights as it needs."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
+    elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
+    counterparts: ClassVar = several_gpus.sharded_elsewhere()
+
+    reshard: Literal["layers", "all", "none"] = "layers"
+    """Gathered weights that are dropped after the forward pass and gathered again for the backward one
+    (`reshard_after_forward`): the `layers`' (FSDP2's default), `all`, or `none`.
+    """
+
+    offload: Literal["none", "cpu"] = "none"
+    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
+    over the link whenever they are gathered."""
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Gathered once, or twice."""
+        yield from (cls(reshard="none"), cls())
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Yield the limits of measurements of shards on the host."""
+        if self.offload == "cpu":
+            yield several_gpus.SHARDS_ON_HOST
+
+    def wish(self) -> ParallelWish:
+        """Return the distribution of the model."""
+        return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -1,0 +1,57 @@
+"""Hybrid sharding by torch's FSDP2: several copies of the model, each spread over a group of GPUs.
+
+As `fsdp` within a group, which is best the GPUs of one host; gradients are then averaged over the groups.
+Between hosts only those travel, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.techniques import several_gpus
+from snugfit.techniques.counterpart import Setting
+from snugfit.techniques.setting import between
+from snugfit.techniques.several_gpus import MOST_GPUS
+from snugfit.techniques.technique import Fidelity
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hsdp(several_gpus.SharedBatch):
+    """Groups of n GPUs hold a copy of the model each, spread over them; gradients are averaged."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 3.2.2; fully_shard"
+    elsewhere: ClassVar = ("hybrid_shard", "hybrid_sharded")
+    counterparts: ClassVar = several_gpus.sharded_elsewhere(Setting("n"))
+
+    n: int = between(2, MOST_GPUS)
+    """GPUs of a group, all of which it is best to have in one host."""
+
+    reshard: Literal["layers", "all", "none"] = "layers"
+    """Gathered weights that are dropped after the forward pass, as for `fsdp`."""
+
+    offload: Literal["none", "cpu"] = "none"
+    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
+    over the link whenever they are gathered."""
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Yield the limits of measurements of shards on the host."""
+        if self.offload == "cpu":
+            yield several_gpus.SHARDS_ON_HOST
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Yield groups that fit into one host."""
+        yield from (cls(n=n) for n in (2, 4, 8))
+
+    def wish(self) -> ParallelWish:
+        """Return the distribution of the model."""
+        return ParallelWish(
+            weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu"
+        )

@@ -1,0 +1,163 @@
+"""Pipeline parallel training by torch.distributed.pipelining: each GPU holds a part of the layers.
+
+The first GPU embeds and runs the first layers, the last one runs the last layers and computes the loss. They
+exchange activations, and in return gradients, one micro-batch after the other. While one GPU works on a
+micro-batch, the next works on the one before. The waiting time is the bubble, at best (n - 1) / (m + n - 1)
+of a step with n stages and m micro-batches. GPUs differ in memory: the first has the embedding and keeps the
+most micro-batches, the last has the logits. With a head tied to the embedding both have the matrix, and add
+up its gradients.
+
+A GPU may have several parts of the layers, with those of all others between them. Then a micro-batch reaches
+the last GPU sooner, and the waiting time is divided by the number of parts. More is kept and sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from snugfit.features.distributed.fields import PARALLEL, SHARDING
+from snugfit.features.distributed.techniques import several_gpus
+from snugfit.techniques import roster
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+SCHEDULES = {
+    "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+}  # fmt: skip
+"""torch's names of the schedules (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
+
+HOW_MEASURED = (
+    "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were exact or "
+    "up to 0.3 % more than predicted. Reserved ones of two were 2,004 and 1,002 MiB more (7.4 and 6.0 %), "
+    "of one GPU where another with the same stage reserved what was predicted: what was sent is free again "
+    "when it has arrived, and what is needed before that comes from elsewhere. Steps took from 13 % less to "
+    "41 % longer, with tensor and with zero_bubble up to 50 % longer."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Technique):
+    """Each of n GPUs, or groups of GPUs, holds a part of the layers and passes on its results."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    caveat: ClassVar = HOW_MEASURED
+    source: ClassVar = (
+        "Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., arXiv 2104.04473 (1F1B, interleaved); "
+        "Qi et al., arXiv 2401.10241 (zero bubble)"
+    )
+    elsewhere: ClassVar = ("pipeline_parallel", "pp")
+    needs_several_gpus: ClassVar = True
+    searched: ClassVar = False
+
+    n: int = between(2, 512)
+    """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of a GPU's micro-batches: `gpipe` all forward, then all backward; `1f1b` a backward pass as soon
+    as possible, with at most n micro-batches waiting. `interleaved` is 1f1b with several parts of the layers
+    on each GPU: they wait less for each other, and keep and send more. `zero_bubble` has them compute
+    gradients of weights separately, while they would wait.
+    """
+
+    chunks: int = between(1, 64, default=2)
+    """Parts of the layers, far from each other, on each GPU under `interleaved` and `zero_bubble`."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Cut the layers into stages."""
+        schedule = SCHEDULES[self.schedule]
+        return several_gpus.along(setup, stages=self.n, schedule=schedule, chunks=self._chunks)
+
+    @property
+    def _chunks(self) -> int:
+        return self.chunks if self._interleaves else 1
+
+    @property
+    def _interleaves(self) -> bool:
+        return self.schedule in ("interleaved", "zero_bubble")
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the settings that cannot be cut into stages or are not simulated on several GPUs."""
+        setup = Setup()
+        for slot in roster.slots_of_several_gpus():
+            setup = recipe[slot].install(setup)
+        wish = PARALLEL.of(setup)
+        assert wish is not None
+        if SHARDING.of(setup) is not None or wish.states == "sharded" or wish.on_host:
+            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
+        if wish.context * wish.experts > 1:
+            yield "stages are not simulated together with sequences or experts that GPUs share."
+        by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)  # as `replicate` is
+        if self.schedule == "zero_bubble" and by_fsdp:
+            yield (
+                "schedule=zero_bubble computes gradients of weights where torch's FSDP2 does not see them "
+                f"(torch 2.13 trained other weights), so it does not go with {recipe[Slot.SHARDING]} here. "
+                "Try schedule=interleaved."
+            )
+        if wish.weights == "alone":
+            yield from several_gpus.objections(job, recipe, wish)
+        yield from self._about_model(job)
+        yield from self._about_recipe(recipe)
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Yield as many stages as a host may have GPUs."""
+        yield from (cls(n=n) for n in (2, 4, 8))
+
+    def _about_model(self, job: Job) -> Iterator[str]:
+        if job.model.module is not None:
+            return  # which several_gpus.objections refuses
+        config = job.config_to_read()
+        if job.task != "causal-lm" or getattr(config, "is_encoder_decoder", False):
+            yield f"only decoders that train as causal-lm are cut into stages, and the task is {job.task}."
+            return
+        if self.n * self._chunks > job.model.layers:
+            of_each = f" of {self._chunks} parts each" if self._chunks > 1 else ""
+            yield (
+                f"{job.model.name} has {job.model.layers} layers. Take at most so many stages, and these are "
+                f"{self.n}{of_each}."
+            )
+
+    def _about_recipe(self, recipe: TechniqueBySlot) -> Iterator[str]:
+        setup = Setup()
+        for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING):
+            setup = recipe[slot].install(setup)
+        pieces = setup.micro_batches
+        if pieces < self.n and self.schedule != "gpipe":
+            waits = (self.n - 1) / (pieces + self.n - 1)  # Narayanan et al., section 2.2.1
+            yield (
+                f"{self.n} stages need at least {self.n} micro-batches, and there are {pieces}: with fewer "
+                f"a GPU waits for others {waits:.0%} of a step. Add micro_batches({2 * self.n})."
+            )
+        if pieces == 1 and self.schedule == "gpipe":
+            yield (f"with one micro-batch only one GPU works at a time. Add micro_batches({2 * self.n}).")
+        yield from self._about_chunks(setup, recipe)
+        if setup.scale_gradients:
+            yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Try 'bf16'."
+        if setup.attention == PADDING_FREE:
+            yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Leave one of them out."
+
+    def _about_chunks(self, setup: Setup, recipe: TechniqueBySlot) -> Iterator[str]:
+        pieces, rounds = setup.micro_batches, max(1, setup.micro_batches // self.n)
+        if not self._interleaves:
+            if self.chunks != Pipeline(n=self.n).chunks:
+                yield f"schedule={self.schedule} has one part of the layers on each GPU, not {self.chunks}."
+            return
+        if self._chunks == 1 and self.schedule == "interleaved":
+            yield "one part of the layers on each GPU is schedule=1f1b. Take chunks=2, or that."
+        if pieces % rounds:  # ScheduleInterleaved1F1B: "a multiple of the number of rounds"
+            yield (
+                f"schedule={self.schedule} runs {pieces} micro-batches in {rounds} rounds, which must be "
+                f"alike. Take micro_batches({pieces // self.n * self.n})."
+            )
+        if setup.checkpoint is not None and setup.checkpoint.layers_per_span != 1 and self._chunks > 1:
+            yield (
+                f"{recipe[Slot.CHECKPOINTING]} recomputes layers together that other GPUs' layers lie "
+                "between. Try 'every_layer'."
+            )

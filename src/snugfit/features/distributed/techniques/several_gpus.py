@@ -1,0 +1,137 @@
+"""Requirements of training on several GPUs for a recipe and a job, and the settings that it excludes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
+from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.several_gpus import untried_techniques
+from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+SHARDS_ON_HOST = (
+    "The host keeps and updates weights: in one run on two H200s the GPU's bytes were as predicted. The "
+    "seconds of its copies and updates were measured nowhere, nor was its memory."
+)
+
+KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
+"""Optimizers of torch that update shards as they update whole weights (chosen). Others read a weight's shape,
+or their code does not support shards.
+"""
+
+
+COPIED = (
+    Counterpart(arguments={"ddp_find_unused_parameters": False}, used="to write"),
+    Counterpart(
+        arguments={"parallel.by": "ddp", "parallel.bucket_views": Setting("bucket_views")}, used="to read"
+    ),
+)
+"""DDP elsewhere: the Trainer uses it by itself in several processes. It then searches for parameters without
+gradients in each step unless this argument is False.
+"""
+
+
+def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
+    """FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which never gathers weights outside of layers again.
+    With a `group` each copy of the weights is sharded over that many GPUs. The number of copies follows from
+    the number of GPUs.
+    """
+    written = [
+        Counterpart(
+            arguments={
+                "fsdp": True,
+                "fsdp_config.version": 2,
+                "fsdp_config.reshard_after_forward": reshard == "layers",
+                "fsdp_config.cpu_offload": offload == "cpu",
+                **({"parallelism_config.dp_shard_size": group} if group else {}),
+            },
+            settings={"reshard": reshard, "offload": offload},
+            used="to write",
+        )
+        for reshard in ("layers", "none")
+        for offload in ("none", "cpu")
+    ]
+    read = {
+        "parallel.by": "fsdp",
+        "parallel.reshard": Setting("reshard"),
+        "parallel.offload": Setting("offload"),
+        **({"parallel.copies": "several", "parallel.group": group} if group else {}),
+    }
+    return (*written, Counterpart(arguments=read, used="to read"))
+
+
+def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
+    """Return the Setup of one of several processes. Sharded weights are cast to autocast's dtype as they are
+    gathered, in place of autocast.
+    """
+    if wish.weights == "copied":
+        return setup.with_fields(parallel=wish)
+    return setup.with_fields(parallel=replace(wish, dtype=setup.autocast), autocast=None)
+
+
+def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
+    """Yield why several GPUs cannot train this job under this recipe."""
+    setup = recipe[Slot.OPTIMIZER].install(recipe[Slot.PRECISION].alone)
+    if not job.trains:
+        yield "it is about training only. Leave it out."
+    if job.model.module is not None:
+        yield "models of your own are not simulated with it. Leave it out."
+    for technique in untried_techniques(recipe):
+        yield f"it is not simulated together with {technique}. Leave one of them out."
+    if wish.weights == "sharded" and setup.scale_gradients:
+        yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
+    shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
+    if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in KNOW_SHARDS:
+        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
+    yield from _objections_to_parts(recipe, setup, wish)
+    if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
+        yield f"the host updates weights, and {recipe[Slot.OPTIMIZER]} is for GPUs. Try 'adamw'."
+
+
+def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWish) -> Iterator[str]:
+    """Yield the settings that exclude matrices cut over GPUs."""
+    if wish.tensor == 1:
+        return
+    sharding = recipe[Slot.SHARDING]
+    if SHARDING.of(sharding.install(Setup())) is not None or wish.states == "sharded" or wish.on_host:
+        yield f"it is not simulated together with {sharding}. Try 'fsdp' or 'ddp'."
+    if recipe[Slot.ATTENTION].install(Setup()).attention == PADDING_FREE:
+        yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Try 'sdpa'."
+    if wish.bucket_views:
+        yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
+    if wish.weights != "sharded" and setup.scale_gradients:
+        yield f"it does not go with {recipe[Slot.PRECISION]}. Try 'bf16'."
+    if wish.weights != "sharded" and setup.optimizer.factory.path not in KNOW_SHARDS:
+        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on parts of matrices. Try 'adamw' or 'adamw_fused'."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedBatch(Technique):
+    """Base of the techniques by which several GPUs share the batch."""
+
+    needs_several_gpus: ClassVar = True
+
+    @abstractmethod
+    def wish(self) -> ParallelWish:
+        """Return the distribution of the model along the data axis."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Distribute the model over all GPUs."""
+        return with_parallel(setup, self.wish())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the settings that are not simulated on several GPUs."""
+        yield from objections(job, recipe, self.wish())
+
+
+def along(setup: Setup, **counts: Any) -> Setup:
+    """Return the Setup with these axes of the mesh, beside those that it has."""
+    wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
+    return setup.with_fields(parallel=replace(wish, **counts))

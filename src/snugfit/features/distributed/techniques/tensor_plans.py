@@ -1,0 +1,85 @@
+"""The models that tensor parallelism can cut, and their numbers of parts, from transformers' plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+KNOWN = (
+    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
+    "embedding_rowwise", "replicated_with_grad_allreduce", "replicate",
+)  # fmt: skip
+"""Words of a plan that torch has a style of the same meaning for (`features/distributed/apply/tensor.py`)."""
+
+EXPERT_STYLES = ("grouped_gemm", "moe_tp_experts", "ep_router", "ep_dispatch_experts")
+"""Words of transformers' plans for experts: of 5.17, and, with the last in the place of two, from 5.21 on."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names in configs for the number of a layer's experts."""
+
+SIZES = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key/value heads",
+    "intermediate_size": "columns of the feed-forward block",
+    "vocab_size": "words of the vocabulary",
+}
+"""Sizes that are shared evenly, by name in a config."""
+
+
+def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
+    """Yield why this model cannot be cut into this many parts. With `experts` these are divided whole, else
+    cut too.
+    """
+    if job.model.module is not None:
+        return
+    config = job.config_to_read()
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan:
+        yield (
+            f"transformers has no tensor-parallel plan for {config.model_type}. Take fsdp, which spreads any "
+            "model."
+        )
+        return
+    spread = _expert_plan(config)
+    left = {word for rule, word in plan.items() if not (experts and is_of_experts(rule, spread))}
+    if strange := sorted(left - {*KNOWN}):
+        cure = f"Add expert({parts})" if spread and not experts else "Take fsdp"
+        yield f"the plan for {config.model_type} has {', '.join(strange)}, which is not simulated. {cure}."
+        return
+    sizes = {what: size for key, what in SIZES.items() if (size := _size(config, key)) is not None}
+    uneven = [f"{size:,} {what}" for what, size in sizes.items() if size % parts]
+    if uneven:
+        fit = [n for n in (2, 3, 4, 5, 6, 8, 16, 32) if not any(size % n for size in sizes.values())]
+        cure = f"Try {' or '.join(map(str, fit))}." if fit else "Take fsdp, which spreads any model."
+        yield f"{' and '.join(uneven)} cannot be shared evenly by {parts} GPUs. {cure}"
+
+
+def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
+    """Yield why the experts of this model cannot be divided over this many GPUs."""
+    if job.model.module is not None:
+        return
+    config = job.config_to_read()
+    if not _expert_plan(config):
+        yield f"transformers has no expert-parallel plan for {config.model_type}. Leave it out."
+        return
+    experts = next((size for key in EXPERTS if (size := _size(config, key)) is not None), None)
+    if experts is None or experts % parts:
+        yield f"{experts or 'an unknown number of'} experts cannot be shared evenly by {parts} GPUs."
+
+
+def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
+    """Return whether a rule is for a module of the plan for experts, or for a part of one."""
+    return any(rule == one or rule.startswith(f"{one}.") for one in expert_plan)
+
+
+def _expert_plan(config: Any) -> dict[str, str]:
+    plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
+    return plan if set(plan.values()) <= {*EXPERT_STYLES} else {}
+
+
+def _size(config: Any, key: str) -> int | None:
+    value = getattr(config, key, None)
+    return value if isinstance(value, int) else None

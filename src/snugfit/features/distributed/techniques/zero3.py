@@ -1,0 +1,59 @@
+"""ZeRO's third stage by DeepSpeed: weights too stay outside of the GPU until a module computes with them.
+
+With one GPU they stay on the host. They are copied over the link for the forward pass and again for the
+backward pass, module by module. So the GPU holds those of a few modules and their activations. It trains the
+largest model on a GPU, and is the slowest. accelerate and the Trainer also build the model in this way
+(`deepspeed.zero.Init`). The plain loop moves it to the GPU whole, and its weights go to the host from there.
+Each of several GPUs keeps a part of everything, on the host or with `offload=none` itself, and gathers
+weights. snugfit's own loop trains with it, except with `offload=nvme` (`engine/optimizer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from snugfit.features.distributed.fields import ShardingWish
+from snugfit.features.distributed.techniques import deepspeed_zero
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero3(Technique):
+    """DeepSpeed's ZeRO-3: weights, states and the update on the host, a disk, or spread over GPUs."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = deepspeed_zero.NEEDS
+    extra: ClassVar = "deepspeed"
+    unplanned: ClassVar = f"plans leave it out. {deepspeed_zero.TREE}"
+    source: ClassVar = "Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857; deepspeed.runtime.zero.stage3"
+    elsewhere: ClassVar = ("zero_infinity", "deepspeed_zero3", "deepspeed_stage3")
+    counterparts: ClassVar = deepspeed_zero.counterparts(3)
+    last_resort: ClassVar = "zero3"
+    searched: ClassVar = False
+
+    offload: Literal["cpu", "nvme", "none"] = "cpu"
+    """Place of weights, optimizer states and the update: `cpu` is the host, `nvme` a disk (the folder for
+    temporary files), `none` the GPU. The host reads the disk's files part by part to update.
+    """
+
+    def install(self, setup: Setup) -> Setup:
+        """Make DeepSpeed's engine run the steps."""
+        return deepspeed_zero.with_engine(
+            setup, ShardingWish(stage=3, states=self.offload, weights=self.offload)
+        )
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Refuse all but AdamW in fp32 or bf16, which the engine trains."""
+        yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Yield the accuracy of predictions, where they were measured."""
+        yield deepspeed_zero.UNCERTAIN
+        if self.offload == "nvme":
+            yield deepspeed_zero.OF_DISKS

@@ -1,0 +1,1 @@
+"""A user's Trainer in several processes."""

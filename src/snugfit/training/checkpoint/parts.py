@@ -1,0 +1,79 @@
+"""The parts of a run's state that this process has, and the files of a checkpoint with them.
+
+A process has the whole model and all optimizer states, unless a feature spreads them over several processes
+(`Feature.state_parts`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.techniques.feature import hooks
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.checkpoint.staging import Staging
+
+
+class StateParts:
+    """The state of a process that has all of it. `state` is a `TrainState`."""
+
+    def is_spread(self, state: Any) -> bool:
+        """Return whether this process has only parts of the weights, layers or optimizer states."""
+        return False
+
+    def lacks_layers(self, model: torch.nn.Module) -> bool:
+        """Return whether other processes have other layers of this model."""
+        return False
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer with this process's states."""
+        return optimizer
+
+    def loads_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether states are read to the host, before `restore` puts them where they belong."""
+        return False
+
+    def own_states(
+        self, model: torch.nn.Module, saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
+    ) -> tuple[Sequence[str], Mapping[str, Any]]:
+        """Return the names of this process's weights and their optimizer state, from those of all
+        `optimized` weights."""
+        return optimized, saved
+
+    def tensor_bytes(self, state: Any) -> list[int] | None:
+        """Return the bytes of each tensor in a snapshot; None for those of the model and the optimizer."""
+        return None
+
+    def snapshot(self, state: Any, staging: Staging, *, random: Sequence[Any], is_last: bool) -> Any:
+        """Return a copy of this process's part (`WrittenByAll`). With `is_last` the first process has the
+        whole model too."""
+        raise NotImplementedError
+
+    def has_files(self, folder: Path) -> bool:
+        """Return whether several processes wrote this checkpoint, each its part."""
+        return False
+
+    def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Any) -> None:
+        """Load weights and the model's state from such a checkpoint. All processes call it."""
+
+    def restore(self, state: Any, folder: Path) -> None:
+        """Keep this process's part of a state that was just restored, and load its parts from `folder`."""
+
+
+@functools.cache
+def state_parts() -> StateParts:
+    """Return the parts of the feature that spreads a model, or else the whole state."""
+    parts: StateParts = next((make() for make in hooks("state_parts")), StateParts())
+    return parts
+
+
+def updated_elsewhere(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the weights that other processes update, and have the states of."""
+    inside = state_parts().local_optimizer(optimizer).param_groups
+    own = {id(weight) for group in inside for weight in group["params"]}
+    return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
