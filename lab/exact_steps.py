@@ -66,8 +66,8 @@ def trained(
     observer = SeedAfterBuilding(dropout_seed)
     step: Any = open_step(job, Recipe.parse(recipe).setup(), "plain", CUDA, keep_losses=True)
     losses = step.run(steps, observer)
-    if step.captured is not None and step.captured.why_not:
-        raise RuntimeError(f"{recipe} was not recorded: {step.captured.why_not}")
+    if step.runner is not None and step.runner.why_not:
+        raise RuntimeError(f"{recipe} was not recorded: {step.runner.why_not}")
     return step, losses, observer
 
 

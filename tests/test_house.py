@@ -57,7 +57,7 @@ HEAVY_THEMSELVES = {
     "features/optimizers/updates/pieces.py",
     "features/optimizers/updates/stochastic.py",
     "step/wishes/own_adamw.py",
-    "step/capture/recomputed.py",
+    "features/engine/replay/recomputed.py",
     "step/head/chunked_loss.py",
     "step/head/deferred_logits.py",
     "step/wishes/masters/adamw.py",

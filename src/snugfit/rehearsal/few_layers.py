@@ -70,7 +70,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     Return None if equality is not certain, or if shallow models save no work.
     """
     is_one_program = setup.compile is not None and setup.compile.is_one_program
-    if not is_one_program and (setup.capture is not None or not _is_deep(job)):
+    if not is_one_program and not _is_deep(job):
         return None
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
@@ -113,8 +113,7 @@ def passes_from_few_layers(
 
 def _repeats_layers(setup: Setup) -> bool:
     """Return True if the step runs on one GPU, has its own passes, and treats all layers alike."""
-    joined = setup.release, setup.parallel, setup.sharding
-    if any(joined) or setup.records_graphs:
+    if setup.parallel or setup.sharding or setup.records_graphs:
         return False
     if setup.compile is not None and not _compiles_layers_alike(setup.compile):
         return False

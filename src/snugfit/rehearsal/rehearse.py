@@ -188,16 +188,10 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
 def _programs(
     setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context that simulates compiled layers or CUDA graphs, if the Setup has any."""
-    from snugfit.rehearsal.compiled.captured_steps import captured_steps
+    """Return the context that simulates compiled layers, if the Setup has any."""
     from snugfit.rehearsal.compiled.layers import compiled_layers
-    from snugfit.rehearsal.device.policy import CudaPolicy
 
-    if setup.compile is not None:
-        return compiled_layers(policy, recorder, notes)
-    if setup.capture is not None and setup.capture.recorded and isinstance(policy, CudaPolicy):
-        return captured_steps(recorder)
-    return contextlib.nullcontext()
+    return contextlib.nullcontext() if setup.compile is None else compiled_layers(policy, recorder, notes)
 
 
 def _recorder_class(setup: Setup) -> type[Recorder]:

@@ -15,12 +15,11 @@ their handlers (`techniques/feature.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
-from snugfit.step.capture.handler import CaptureHandler
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.step.wishes.handler import Handler
@@ -35,7 +34,6 @@ from snugfit.step.wishes.model import (
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
-from snugfit.step.wishes.updates.handler import ReleaseHandler
 from snugfit.techniques.feature import features
 from snugfit.techniques.setup import Setup
 
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.step import Step
+    from snugfit.step.step_runner import StepRunner
     from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
     from snugfit.techniques.technique import Slot
 
@@ -61,8 +61,6 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
-    ReleaseHandler(),
-    CaptureHandler(),
     ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),
@@ -165,6 +163,29 @@ def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | No
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
     """Return arguments of torch's `DataLoader`."""
     return _merge(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
+
+
+# ---- a step of the plain loop ----------------------------------------------------------------------------
+
+
+def fill_multiple(loop: Step) -> int:
+    """Return the tokens to whose multiples the lengths of batches are filled up; 0 leaves them."""
+    return max(handler.fill_multiple(value, loop) for handler, value in _wishes(loop.setup))
+
+
+def prepare_pieces(loop: Step, pieces: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the host micro-batches of a step in the form that its passes need."""
+    for handler, value in _wishes(loop.setup):
+        pieces = handler.prepare_pieces(value, loop, pieces)
+    return pieces
+
+
+def step_runner(loop: Step) -> StepRunner | None:
+    """Return the object that runs the loop's steps; None leaves them to the loop."""
+    runner: StepRunner | None = None
+    for handler, value in _wishes(loop.setup):
+        runner = handler.step_runner(value, loop, runner)
+    return runner
 
 
 # ---- a step, a process -----------------------------------------------------------------------------------

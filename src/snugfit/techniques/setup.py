@@ -164,21 +164,6 @@ class CompileWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureWish:
-    """An optimizer step that is recorded as CUDA graphs, and replayed."""
-
-    multiple: int = 64
-    """Multiple, in tokens, to which the lengths of padded batches are filled up; each length has its own
-    graphs.
-    """
-
-    recorded: bool = True
-    """False in a search's rehearsal: the passes that would be recorded run without graphs. Batches are filled
-    up, and masks decided by shapes.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardingWish:
     """DeepSpeed's engine around model and optimizer, on one GPU or on one of several."""
 
@@ -351,13 +336,6 @@ class CoreSetup:
     micro_batches: int = 1
     """loop: pieces the global batch is cut into, one after the other."""
 
-    release: bool = False
-    """loop: each weight is updated within the backward pass, and its gradient dropped; otherwise all
-    gradients are kept until it has ended."""
-
-    capture: CaptureWish | None = None
-    """loop: the step is recorded as CUDA graphs; None launches kernel by kernel."""
-
     sharding: ShardingWish | None = None
     """loop: DeepSpeed's engine runs the steps; None leaves them to the loop."""
 
@@ -375,7 +353,7 @@ class CoreSetup:
     @property
     def records_graphs(self) -> bool:
         """Return whether CUDA graphs are recorded, so that the first steps differ from later ones."""
-        recorded = self.capture is not None and self.capture.recorded
+        recorded = any(wish.records_graphs for wish in used_wishes(self))
         return recorded or (self.compile is not None and self.compile.records_graphs)
 
     @property

@@ -51,6 +51,14 @@ class Wish(Generic[T]):
     touches: tuple[str, ...] = ("passes", "update")
     """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
 
+    parts: Call | None = None
+    """Class of a step's rehearsed parts (`rehearsal/step_parts.py`); None for those of a plain step."""
+
+    records_graphs: bool = False
+    """True if the loop's steps are recorded as CUDA graphs, so that the first steps differ from later ones.
+    """
+    draws_once: bool = False
+    """True if a step cannot draw the same random numbers again in recomputed layers."""
     freezes: bool = False
     """True if it freezes the model's weights and adds others, in fp32, that train."""
     packages: tuple[str, ...] = ()

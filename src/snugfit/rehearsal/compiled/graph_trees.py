@@ -31,7 +31,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Memory
+from snugfit.rehearsal.trace.trace import GENERATOR_BYTES, GRAPH_STREAM, Memory
 
 if TYPE_CHECKING:
     import torch
@@ -42,12 +42,6 @@ IRREGULAR = (
     "A program of this step would be recorded as a CUDA graph again and again: what it is given lies "
     "elsewhere each time, or is new while others are played back. Leave the mode out of 'compiled'."
 )
-
-GENERATOR_BYTES = 8
-"""Size in bytes of two numbers on the device: the seed and the offset of a generator that graphs use.
-
-The source is `c10::CUDAGeneratorState::register_graph`.
-"""
 
 
 @dataclass(frozen=True, eq=False)

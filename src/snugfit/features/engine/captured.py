@@ -22,7 +22,7 @@ each other dropout. For optimizers that compute on the host (bitsandbytes', Adaf
 replayed, and the update is launched as usual.
 
 Plans for one GPU search it. Its passes are the eager ones, so they need no second rehearsal
-(`rehearsal/captured_parts.py`), except for padded batches.
+(`parts.py`), except for padded batches.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.features.engine.fields import CaptureWish
 from snugfit.techniques.seeded_dropout import seeds_dropout, try_seeds
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import CaptureWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Compare steps that are recorded as CUDA graphs with eager steps, on a GPU.
 
-    python tests/captured_on_gpu.py [FILE]    writes its results to FILE as JSON; fails where one is wrong
+    python captured_on_gpu.py [FILE]    writes its results to FILE as JSON; fails where one is wrong
 
 `test_captured.py` runs recorded work again in Python; here the GPU replays it.
 """
@@ -71,10 +71,10 @@ def compare_plain(name: str, job: Job, recipe: str) -> dict[str, Any]:
     return {
         "case": name,
         "recipe": recipe,
-        "why_not": other.captured.why_not,
+        "why_not": other.runner.why_not,
         "losses_apart": max(abs(a - b) for a, b in zip(written, played, strict=True)),
         "weights_apart": apart,
-        "right": not other.captured.why_not and written[0] == played[0] and written != played[:1] * STEPS
+        "right": not other.runner.why_not and written[0] == played[0] and written != played[:1] * STEPS
         and max(abs(a - b) for a, b in zip(written, played, strict=True)) < 2e-2 and all(moved),
         "losses": [written, played],
     }  # fmt: skip
@@ -86,8 +86,8 @@ def compare_dropped(name: str, job: Job, recipe: str) -> dict[str, Any]:
     dropped, step = plain_losses(job, f"{recipe} + padding_free + captured")
     apart = max(abs(a - b) for a, b in zip(padded, dropped, strict=True))
     return {
-        "case": name, "recipe": recipe, "why_not": step.captured.why_not, "losses_apart": apart,
-        "right": not step.captured.why_not and apart < 2e-2 and len(set(dropped)) > 1,
+        "case": name, "recipe": recipe, "why_not": step.runner.why_not, "losses_apart": apart,
+        "right": not step.runner.why_not and apart < 2e-2 and len(set(dropped)) > 1,
         "losses": [padded, dropped],
     }  # fmt: skip
 
@@ -96,7 +96,7 @@ def refused_one(name: str, job: Job, recipe: str) -> dict[str, Any]:
     """Check that a step is not recorded, gives a reason, and trains eagerly."""
     written, _ = plain_losses(job, recipe)
     played, other = plain_losses(job, f"{recipe} + captured")
-    why_not = other.captured.why_not
+    why_not = other.runner.why_not
     right = "draws random numbers" in why_not and written == played
     return {"case": name, "recipe": recipe, "why_not": why_not, "right": right}
 

@@ -1,8 +1,9 @@
 """Compare updates within the backward pass with the same steps that keep their gradients, on a GPU.
 
-    python tests/released_on_gpu.py [FILE]          writes its results as JSON; fails where one is wrong
-    python tests/released_on_gpu.py [FILE] large    also BERT-large 4 x 512 and Llama-3.2-1B 2 x 2048
-    python tests/released_on_gpu.py [FILE] played   only those that are replayed
+    python released_on_gpu.py [FILE] [large | played]
+
+It writes its results as JSON, and fails where one is wrong. `large` adds BERT-large 4 x 512 and Llama-3.2-1B
+2 x 2048. `played` compares only recorded steps.
 
 In `test_released.py` the CPU computes both, bit for bit. A GPU adds sums in another order, and attention's
 backward pass adds in any order. So weights are close here, and losses agree within a bound.
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
 from captured_on_gpu import BERT, CUDA, LLAMA, STEPS, STILL, job_of
+
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.open_step import open_step

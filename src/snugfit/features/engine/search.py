@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from snugfit.features.engine.fields import RELEASE
 from snugfit.planning.search.grades import add_candidate, judge_recipe
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.techniques import roster
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
     """
     kinds = (kind for kind in roster.techniques() if kind.slot is Slot.GRADIENTS)
     offered = (one for kind in kinds for one in kind.settings(job))
-    technique = next((one for one in offered if one.install(Setup()).release), None)
+    technique = next((one for one in offered if RELEASE.of(one.alone)), None)
     if technique is None or not job.trains or technique.slot in state.space.fixed.slots:
         return ""
     if state.memory_bytes is None and not smallest:

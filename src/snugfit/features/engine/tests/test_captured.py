@@ -2,7 +2,7 @@
 rehearsals.
 
 CUDA graphs need a GPU. Here a replay runs the recorded work again (`run_again.py`). The results and memory of
-a GPU are measured there (`tests/captured_on_gpu.py`).
+a GPU are measured there (`src/snugfit/features/engine/tests/captured_on_gpu.py`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-
 from run_again import RunAgain, batch_of, captured_on_cpu
+
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
+from snugfit.features.engine.replay.batch import fill_up, layout_of, longest_sequence
+from snugfit.features.engine.replay.graphs import REHEARSED
+from snugfit.features.engine.replay.step import CapturedStep
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import COPY_IN, Trace
 from snugfit.step.applier import refuse_unsupported
-from snugfit.step.capture.batch import fill_up, layout_of, longest_sequence
-from snugfit.step.capture.handler import REHEARSED
-from snugfit.step.capture.step import CapturedStep
 from snugfit.step.open_step import open_step
 from snugfit.step.selective import checkpoint_arguments
 from snugfit.step.step import Observer
@@ -88,14 +88,14 @@ def test_what_cannot_be_recorded_runs_as_it_is_written(refused: int) -> None:
         played, ours = run("captured")
     assert ours == expected
     assert (graphs[0].recorded, graphs[0].played) == (refused, 0)
-    assert played.captured.why_not == "it waits"
+    assert played.runner.why_not == "it waits"
 
 
 @pytest.mark.whole
 def test_without_a_gpu_steps_run_as_they_are_written() -> None:
     played, ours = run("captured")
     assert ours == run("plain")[1]
-    assert played.captured is None
+    assert played.runner is None
 
 
 # ---- a run -----------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_graphs_and_weights_go_with_the_step_that_made_them(family: str, recipe:
         step: Any = open_step(replace(small_job(family, 2), clip=1.0), setup, "plain", CPU)
         step.run(3, Quiet())
         if "captured" in recipe:
-            assert step.captured.is_played, step.captured.why_not
+            assert step.runner.norm is not None, step.runner.why_not
         parts = (step, graphs.pop(), *step.model.modules(), *step.model.parameters())
         kept = [weakref.ref(one) for one in parts]
         del parts

@@ -13,17 +13,18 @@ import torch
 
 from kept import kept
 from small_models import small_job
+from snugfit.features.engine.launches import played_back
 from snugfit.frontends import next_recipe as recovery
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.parts import Parts
-from snugfit.planning.cost.same_trace import played_back, trace_under
+from snugfit.planning.cost.same_trace import trace_under
 from snugfit.planning.cost.timer import GpuTimers
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
-from snugfit.rehearsal.captured_parts import CannotBeRecorded
+from snugfit.rehearsal.step_parts import UnsupportedStep
 from snugfit.techniques.engine.compiled import Compiled
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -113,9 +114,9 @@ def test_passes_that_wait_cannot_be_recorded_and_the_rest_is_screened() -> None:
     parts = parts_of(job_of("mixtral"))
     written, captured = (Recipe.parse(f"bf16 + adamw_fused{more}").setup() for more in ("", " + captured"))
     bounds, why = parts.screen([written, captured])
-    assert isinstance(why, CannotBeRecorded)
+    assert isinstance(why, UnsupportedStep)
     assert isinstance(bounds, tuple)
-    with pytest.raises(CannotBeRecorded, match="reads a number from the device"):
+    with pytest.raises(UnsupportedStep, match="reads a number from the device"):
         parts.judge([captured])
 
 

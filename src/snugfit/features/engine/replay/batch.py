@@ -1,9 +1,12 @@
-"""Batches at fixed addresses on the device, as recorded work needs them."""
+"""Batches as recorded work needs them: of few lengths, and with masks that depend on shapes alone."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from snugfit.job.batch import FILL
 from snugfit.job.batch_layout import map_leaves
@@ -78,3 +81,34 @@ def _lengthen(piece: Mapping[str, Any], length: int) -> dict[str, Any]:
         else value
         for name, value in piece.items()
     }
+
+
+_MASKS = "transformers.masking_utils"
+
+
+@contextlib.contextmanager
+def masks_by_shape(*, packed: bool) -> Iterator[None]:
+    """Make transformers decide by shapes alone whether attention needs a mask, as it does without a padding
+    mask.
+
+    While a graph is recorded transformers (5.17) would always make a mask, which the fastest attention does
+    not take. It would also read the values of a padding mask. Unless the batch is `packed`, the model's own
+    positions begin once in a row; transformers would read these too.
+    """
+    if _MASKS not in sys.modules:  # no model of transformers'
+        yield
+        return
+    masks = sys.modules[_MASKS]
+    changes: dict[str, Any] = {"is_tracing": _has_values}
+    if not packed:
+        changes["find_packed_sequence_indices"] = _not_packed
+    with patch.multiple(masks, **changes):
+        yield
+
+
+def _has_values(tensor: Any = None) -> bool:
+    return tensor is not None
+
+
+def _not_packed(position_ids: Any) -> None:
+    """Report that no row has more than one sequence."""

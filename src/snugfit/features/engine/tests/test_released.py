@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from run_again import captured_on_cpu
 
 from bare_process import script_in_triton
-from run_again import captured_on_cpu
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
+from snugfit.features.engine.replay.graphs import NotRecorded
+from snugfit.features.engine.updates import one_weight
+from snugfit.features.engine.updates.hooked_pass import HookedPass
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.applier import refuse_unsupported
-from snugfit.step.capture.graphs import NotRecorded
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.step.wishes.masters.one_weight import MasterUpdates
-from snugfit.step.wishes.updates import one_weight
-from snugfit.step.wishes.updates.hooked_pass import HookedPass
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
@@ -103,7 +103,7 @@ def test_a_weight_s_first_gradient_is_not_recorded() -> None:
         step = open_step(job, Recipe.parse("bf16_master + released + captured").setup(), "plain", CPU)
         step.run(1, Quiet())
     assert not graphs[0].played
-    passes: Any = step.released
+    passes: Any = step.runner
     updates = passes._attach(type("Built", (), {"optimizer": step.optimizer, "model": step.model}))
     weight = next(iter(step.optimizer.state))
     assert updates.has_states(weight)
@@ -313,16 +313,12 @@ def test_statistics_that_a_second_pass_would_count_again_are_refused() -> None:
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:
             return self.head(self.norm(pixels)).square().mean()
 
-    from snugfit.step.wishes.updates.released import ReleasedPasses
+    from snugfit.features.engine.updates.passes import ReleasedPasses
 
     model = Normed()
 
     class Loop:
         device = torch.device("cpu")
-        captured = None
-
-        def is_captured(self) -> bool:
-            return False
 
         def needs_norm(self) -> bool:
             return True
@@ -336,4 +332,4 @@ def test_statistics_that_a_second_pass_would_count_again_are_refused() -> None:
     BuiltHere.model = model  # type: ignore[attr-defined]
     loop = Loop()
     with pytest.raises(UsageError, match=r"buffer norm\.\w+.*'all_gradients'"):
-        ReleasedPasses(loop).run_passes(BuiltHere(), [], [])  # type: ignore[arg-type]
+        ReleasedPasses(loop, None).run_passes(BuiltHere(), [], [])  # type: ignore[arg-type]

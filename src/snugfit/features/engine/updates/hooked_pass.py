@@ -1,7 +1,7 @@
 """A pass whose gradients are taken as they are computed, by hooks of the weights.
 
 This class is the only link between the code that runs passes and the code that takes gradients. A replayed
-pass (`capture/step.py`) runs no hooks, so the recording keeps the weights of its hooks.
+pass (`replay/step.py`) runs no hooks, so the recording keeps the weights of its hooks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ of executions, and the passes that are left out:
 - Later steps allocate nothing, except by an update that cannot be recorded.
 
 The update is simulated alone, with empty gradients, by the code that records a real step
-(`step/capture/step.py`). It differs from an ordinary update, because its scalars are on the device.
+(`replay/step.py`). It differs from an ordinary update, because its scalars are on the device.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.errors import RehearsalError
+from snugfit.features.engine.fields import CAPTURE
+from snugfit.features.engine.launches import played_back
 from snugfit.rehearsal.rehearse import STEPS, record_step
 from snugfit.rehearsal.splice import (
     Part,
     SharedBlock,
     UpdateAlone,
     make_gradients,
-    rehearse_update,
     split_update,
 )
+from snugfit.rehearsal.step_parts import StepParts, UnsupportedStep
 from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
 from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece, micro_batch_starts, widen
 from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Kernel, MarkKind
 from snugfit.results.footprint import Kind
-from snugfit.step.capture.open import capture
 
 if TYPE_CHECKING:
     import torch
@@ -54,32 +54,51 @@ SHARE_BYTES = 4
 """Size in bytes of the scalar that multiplies the loss of a micro-batch."""
 
 
-class CannotBeRecorded(RehearsalError):
-    """A step cannot be recorded, usually because it waits for the device."""
+class CapturedParts(StepParts):
+    """The parts of a step that is recorded and replayed."""
+
+    def as_written(self, setup: Setup, *, padded: bool) -> Setup:
+        """Return the Setup without graphs. With padding, batches are those of recorded steps."""
+        wish = CAPTURE.of(setup)
+        fills = wish.multiple if wish is not None and padded else 0
+        return setup.with_fields(capture=None, filled_batches=fills)
+
+    def refuse(self, setup: Setup, waits: int) -> None:
+        """Raise `UnsupportedStep` if passes to be recorded wait for the device."""
+        if waits and CAPTURE.of(setup) is not None:
+            raise UnsupportedStep("it cannot be recorded: its code reads a number from the device")
+
+    def rehearse_update(
+        self,
+        job: Job,
+        setup: Setup,
+        policy: Policy,
+        gradients: tuple[int, ...],
+        shared: tuple[SharedBlock, ...] = (),
+    ) -> Part:
+        """Return the update, recorded as a graph. Raises `UnsupportedStep` if it waits for the device."""
+        if CAPTURE.of(setup) is None:
+            return super().rehearse_update(job, setup, policy, gradients, shared)
+        return rehearse_captured_update(job, setup, policy, gradients, shared)
+
+    def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
+        """Return the recorded step of these parts, or None if the parts do not match."""
+        return splice_captured(passes, update, micro_batches=micro_batches)
+
+    def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        """Return the kernels, replayed as CUDA graphs."""
+        if CAPTURE.of(setup) is None:
+            return kernels
+        return played_back(kernels, has_shares=setup.micro_batches > 1)
 
 
-def refuse_waits(waits: int) -> None:
-    """Raise `CannotBeRecorded` if the passes wait for the device at least once."""
-    if waits:
-        raise CannotBeRecorded("it cannot be recorded: its code reads a number from the device")
+class ReleasedParts(CapturedParts):
+    """Passes that update, perhaps recorded: no parts of a step."""
+
+    can_be_spliced = False
 
 
 # ---- the update ------------------------------------------------------------------------------------------
-
-
-def rehearse_any_update(
-    job: Job,
-    setup: Setup,
-    policy: Policy,
-    gradients: tuple[int, ...],
-    shared: tuple[SharedBlock, ...] = (),
-) -> Part:
-    """Return clipping and the optimizer's step under this Setup, recorded as a graph if it has `capture`.
-
-    Raise `CannotBeRecorded` if it has `capture` and the update waits for the device.
-    """
-    rehearse = rehearse_update if setup.capture is None else rehearse_captured_update
-    return rehearse(job, setup, policy, gradients, shared)
 
 
 def rehearse_captured_update(
@@ -92,7 +111,7 @@ def rehearse_captured_update(
     """Return clipping and the optimizer's step, recorded as a graph.
 
     `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
-    blocks. Raise `CannotBeRecorded` if the update waits for the device.
+    blocks. Raise `UnsupportedStep` if the update waits for the device.
     """
     import torch
 
@@ -100,8 +119,8 @@ def rehearse_captured_update(
     step = _CapturedUpdateAlone(job, setup, torch.device("meta"))
     step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED)
-    if step.captured is None or step.captured.why_not or not recording.settled:
-        raise CannotBeRecorded("its update cannot be recorded")
+    if step.runner is None or step.runner.why_not or not recording.settled:
+        raise UnsupportedStep("its update cannot be recorded")
     return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)
 
 
@@ -113,28 +132,25 @@ class _CapturedUpdateAlone(UpdateAlone):
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
         self.loss_of = lambda model, batch: _Gradients(model, self.gradients, self.shared)
-        self.captured = capture(self)
+        self.start_runner()
         return super()._train(steps, observer)
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
-        assert self.captured is not None
-        return self.captured.run_passes(built, [{}], [None])
+        assert self.runner is not None
+        return self.runner.run_passes(built, [{}], [None])
 
-    def run_passes(
-        self,
-        built: Built,
-        pieces: Sequence[Mapping[str, Any]],
-        weights: Sequence[float | None],
-        *,
-        again: bool = False,
-    ) -> None:
+    def reads_gradients(self) -> bool:
+        """Return False: the update reads them on the device."""
+        return False
+
+    def run_passes(self, built: Built, *_: Any, **__: Any) -> None:
         """Create the gradients in the order of the first step."""
         built.observer.phase("backward")
         make_gradients(built.model, self.gradients, self.shared)
 
     def _clip_and_update(self, built: Built) -> None:
-        assert self.captured is not None
-        self.captured.update(built)
+        assert self.runner is not None
+        self.runner.update(built)
 
 
 class _Gradients:

@@ -5,7 +5,7 @@ tied embeddings, that is after both. Clipping by the norm of all gradients needs
 passes run twice: `run_passes` takes the norm, `update` runs them again and updates. Between the two the
 random generators are reset, so that dropout draws the same masks. If no norm is needed `run_passes` updates.
 
-Each pass may be replayed (`capture/step.py`). The hooks' device work is a part of its backward graph, and
+Each pass may be replayed (`replay/step.py`). The hooks' device work is a part of its backward graph, and
 reads the step's numbers on the device.
 """
 
@@ -14,59 +14,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError
-from snugfit.step.capture.graphs import NotRecorded
-from snugfit.step.wishes.updates.draws import Draws
-from snugfit.step.wishes.updates.hooked_pass import HookedPass
-from snugfit.step.wishes.updates.one_weight import WeightUpdates, updates_of
+from snugfit.features.engine.replay.graphs import NotRecorded
+from snugfit.features.engine.replay.step import CapturedStep
+from snugfit.features.engine.updates.draws import Draws
+from snugfit.features.engine.updates.hooked_pass import HookedPass
+from snugfit.features.engine.updates.one_weight import WeightUpdates, updates_of
+from snugfit.step.step_runner import StepRunner
 
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.job.job import Job
-    from snugfit.step.capture.step import CapturedStep
-
-
-class ReleasedLoop(Protocol):
-    """The loop whose passes these are (`plain_loop.PlainStep`)."""
-
-    job: Job
-    device: torch.device
-    captured: CapturedStep | None
-
-    def is_captured(self) -> bool:
-        """Return whether the next step's passes may be replayed."""
-
-    def needs_norm(self) -> bool:
-        """Return whether the next step needs the gradients' norm before its first update."""
-
-    def run_passes(
-        self,
-        built: Any,
-        pieces: Sequence[Mapping[str, Any]],
-        weights: Sequence[float | None],
-        *,
-        again: bool = False,
-    ) -> torch.Tensor | None:
-        """Run the passes without graphs, for the first time or `again`."""
+    from snugfit.step.plain_loop import PlainStep
 
 
 @final
-class ReleasedPasses:
+class ReleasedPasses(StepRunner):
     """The passes of one loop's steps, and the updates within them."""
 
-    def __init__(self, loop: ReleasedLoop) -> None:
-        self._loop: ReleasedLoop = weakref.proxy(loop)  # which holds this
+    updates_within = True
+
+    def __init__(self, loop: PlainStep, recorded: StepRunner | None) -> None:
+        self._loop: PlainStep = weakref.proxy(loop)  # which holds this
+        self._captured = recorded if isinstance(recorded, CapturedStep) else None
         self._updates: WeightUpdates | None = None
         self._hooks: list[Any] = []
         self._pass: HookedPass | None = None
         self._repeat: Callable[[], None] | None = None
-        self.norm: torch.Tensor | None = None
-        """Norm of the last step's gradients, a scalar on the device; None where it was not needed."""
-        self.has_begun = False
-        """True if the last begun step has updated a weight."""
 
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
@@ -91,13 +67,13 @@ class ReleasedPasses:
         self._repeat = partial(self._run_again, draws, norm_pass.weights, built, pieces, weights)
         return total
 
-    def update(self) -> None:
+    def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
         """Make the updates that `run_passes` has left, by its passes once more."""
         repeat, self._repeat = self._repeat, None
         if repeat is not None:
             repeat()
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hooks of the model's weights after the last step."""
         for hook in self._hooks:
             hook.remove()
@@ -118,7 +94,7 @@ class ReleasedPasses:
     ) -> torch.Tensor | None:
         assert self._updates is not None
         self._pass = hooked
-        captured = self._loop.captured if self._loop.is_captured() else None
+        captured = self._captured
         try:
             if captured is None or not self._updates.can_be_recorded:
                 return self._loop.run_passes(built, pieces, weights, again=hooked.again)
@@ -127,6 +103,7 @@ class ReleasedPasses:
             return captured.run_passes(built, pieces, weights, hooked)
         finally:
             self._pass = None
+            self.why_not = "" if captured is None else captured.why_not
 
     def _run_updating(self, hooked: HookedPass, *passes: Any) -> torch.Tensor | None:
         assert self._updates is not None

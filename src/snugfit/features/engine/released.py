@@ -23,7 +23,7 @@ With `captured` each pass is replayed, including its hooks' device work. The opt
 the device: `bf16_master` and `adamw_compact`.
 
 Plans combine a step from passes and an update, which are one here. So they try it last, where no other recipe
-is as fast and fits (`planning/search/released.py`).
+is as fast and fits (`search.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.features.engine.fields import CAPTURE
 from snugfit.techniques import roster
 from snugfit.techniques.masters import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
 from snugfit.techniques.setup import Setup
@@ -63,7 +64,7 @@ class Released(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Make the loop update weights as their gradients come."""
-        return setup.with_fields(release=True)
+        return setup.with_fields(release_gradients=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse gradients that are not whole when they come, or that other weights need too."""
@@ -91,7 +92,7 @@ class Released(Technique):
             )
         if setup.compile is not None:
             yield f"{recipe[Slot.ENGINE]} was not tried with it. Leave one of them out."
-        if setup.capture is not None and not keeps_masters(setup):
+        if CAPTURE.of(setup) is not None and not keeps_masters(setup):
             yield (
                 f"{recipe[Slot.OPTIMIZER]} reads its learning rate on the host for each weight, which cannot "
                 "be recorded with it. Try 'bf16_master', 'adamw_compact', or leave 'captured' out."

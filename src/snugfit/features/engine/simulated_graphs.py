@@ -13,18 +13,18 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 from unittest.mock import patch
 
-from snugfit.rehearsal.compiled.graph_trees import GENERATOR_BYTES
-from snugfit.rehearsal.trace.trace import Memory
+from snugfit.features.engine.replay.graphs import REHEARSED, Graphs, NotRecorded
+from snugfit.rehearsal.trace.trace import GENERATOR_BYTES, Memory
 from snugfit.step.batches import place
-from snugfit.step.capture.graphs import Graphs, NotRecorded
-from snugfit.step.capture.handler import REHEARSED
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
 
 WAITS = "its code waits for the device, to read a number from it"
@@ -83,18 +83,19 @@ class RehearsedGraphs(Graphs):
 
 
 @contextlib.contextmanager
-def captured_steps(recorder: Recorder) -> Iterator[None]:
-    """Record the steps of a Setup with `capture` in this simulation, inside the context."""
-    token = REHEARSED.set(lambda: RehearsedGraphs(recorder))
+def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
+    """Record steps in this simulation of a GPU, inside the context. A CPU records none."""
+    from snugfit.rehearsal.device.policy import CudaPolicy
+
+    token = REHEARSED.set(partial(RehearsedGraphs, recorder) if isinstance(policy, CudaPolicy) else None)
     try:
-        with _recorded_on_shapes():
-            yield
+        yield
     finally:
         REHEARSED.reset(token)
 
 
 @contextlib.contextmanager
-def _recorded_on_shapes() -> Iterator[None]:
+def recorded_on_shapes() -> Iterator[None]:
     """Let torch's optimizers treat `meta` as a device with support for recording, inside the context."""
     import torch
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from snugfit.step.capture.graphs import CudaGraphs, Graphs, NotRecorded
-from snugfit.step.capture.handler import REHEARSED
+from snugfit.features.engine.replay.graphs import REHEARSED, CudaGraphs, Graphs, NotRecorded
 
 
 class RunAgain(Graphs):

@@ -16,6 +16,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
@@ -50,6 +51,10 @@ class Graphs(ABC):
         """Copy a host micro-batch to the device addresses of `batch`, which recorded work reads; return the
         batch for later work.
         """
+
+
+REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
+"""Factory of a rehearsal's graphs; None outside of one."""
 
 
 @final

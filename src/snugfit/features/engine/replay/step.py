@@ -12,7 +12,7 @@ A step is recorded at the second occurrence of its layout. The first time the pa
 loads the kernels and gives libraries their workspaces. The layout of a batch fixes everything else. Its
 micro-batches have equal lengths, and the factors of their losses are on the device.
 
-If gradients do not stay (`updates/released.py`), only passes are recorded, and the norm or the update is a
+If gradients do not stay (`updates/passes.py`), only passes are recorded, and the norm or the update is a
 part of them.
 
 Gradients are in the graphs' memory. A recorded update reads them only inside of the graphs, so the next
@@ -27,23 +27,27 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from snugfit.features.engine.replay.batch import (
+    fill_up,
+    is_packed,
+    layout_of,
+    longest_sequence,
+    masks_by_shape,
+)
+from snugfit.features.engine.replay.graphs import NotRecorded
+from snugfit.features.engine.replay.update import RecordableUpdate
 from snugfit.step.batches import place
-from snugfit.step.capture.batch import fill_up, is_packed, layout_of, longest_sequence
-from snugfit.step.capture.graphs import NotRecorded
-from snugfit.step.capture.update import RecordableUpdate
-from snugfit.step.transformers_internals import masks_by_shape
+from snugfit.step.step_runner import StepRunner
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.job.job import Job
-    from snugfit.step.capture.graphs import Graphs
-    from snugfit.step.step import Observer
-    from snugfit.step.wishes.updates.hooked_pass import HookedPass
-    from snugfit.techniques.setup import CaptureWish, Setup
+    from snugfit.features.engine.replay.graphs import Graphs
+    from snugfit.features.engine.updates.hooked_pass import HookedPass
+    from snugfit.step.plain_loop import Built, PlainStep
 
 MOST_LAYOUTS = 24
 """Largest number of recorded layouts (chosen): a graph of a thousand kernels takes some MiB outside of the
@@ -51,50 +55,6 @@ allocator.
 """
 
 Play = Callable[[], None]
-
-
-class TrainedParts(Protocol):
-    """Objects of a loop that a step needs."""
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """Return the model whose weights train."""
-
-    @property
-    def runs(self) -> torch.nn.Module:
-        """Return the module that the loop calls instead of the model."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer over these weights."""
-
-    @property
-    def observer(self) -> Observer:
-        """Return the observer of each phase."""
-
-
-class Loop(Protocol):
-    """The loop whose steps are recorded (`plain_loop.PlainStep`)."""
-
-    job: Job
-    setup: Setup
-    device: torch.device
-    keep_losses: bool
-    loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor]
-    computed: Callable[[torch.Tensor], None]
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of the model's computation."""
-
-    def run_passes(
-        self,
-        built: Any,
-        pieces: Sequence[Mapping[str, Any]],
-        weights: Sequence[float | None],
-        *,
-        again: bool = False,
-    ) -> torch.Tensor | None:
-        """Run the passes without graphs."""
 
 
 @dataclass(eq=False)
@@ -120,60 +80,49 @@ class LayoutGraphs:
     """Weights with gradients that hooks took."""
 
 
-class CapturedStep:
+class CapturedStep(StepRunner):
     """The optimizer steps of a loop, recorded and replayed."""
 
-    def __init__(self, loop: Loop, graphs: Graphs, wish: CaptureWish) -> None:
-        self._loop: Loop = weakref.proxy(loop)  # which holds this: once it is dropped, so are the graphs
-        self._graphs, self._wish = graphs, wish
+    def __init__(self, loop: PlainStep, graphs: Graphs, multiple: int) -> None:
+        self._loop: PlainStep = weakref.proxy(loop)  # which holds this: once it is dropped, so are the graphs
+        self._graphs, self._multiple = graphs, multiple
         self._met: set[Hashable] = set()
         self._recordings: dict[Hashable, LayoutGraphs] = {}
         self._played: LayoutGraphs | None = None
         self._update: RecordableUpdate | None = None
         self._most = longest_sequence(loop.job)
-        self.why_not = ""
-        """Reason for steps without graphs; empty where they are replayed."""
-
-    @property
-    def is_played(self) -> bool:
-        """Return whether this step's passes were replayed."""
-        return self._played is not None
-
-    @property
-    def norm(self) -> torch.Tensor | None:
-        """Return the norm of the gradients of a replayed step, a scalar; None where the job does not clip."""
-        assert self._played is not None
-        return self._played.norm
 
     # ---- passes ----------------------------------------------------------------------------------------
 
     def run_passes(
         self,
-        built: TrainedParts,
+        built: Built,
         pieces: Sequence[Mapping[str, Any]],
-        shares: Sequence[float | None],
+        weights: Sequence[float | None],
         hooked: HookedPass | None = None,
     ) -> torch.Tensor | None:
         """Compute the gradients of these host micro-batches, and return their losses' sum where losses are
         kept. With `hooked`, run a pass whose hooks take the gradients.
         """
-        self._played = None
-        pieces = fill_up(pieces, self._wish.multiple, self._most)
+        self._played = self.norm = None
+        if self._loop.reads_gradients():
+            return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
+        pieces = fill_up(pieces, self._multiple, self._most)
         layouts = {layout_of(piece) for piece in pieces}
         key = (*layouts, len(pieces) > 1, hooked and hooked.name)
-        alike = len(layouts) == 1 and 0 not in shares
+        alike = len(layouts) == 1 and 0 not in weights
         if self._update is not None and self._update.has_moved():
             self.forget()
         if alike and key not in self._recordings and key in self._met and self._has_room():
-            self._record(key, built, pieces[0], shares, hooked)
+            self._record(key, built, pieces[0], weights, hooked)
         if hooked is not None:
             hooked.weights.clear()
         if not alike or key not in self._recordings:
             self._met.add(key)
             with self._graphs.own_memory(), masks_by_shape(packed=is_packed(pieces)):
-                return self._loop.run_passes(built, pieces, shares, again=_is_again(hooked))
+                return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
         recording = self._recordings[key]
-        total = self._play(recording, built, pieces, shares, is_again=_is_again(hooked))
+        total = self._play(recording, built, pieces, weights, is_again=_is_again(hooked))
         if hooked is not None and not hooked.weights:
             hooked.weights = dict.fromkeys(recording.heard)
         return total
@@ -188,7 +137,7 @@ class CapturedStep:
     def _play(
         self,
         recording: LayoutGraphs,
-        built: TrainedParts,
+        built: Built,
         pieces: Sequence[Mapping[str, Any]],
         shares: Sequence[float | None],
         *,
@@ -213,13 +162,13 @@ class CapturedStep:
             observer.phase("clip")
             self._update.locate()
             recording.plays_norm()
-        self._played = recording
+        self._played, self.norm = recording, recording.norm
         return recording.total
 
     def _record(
         self,
         key: Hashable,
-        built: TrainedParts,
+        built: Built,
         piece: Mapping[str, Any],
         shares: Sequence[float | None],
         hooked: HookedPass | None,
@@ -242,7 +191,7 @@ class CapturedStep:
             self._recordings[key] = recording
         built.optimizer.zero_grad(set_to_none=True)
 
-    def _record_passes(self, recording: LayoutGraphs, built: TrainedParts, count: int) -> None:
+    def _record_passes(self, recording: LayoutGraphs, built: Built, count: int) -> None:
         observer, record = built.observer, self._graphs.record
         for number in range(min(count, 2)):
             observer.phase("forward")
@@ -250,7 +199,7 @@ class CapturedStep:
             observer.phase("backward")
             recording.passes.append((forward, record(partial(self._backward, recording), may_draw=False)))
 
-    def _record_hooked(self, recording: LayoutGraphs, built: TrainedParts, hooked: HookedPass) -> None:
+    def _record_hooked(self, recording: LayoutGraphs, built: Built, hooked: HookedPass) -> None:
         hooked.weights.clear()
         hooked.is_recorded = True
         try:
@@ -259,7 +208,7 @@ class CapturedStep:
             hooked.is_recorded = False
         recording.heard = list(hooked.weights)
 
-    def _record_update(self, recording: LayoutGraphs, built: TrainedParts) -> None:
+    def _record_update(self, recording: LayoutGraphs, built: Built) -> None:
         observer, record = built.observer, self._graphs.record
         self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         self._update.locate()
@@ -274,7 +223,7 @@ class CapturedStep:
                 (weight, weight.grad) for weight in built.model.parameters() if weight.grad is not None
             ]
 
-    def _forward(self, recording: LayoutGraphs, built: TrainedParts, *, is_first: bool) -> None:
+    def _forward(self, recording: LayoutGraphs, built: Built, *, is_first: bool) -> None:
         loop = self._loop
         packed = is_packed([recording.batch])
         with loop.forward_context(), masks_by_shape(packed=packed), self._recomputing():
@@ -299,18 +248,22 @@ class CapturedStep:
         """Return the context of recomputed layers, which their checkpoints need in the forward pass
         already.
         """
-        from snugfit.step.capture.recomputed import generators_left_alone
+        from snugfit.features.engine.replay.recomputed import generators_left_alone
 
         wish = self._loop.setup.checkpoint
         return generators_left_alone(attention_is_kept=wish is not None and wish.keep_drawn)
 
-    def _take_norm(self, recording: LayoutGraphs, built: TrainedParts) -> None:
+    def _take_norm(self, recording: LayoutGraphs, built: Built) -> None:
         recording.norm = gradient_norm(built.optimizer, built.model.parameters())
 
     # ---- update ----------------------------------------------------------------------------------------
 
-    def update(self, built: TrainedParts, norm: torch.Tensor | None = None) -> None:
+    def update(self, built: Built, norm: torch.Tensor | None = None) -> None:
         """Clip the gradients of the last passes, by their norm if it is known, and update."""
+        if self._loop.reads_gradients():  # of passes without graphs, in a job that does not clip
+            built.observer.phase("update")
+            built.optimizer.step()
+            return
         self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         recording = self._played
         if recording is not None and recording.plays_update is not None:
@@ -323,13 +276,13 @@ class CapturedStep:
         built.observer.phase("update")
         self._update.run()
 
-    def _clip(self, built: TrainedParts, norm: torch.Tensor | None) -> None:
+    def _clip(self, built: Built, norm: torch.Tensor | None) -> None:
         if most := self._loop.job.clip:
             weights = [weight for weight in built.model.parameters() if weight.grad is not None]
             norm = gradient_norm(built.optimizer, weights) if norm is None else norm
             scale(weights, most, norm, built.optimizer)
 
-    def _clip_and_update(self, recording: LayoutGraphs, built: TrainedParts) -> None:
+    def _clip_and_update(self, recording: LayoutGraphs, built: Built) -> None:
         assert self._update is not None
         self._clip(built, recording.norm)
         self._update.launch()

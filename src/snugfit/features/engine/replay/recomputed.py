@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from snugfit.step.capture.graphs import NotRecorded
+from snugfit.features.engine.replay.graphs import NotRecorded
 
 ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
 """torch's attention functions, in one length and in several (`wishes/padding_free/attention.py`), each with
