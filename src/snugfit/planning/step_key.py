@@ -49,7 +49,6 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "weights_dtype": ("passes", "update"),
     "attention": ("passes",),
     "matmul": ("matmul",),
-    "masters": ("passes", "update"),
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),

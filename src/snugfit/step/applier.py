@@ -23,7 +23,6 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.step.wishes.handler import Handler
-from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
     AttentionHandler,
     CheckpointHandler,
@@ -52,7 +51,6 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     AttentionHandler(),  # before the weights: of a live model it may still be refused
     WeightsDtypeHandler(),
     MatmulHandler(),
-    MastersHandler(),
     LogitsHandler(),
     CompileHandler(),
     CheckpointHandler(),

@@ -306,11 +306,6 @@ class CoreSetup:
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
 
-    masters: bool = False
-    """adapt: trained weights of any loaded dtype become bfloat16. The optimizer keeps their remainder in 16
-    bits, so that it updates them in 32.
-    """
-
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""
 
@@ -372,6 +367,12 @@ class CoreSetup:
             return self.weights_dtype or job.dtype
         dtypes = {dtype_name(weight.dtype) for weight in module.parameters() if weight.requires_grad}
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
+
+    def with_adamw(self, wish: OptimizerWish) -> Self:
+        """Return a copy with this AdamW, or with that of a feature whose field needs another."""
+        named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
+        own = next(named, None)
+        return self.with_fields(optimizer=wish if own is None else own.run())
 
     def with_fields(self, **changed: Any) -> Self:
         """Return a copy with these fields changed. A space of recipes makes several hundred thousand copies,

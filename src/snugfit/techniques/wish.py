@@ -51,6 +51,8 @@ class Wish(Generic[T]):
     touches: tuple[str, ...] = ("passes", "update")
     """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
 
+    adamw: Call | None = None
+    """Function that returns the `OptimizerWish` of AdamW with it; None leaves AdamW as it is."""
     parts: Call | None = None
     """Class of a step's rehearsed parts (`rehearsal/step_parts.py`); None for those of a plain step."""
 

@@ -16,18 +16,25 @@ if TYPE_CHECKING:
 
 
 class Engine(Feature):
-    """Add the techniques `captured` and `released`, and their handlers."""
+    """Add four techniques and the handlers of their fields."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.PRECISION: ("bf16_master",),
         Slot.ENGINE: ("captured",),
+        Slot.OPTIMIZER: ("adamw_compact",),
         Slot.GRADIENTS: ("released",),
     }
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of the three fields. Released passes may be recorded ones."""
-        from snugfit.features.engine.handlers import CaptureHandler, FilledHandler, ReleaseHandler
+        """Return the handlers of the fields. Released passes may be recorded ones."""
+        from snugfit.features.engine import handlers
 
-        return FilledHandler(), CaptureHandler(), ReleaseHandler()
+        return (
+            handlers.MastersHandler(),
+            handlers.FilledHandler(),
+            handlers.CaptureHandler(),
+            handlers.ReleaseHandler(),
+        )
 
     def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
         """Return a context in which steps are recorded as simulated graphs, on a GPU."""

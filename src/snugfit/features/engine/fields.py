@@ -17,6 +17,12 @@ class CaptureWish:
     """
 
 
+MASTERS = Wish[bool](
+    "masters", bool, False, adamw=Call(path="snugfit.features.engine.master_optimizers:master_adamw")
+)
+"""True if trained weights of any loaded dtype become bfloat16. The optimizer keeps their remainder in 16
+bits, so that it updates them in 32."""
+
 RELEASE = Wish[bool](
     "release_gradients", bool, False, parts=Call(path="snugfit.features.engine.parts:ReleasedParts")
 )

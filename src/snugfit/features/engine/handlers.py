@@ -1,4 +1,4 @@
-"""Loops that record their steps as CUDA graphs, or update weights within the backward pass."""
+"""Masters of weights, and loops that record steps as CUDA graphs or update within the backward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snugfit.features.engine.fields import CAPTURE, FILLED, RELEASE
+from snugfit.features.engine.fields import CAPTURE, FILLED, MASTERS, RELEASE
 from snugfit.features.engine.replay.graphs import REHEARSED, CudaGraphs
 from snugfit.step.wishes.handler import Context, Handler
 from snugfit.techniques.feature import InstallStage
@@ -24,6 +24,34 @@ def _refusals(why: str) -> Mapping[str, str]:
     """Return the refusals of all loops but the plain one."""
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
+
+
+_MADE_BEFORE = (
+    "the model and its optimizer were made before the recipe is known, and masters are the optimizer's own "
+    "states. snugfit train takes this recipe, or use 'bf16'."
+)
+
+
+class MastersHandler(Handler):
+    """Masters of weights of bfloat16, the other half of which the optimizer has."""
+
+    wish, slot, stage = MASTERS.name, Slot.PRECISION, InstallStage.CAST
+    refused: ClassVar[Mapping[str, str]] = {
+        "fit": _MADE_BEFORE,
+        "custom_loop": _MADE_BEFORE,
+        "script": "its optimizer is snugfit's own code",
+    }
+
+    def model_arguments(self, value: bool) -> dict[str, Any]:
+        """Load weights in 32 bits: a loader that rounds them would leave no other half."""
+        return {"dtype": "float32"} if value else {}
+
+    def wrap(self, value: bool, model: Any) -> None:
+        """Cut trained weights in halves."""
+        if value:
+            from snugfit.features.engine.masters.halves import split_weights
+
+            split_weights(model)
 
 
 class CaptureHandler(Handler):

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.features.engine.fields import CAPTURE
+from snugfit.features.engine.master_optimizers import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
 from snugfit.techniques import roster
-from snugfit.techniques.masters import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 

@@ -215,10 +215,8 @@ class Compiled(Technique):
         return not self._graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Other attention than torch's own choice, and masters in two halves: no compiled step with them was
-        measured."""
-        attention, precision = recipe[Slot.ATTENTION], recipe[Slot.PRECISION]
-        if attention.plain and not precision.alone.masters:
+        """Other attention than torch's own choice: no compiled step with it was measured."""
+        attention = recipe[Slot.ATTENTION]
+        if attention.plain:
             return ""
-        other = precision if attention.plain else attention
-        return f"never measured with {other} (--keep '{other} + {self}' plans with both)"
+        return f"never measured with {attention} (--keep '{attention} + {self}' plans with both)"

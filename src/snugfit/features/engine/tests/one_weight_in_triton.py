@@ -12,12 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
 from masters_in_triton import CLOSE, exact, two_models, updated_by
-from snugfit.step.wishes.masters import one_weight
-from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
-from snugfit.step.wishes.masters.compact_adamw import CompactAdamW
-from snugfit.step.wishes.masters.one_weight import MasterUpdates
+
+from snugfit.features.engine.masters import one_weight
+from snugfit.features.engine.masters.adamw import MOMENTS, MasterAdamW
+from snugfit.features.engine.masters.compact_adamw import CompactAdamW
+from snugfit.features.engine.masters.one_weight import MasterUpdates
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 from triton_cases import asks_all
 

@@ -17,6 +17,7 @@ from bare_process import script_in_triton
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
+from snugfit.features.engine.masters.one_weight import MasterUpdates
 from snugfit.features.engine.replay.graphs import NotRecorded
 from snugfit.features.engine.updates import one_weight
 from snugfit.features.engine.updates.hooked_pass import HookedPass
@@ -28,7 +29,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.applier import refuse_unsupported
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
-from snugfit.step.wishes.masters.one_weight import MasterUpdates
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train

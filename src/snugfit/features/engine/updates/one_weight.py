@@ -130,10 +130,10 @@ class TorchUpdates:
 
 def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
     """Return the object that updates this optimizer's weights, the model's trained ones, one by one."""
-    from snugfit.step.wishes.masters.adamw import MasterAdamW
+    from snugfit.features.engine.masters.adamw import MasterAdamW
 
     if isinstance(optimizer, MasterAdamW):
-        from snugfit.step.wishes.masters.one_weight import MasterUpdates
+        from snugfit.features.engine.masters.one_weight import MasterUpdates
 
         return MasterUpdates(optimizer)
     return TorchUpdates(optimizer, model)

@@ -13,10 +13,16 @@ import torch
 
 from small_runs import bert_job, small_run
 from snugfit.errors import RecipeError, UsageError
-from snugfit.step.wishes.masters import compact, halves
-from snugfit.step.wishes.masters.compact_adamw import CompactAdamW, CompactTable
-from snugfit.step.wishes.masters.halves import UNIT, in_bits_of, join, lower_bits, split_by_chance
-from snugfit.step.wishes.masters.marks import RESIDUAL
+from snugfit.features.engine.masters import compact, halves
+from snugfit.features.engine.masters.compact_adamw import CompactAdamW, CompactTable
+from snugfit.features.engine.masters.halves import (
+    RESIDUAL,
+    UNIT,
+    in_bits_of,
+    join,
+    lower_bits,
+    split_by_chance,
+)
 from snugfit.training.run.train import train
 
 IN_24_BITS = "bf16_master + adamw_compact(master_bits=24)"

@@ -4,12 +4,12 @@ State: 2 bytes an element and 8 bytes a group, 2.125 in all against AdamW's 8. O
 more, for the other half of each master. With weight and gradient an element takes 8.125 bytes there.
 `adamw_fused` over `bf16` takes 16 and autocast's copies. On a GPU one kernel, which also clips, reads and
 writes 14.25 bytes an element; `bf16_master` with moments in fp32 has 26. All arithmetic is in fp32; the
-storage of moments is described in `step/wishes/masters/compact.py`.
+storage of moments is described in `masters/compact.py`.
 
 With `master_bits=24` the other half of a master takes 1 byte: 7.125 bytes an element in all. That is 5.125
 with `released` gradients, and an update moves 12.25. After each update in fp32 a master is rounded by chance
 to one of its two 24-bit neighbours. So updates of less than a unit are not lost, but add up on average
-(`step/wishes/masters/halves.py`).
+(`masters/halves.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from snugfit.features.engine.fields import MASTERS
+from snugfit.features.engine.master_optimizers import compact_adamw
 from snugfit.techniques import roster
-from snugfit.techniques.masters import compact_adamw
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -54,12 +55,12 @@ class AdamWCompact(Technique):
         ):  # a search fills the last one last
             setup = technique.install(setup)
         dtype = setup.trained_dtype(job) if job.trains else "float32"
-        if dtype != "float32" and not setup.masters:
+        if dtype != "float32" and not MASTERS.of(setup):
             yield (
                 f"the weights that train are {dtype} and have no masters, and it updates masters or weights "
                 "in fp32. Add 'bf16_master' or 'bf16', or take 'adamw_8bit'."
             )
-        elif self.master_bits != 32 and not setup.masters:
+        elif self.master_bits != 32 and not MASTERS.of(setup):
             yield (
                 "weights that train are fp32 and have no masters that could have "
                 f"{self.master_bits} bits. Add 'bf16_master', or take 'adamw_compact' as it is."

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.step.wishes.masters.block import NORM_PROGRAMS
+from snugfit.features.engine.masters.block import NORM_PROGRAMS
 
 if TYPE_CHECKING:
-    from snugfit.step.wishes.masters.table import WeightTable
+    from snugfit.features.engine.masters.table import WeightTable
 
 _KERNEL_ON_META = False
 """True if a rehearsal's step is one on a GPU."""
@@ -93,7 +93,7 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
         take_root(sums, norm)
         return
     with triton_named():
-        from snugfit.step.wishes.masters import kernel
+        from snugfit.features.engine.masters import kernel
     for table, row in zip(tables, sums.unbind(), strict=True):
         kernel.launch_sums(table.as_launched(), row)
     take_root(sums, norm)
@@ -105,7 +105,7 @@ def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
         torch.ops.triton.norm_of_squares(sums, norm)
         return
     with triton_named():
-        from snugfit.step.wishes.masters import kernel
+        from snugfit.features.engine.masters import kernel
     kernel.launch_norm(sums, norm)
 
 

@@ -18,13 +18,12 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.step.wishes.masters import adamw, launches
-from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
-from snugfit.step.wishes.masters.block import LaunchSettings
-from snugfit.step.wishes.masters.compact_adamw import CompactTable
-from snugfit.step.wishes.masters.halves import join, split_weights
-from snugfit.step.wishes.masters.marks import RESIDUAL
-from snugfit.step.wishes.masters.table import WeightTable
+from snugfit.features.engine.masters import adamw, launches
+from snugfit.features.engine.masters.adamw import MOMENTS, MasterAdamW
+from snugfit.features.engine.masters.block import LaunchSettings
+from snugfit.features.engine.masters.compact_adamw import CompactTable
+from snugfit.features.engine.masters.halves import RESIDUAL, join, split_weights
+from snugfit.features.engine.masters.table import WeightTable
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 from triton_cases import asks_all
 

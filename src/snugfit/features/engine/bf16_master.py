@@ -1,7 +1,7 @@
 """Weights, activations and gradients in bfloat16, updated in 32 bits: with no copy of the weights in fp32.
 
 A trained weight is the bfloat16 nearest to its master. 16 bits in the optimizer's states hold the difference:
-together they are all 32 bits of the master (`step/wishes/masters/halves.py`). So an update is never lost, as
+together they are all 32 bits of the master (`masters/halves.py`). So an update is never lost, as
 with `bf16`, and no autocast casts a weight, as with `bf16_pure`. An element takes 14 bytes: weight 2,
 gradient 2, the other half of the master 2, and AdamW's moments 8. `bf16` takes 16 over weights in fp32, and 2
 more for autocast's copies. With `adamw_compact(master_bits=24)` 8 bits hold the difference, and masters are
@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.features.engine.master_optimizers import keeps_masters
 from snugfit.techniques import roster
-from snugfit.techniques.masters import keeps_masters
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -53,11 +54,20 @@ class Bf16Master(Technique):
                 f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw', "
                 "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
             )
+        if any(wish.freezes for wish in used_wishes(recipe[Slot.ADAPTERS].alone)):
+            yield (
+                "adapters are fp32 next to weights that do not train, so "
+                f"{recipe[Slot.ADAPTERS]} leaves nothing to split. Try 'bf16' or 'bf16_pure'."
+            )
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights in two halves. Try 'bf16'."
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Other kernels of AdamW than the default: masters are updated by one, whichever is named."""
+        """Compiled steps, of which none was measured. Other kernels of AdamW than the default: one updates
+        masters, whichever is named."""
+        engine = recipe[Slot.ENGINE]
+        if engine.alone.compile is not None:
+            return f"never measured with {engine} (--keep '{self} + {engine}' plans with both)"
         optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
         if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
             return ""

@@ -18,6 +18,9 @@ from kept import kept
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.engine.masters import adamw, halves
+from snugfit.features.engine.masters.adamw import MasterAdamW
+from snugfit.features.engine.masters.halves import RESIDUAL, join, split, split_weights
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
@@ -29,10 +32,6 @@ from snugfit.step.build import build_model
 from snugfit.step.loss import loss_of
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
-from snugfit.step.wishes.masters import adamw, halves
-from snugfit.step.wishes.masters.adamw import MasterAdamW
-from snugfit.step.wishes.masters.halves import join, split, split_weights
-from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.step.wishes.own_adamw import flat
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step

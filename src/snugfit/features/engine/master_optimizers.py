@@ -8,14 +8,14 @@ from typing import Literal
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 
 MASTER_ADAMW = OptimizerWish(
-    factory=Call(path="snugfit.step.wishes.masters.adamw:MasterAdamW"),
-    shapes=Call(path="snugfit.step.wishes.masters.launches:shapes"),
+    factory=Call(path="snugfit.features.engine.masters.adamw:MasterAdamW"),
+    shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
 """Our own optimizer; the HF Trainer has no name for it."""
 
 COMPACT_ADAMW = OptimizerWish(
-    factory=Call(path="snugfit.step.wishes.masters.compact_adamw:CompactAdamW"),
-    shapes=Call(path="snugfit.step.wishes.masters.launches:shapes"),
+    factory=Call(path="snugfit.features.engine.masters.compact_adamw:CompactAdamW"),
+    shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
 """The same with moments in 8 bits, which updates weights in fp32 too."""
 
@@ -28,11 +28,9 @@ def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
     return replace(COMPACT_ADAMW, factory=factory)
 
 
-def with_adamw(setup: Setup, wish: OptimizerWish) -> Setup:
-    """Return the Setup with this AdamW. With `masters` it is the AdamW that keeps them: one kernel on a GPU,
-    for each of torch's variants.
-    """
-    return setup.with_fields(optimizer=MASTER_ADAMW if setup.masters else wish)
+def master_adamw() -> OptimizerWish:
+    """Return the AdamW of weights with masters: one kernel on a GPU, for each of torch's variants."""
+    return MASTER_ADAMW
 
 
 def keeps_masters(setup: Setup) -> bool:

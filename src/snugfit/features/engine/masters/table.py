@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.step.wishes.masters.block import SETTINGS, LaunchSettings, LaunchTable
-from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import lower_bits
-from snugfit.step.wishes.masters.marks import RESIDUAL
+from snugfit.features.engine.masters.block import SETTINGS, LaunchSettings, LaunchTable
+from snugfit.features.engine.masters.device_copy import DeviceCopy
+from snugfit.features.engine.masters.halves import RESIDUAL, lower_bits
 from snugfit.step.wishes.own_adamw import flat, laid_out_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -131,7 +130,7 @@ class WeightTable:
         self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float, stop: torch.Tensor | None
     ) -> None:
         """Launch the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
-        from snugfit.step.wishes.masters.kernel import launch_update
+        from snugfit.features.engine.masters.kernel import launch_update
 
         launch_update(self.as_launched(), numbers, norm, most, stop)
 

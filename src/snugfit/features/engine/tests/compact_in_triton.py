@@ -11,13 +11,13 @@ import json
 import sys
 from typing import Any, Literal
 
-import torch
-
 import masters_in_triton as exact_moments
+import torch
 from masters_in_triton import CLOSE, MODELS, exact, milliseconds, say, two_models, updated_by, weights_on_gpu
-from snugfit.step.wishes.masters.block import LaunchSettings
-from snugfit.step.wishes.masters.compact_adamw import SCALES, CompactAdamW
-from snugfit.step.wishes.masters.table import MOMENTS
+
+from snugfit.features.engine.masters.block import LaunchSettings
+from snugfit.features.engine.masters.compact_adamw import SCALES, CompactAdamW
+from snugfit.features.engine.masters.table import MOMENTS
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 from triton_cases import asks_all
 

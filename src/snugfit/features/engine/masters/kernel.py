@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from snugfit.step.wishes.masters.block import NORM_WARPS, NUMBERS, LaunchTable
-from snugfit.step.wishes.masters.compact_kernel import update_compact
-from snugfit.step.wishes.masters.elements import (
+from snugfit.features.engine.masters.block import NORM_WARPS, NUMBERS, LaunchTable
+from snugfit.features.engine.masters.compact_kernel import update_compact
+from snugfit.features.engine.masters.elements import (
     adamw,
     clip_coefficient,
     is_finite,

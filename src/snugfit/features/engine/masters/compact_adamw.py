@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import torch
 
-from snugfit.step.wishes.masters import compact
-from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, update, widen
-from snugfit.step.wishes.masters.block import COMPACT_SETTINGS
-from snugfit.step.wishes.masters.halves import AT_ONCE, join, split, split_by_chance
-from snugfit.step.wishes.masters.marks import RESIDUAL
-from snugfit.step.wishes.masters.table import MOMENTS, WeightTable
+from snugfit.features.engine.masters import compact
+from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, update, widen
+from snugfit.features.engine.masters.block import COMPACT_SETTINGS
+from snugfit.features.engine.masters.halves import AT_ONCE, RESIDUAL, join, split, split_by_chance
+from snugfit.features.engine.masters.table import MOMENTS, WeightTable
 from snugfit.step.wishes.own_adamw import STEP, flat, laid_out_as
 
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")

@@ -23,12 +23,19 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.step.wishes.masters.block import NUMBERS
-from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import in_bits_of, join, pieces, split, take_residual
-from snugfit.step.wishes.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
-from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
-from snugfit.step.wishes.masters.table import MOMENTS, WeightTable
+from snugfit.features.engine.masters.block import NUMBERS
+from snugfit.features.engine.masters.device_copy import DeviceCopy
+from snugfit.features.engine.masters.halves import (
+    HAS_MASTER,
+    RESIDUAL,
+    in_bits_of,
+    join,
+    pieces,
+    split,
+    take_residual,
+)
+from snugfit.features.engine.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
+from snugfit.features.engine.masters.table import MOMENTS, WeightTable
 from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
 from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as
 
@@ -81,6 +88,13 @@ class MasterAdamW(OwnAdamW):
 
     _tables: Sequence[WeightTable] | None = None
     _clip: tuple[torch.Tensor, float] | None = None
+
+    whole_weight = staticmethod(join)
+    """Return a weight and its held part as one tensor."""
+
+    def held_parts(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the other half of each weight that has one, for checkpoints."""
+        return {weight: state[RESIDUAL] for weight, state in self.state.items() if RESIDUAL in state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as every optimizer does, and take over the residuals of its weights."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from snugfit.step.wishes.masters.compact import (
+from snugfit.features.engine.masters.compact import (
     DRAW_BITS,
     FIRST_TOP,
     MIXES,
@@ -21,7 +21,7 @@ from snugfit.step.wishes.masters.compact import (
     SMALLEST,
     STRIDE,
 )
-from snugfit.step.wishes.masters.elements import adamw, join_halves, pointer, split_by_chance, upper_half
+from snugfit.features.engine.masters.elements import adamw, join_halves, pointer, split_by_chance, upper_half
 
 FIRST = tl.constexpr(FIRST_TOP)
 FIRST_SQUARE = tl.constexpr(float(FIRST_TOP**2))

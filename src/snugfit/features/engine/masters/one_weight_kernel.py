@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from snugfit.step.wishes.masters.block import NORM_WARPS, SETTINGS, LaunchSettings
-from snugfit.step.wishes.masters.elements import clip_coefficient, is_finite, pointer
-from snugfit.step.wishes.masters.kernel import WIDE, update_any
+from snugfit.features.engine.masters.block import NORM_WARPS, SETTINGS, LaunchSettings
+from snugfit.features.engine.masters.elements import clip_coefficient, is_finite, pointer
+from snugfit.features.engine.masters.kernel import WIDE, update_any
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]

@@ -14,15 +14,15 @@ from bare_process import script_in_triton
 from small_models import small_job
 from small_runs import assert_same_weights, bert_job, killed_in, losses, small_run
 from snugfit.errors import RecipeError
+from snugfit.features.engine.masters import compact
+from snugfit.features.engine.masters.adamw import MasterAdamW
+from snugfit.features.engine.masters.compact import GROUP
+from snugfit.features.engine.masters.compact_adamw import SCALES, CompactAdamW
+from snugfit.features.engine.masters.table import MOMENTS
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
-from snugfit.step.wishes.masters import compact
-from snugfit.step.wishes.masters.adamw import MasterAdamW
-from snugfit.step.wishes.masters.compact import GROUP
-from snugfit.step.wishes.masters.compact_adamw import SCALES, CompactAdamW
-from snugfit.step.wishes.masters.table import MOMENTS
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.train import train
 from third_step import hold_third_step

@@ -35,7 +35,7 @@ class LaunchSettings(NamedTuple):
 
 
 SETTINGS = LaunchSettings()
-"""Settings for 32-bit moments (`tests/masters_in_triton.py cuda time` compares some)."""
+"""Settings for 32-bit moments (`../tests/masters_in_triton.py cuda time` compares some)."""
 
 COMPACT_SETTINGS = LaunchSettings(block=512, warps=4, exact=False)
 """Settings for 8-bit moments: the fastest of eleven on an H100. It takes 1.95 ms for BERT-large, and with

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, is_refused
-from snugfit.step.wishes.masters.block import NORM_PROGRAMS, NUMBERS
-from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import lower_bits
-from snugfit.step.wishes.masters.launches import (
+from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, is_refused
+from snugfit.features.engine.masters.block import NORM_PROGRAMS, NUMBERS
+from snugfit.features.engine.masters.device_copy import DeviceCopy
+from snugfit.features.engine.masters.halves import lower_bits
+from snugfit.features.engine.masters.launches import (
     OPERATORS,
     is_on_gpu,
     take_root,
@@ -86,7 +86,7 @@ class MasterUpdates:
             torch.ops.triton.squares_of_gradient(gradient, self._sums)
         elif gradient.numel():
             with triton_named():
-                from snugfit.step.wishes.masters.one_weight_kernel import launch_squares_of_one
+                from snugfit.features.engine.masters.one_weight_kernel import launch_squares_of_one
             launch_squares_of_one(gradient, self._sums)
 
     def norm(self) -> torch.Tensor:
@@ -159,7 +159,7 @@ class MasterUpdates:
             torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
             return
         with triton_named():
-            from snugfit.step.wishes.masters.one_weight_kernel import launch_update_of_one
+            from snugfit.features.engine.masters.one_weight_kernel import launch_update_of_one
         places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
         launch_update_of_one(
             places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,

@@ -26,8 +26,13 @@ from typing import Any
 import torch
 
 from snugfit.job.dtype import cast_weights
-from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
 from snugfit.step.wishes.own_adamw import flat
+
+HAS_MASTER = "has_master"
+"""The attribute of a weight of bfloat16 that is one half of its master."""
+
+RESIDUAL = "residual"
+"""The name of the other half: a weight's attribute while it has no optimizer, then the key of its state."""
 
 AT_ONCE = 1 << 20
 """Numbers that are widened together (chosen). Their copies in 32 bits stay in a CPU's caches, and take 16 MiB

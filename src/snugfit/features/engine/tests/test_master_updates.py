@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from small_models import small_job
+from snugfit.features.engine.masters import launches
+from snugfit.features.engine.masters.adamw import MOMENTS, MasterAdamW
+from snugfit.features.engine.masters.device_copy import DeviceCopy
+from snugfit.features.engine.masters.halves import RESIDUAL, join, split_weights
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import STEPS, rehearse
 from snugfit.rehearsal.trace.trace import COPY_IN
-from snugfit.step.wishes.masters import launches
-from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
-from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import join, split_weights
-from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.step.wishes.mesh.spread_tensors import clip, gradient_norm
 from snugfit.step.wishes.own_adamw import flat
 from snugfit.techniques.recipe import Recipe
