@@ -171,10 +171,12 @@ def fill_multiple(loop: Step) -> int:
     return max(handler.fill_multiple(value, loop) for handler, value in _wishes(loop.setup))
 
 
-def prepare_pieces(loop: Step, pieces: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def prepare_pieces(
+    loop: Step, model: torch.nn.Module, pieces: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
     """Return the host micro-batches of a step in the form that its passes need."""
     for handler, value in _wishes(loop.setup):
-        pieces = handler.prepare_pieces(value, loop, pieces)
+        pieces = handler.prepare_pieces(value, loop, model, pieces)
     return pieces
 
 

@@ -21,7 +21,6 @@ from snugfit.job.batch import label_items
 from snugfit.step.applier import (
     after_update,
     distribute_model,
-    fill_multiple,
     forward_context,
     make_scaler,
     pass_context,
@@ -34,8 +33,6 @@ from snugfit.step.build import build_model, build_optimizer, is_in_stages
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.wishes.mesh.spread_tensors import clip
-from snugfit.step.wishes.padding_free.rows import Filling, RowRules, as_rows
-from snugfit.techniques.setup import PADDING_FREE
 
 if TYPE_CHECKING:
     import torch
@@ -184,19 +181,12 @@ class PlainStep(OptimizerLoop):
         built.observer.phase("load")
         pieces: Sequence[Mapping[str, Any]] = next(built.batches)
         weights = self._weights_of(pieces)
-        if self.setup.attention == PADDING_FREE:
-            pieces = as_rows(pieces, RowRules.of(built.model), self._filling())
-        pieces = prepare_pieces(self, pieces)
+        pieces = prepare_pieces(self, built.model, pieces)
         if self.passes is not None:
             return self._accumulate_in_stages(built, self.passes, pieces, weights)
         if self.runner is not None:
             return self.runner.run_passes(built, pieces, weights)
         return self.run_passes(built, pieces, weights)
-
-    def _filling(self) -> Filling | None:
-        """Return the filling of micro-batches without padding; None where their lengths stay."""
-        multiple, module = fill_multiple(self), self.job.model.module
-        return Filling(multiple, 1 if module is not None else self.job.sequence_length) if multiple else None
 
     def needs_norm(self) -> bool:
         """Return whether the next step needs the gradients' norm before its first update."""

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
-PADDING_FREE = "padding_free"
-"""Name of our own attention (`step/wishes/padding_free/`), which drops the padding of a model's inputs."""
-
 RING = "ring"
 """torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
 (`step/wishes/mesh/ring_attention.py`)."""
@@ -301,7 +298,8 @@ class CoreSetup:
     loaded (`Job.dtype`)."""
 
     attention: str = "sdpa"
-    """build: the attention, by the values of transformers' `attn_implementation`, or `PADDING_FREE`."""
+    """build: the attention, by the values of transformers' `attn_implementation`, or the name of a
+    feature's (`step/wishes/own_attention.py`)."""
 
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
 from snugfit.techniques.counterpart import Counterpart, Setting
-from snugfit.techniques.setup import PADDING_FREE, ParallelWish, Setup
+from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -121,8 +121,6 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
     sharding = recipe[Slot.SHARDING]
     if sharding.install(Setup()).sharding is not None or wish.states == "sharded" or wish.on_host:
         yield f"it is not simulated together with {sharding}. Try 'fsdp' or 'ddp'."
-    if recipe[Slot.ATTENTION].install(Setup()).attention == PADDING_FREE:
-        yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Try 'sdpa'."
     if wish.bucket_views:
         yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
     if wish.weights != "sharded" and setup.scale_gradients:

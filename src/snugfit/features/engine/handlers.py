@@ -102,7 +102,7 @@ class FilledHandler(Handler):
         return value
 
     def prepare_pieces(
-        self, value: int, loop: Any, pieces: Sequence[Mapping[str, Any]]
+        self, value: int, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
         """Fill the micro-batches up."""
         from snugfit.features.engine.replay.batch import fill_up, longest_sequence

@@ -172,7 +172,7 @@ class Handler:
         return 0
 
     def prepare_pieces(
-        self, value: Any, loop: Any, pieces: Sequence[Mapping[str, Any]]
+        self, value: Any, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
         """Return the host micro-batches of a step in the form that its passes need."""
         return pieces

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from snugfit.features.engine.replay.graphs import NotRecorded
 
 ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
-"""torch's attention functions, in one length and in several (`wishes/padding_free/attention.py`), each with
+"""torch's attention functions, in one length and in several (`padding_free`), each with
 the position of its dropout argument.
 """
 

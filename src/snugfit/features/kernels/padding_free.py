@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.job.job import Job, Task
 from snugfit.job.kv_prefix import prompt_kind
-from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
@@ -68,8 +69,11 @@ class PaddingFree(Technique):
             yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
         if setup.compile is not None:
             yield f"{recipe[Slot.ENGINE]} was not tried with batches of another length each. Take 'sdpa'."
-        if setup.sharding is not None:
-            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Take 'sdpa'."
+        together = [recipe[slot] for slot in (Slot.TENSOR_PARALLEL, Slot.PIPELINE_PARALLEL)]
+        together += [recipe[Slot.SHARDING]] if setup.sharding is not None else []
+        for other in together:
+            if not other.plain:
+                yield f"it is not simulated together with {other}. Take 'sdpa'."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

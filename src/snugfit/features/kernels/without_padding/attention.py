@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.step.shapes_on_cpu import is_on_cpu
-from snugfit.techniques.setup import PADDING_FREE
 
 if TYPE_CHECKING:
     import torch

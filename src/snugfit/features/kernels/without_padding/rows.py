@@ -20,9 +20,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.job.batch import FILL, IGNORED, REAL_VALUES
 from snugfit.job.limits import OFFSET_BY_PADDING
-from snugfit.techniques.setup import PADDING_FREE
+from snugfit.step.applier import fill_multiple
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,13 @@ class Filling:
 
 
 # ---- of the loop's own batches -----------------------------------------------------------------------------
+
+
+def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Turn a step's host micro-batches into rows, filled up where their lengths must be few."""
+    longest = loop.job.sequence_length if loop.job.model.module is None else 1
+    multiple = fill_multiple(loop)
+    return as_rows(pieces, RowRules.of(model), Filling(multiple, longest) if multiple else None)
 
 
 def as_rows(

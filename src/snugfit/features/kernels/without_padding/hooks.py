@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
-from snugfit.step.wishes.padding_free.rows import COUNT, RowRules, without_padding
-from snugfit.techniques.setup import PADDING_FREE
+from snugfit.features.kernels.attentions import PADDING_FREE
+from snugfit.features.kernels.without_padding.rows import COUNT, RowRules, without_padding
 
 if TYPE_CHECKING:
     import torch

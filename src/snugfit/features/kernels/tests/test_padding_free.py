@@ -18,6 +18,10 @@ from kept import kept
 from small_models import small_job
 from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
+from snugfit.features.kernels.attentions import PADDING_FREE
+from snugfit.features.kernels.without_padding.attention import _one_by_one, attend
+from snugfit.features.kernels.without_padding.hooks import drop_padding, keep_first_tokens
+from snugfit.features.kernels.without_padding.rows import Filling, RowRules, as_rows, without_padding
 from snugfit.job.batch import REAL_VALUES
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Phase, Task
@@ -37,11 +41,8 @@ from snugfit.step.build import build_model
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
 from snugfit.step.wishes.handler import LiveTraining
-from snugfit.step.wishes.padding_free.attention import _one_by_one, attend
-from snugfit.step.wishes.padding_free.hooks import drop_padding, keep_first_tokens
-from snugfit.step.wishes.padding_free.rows import Filling, RowRules, as_rows, without_padding
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
 from test_law_rehearsed_equals_real import hold_to_reports
 from tiers import crossed, slow_but
