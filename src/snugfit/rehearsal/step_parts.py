@@ -5,15 +5,14 @@ A feature whose steps are put together otherwise names a subclass in its field o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.splice import Part, SharedBlock, rehearse_update, splice
+from snugfit.rehearsal.splice import Part, rehearse_update, splice
 from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.trace.repeat import PeriodicRun
     from snugfit.rehearsal.trace.trace import Kernel
     from snugfit.techniques.setup import Setup
@@ -36,16 +35,10 @@ class StepParts:
     def refuse(self, setup: Setup, waits: int) -> None:
         """Raise `UnsupportedStep` where passes that wait so many times for the device cannot be run."""
 
-    def rehearse_update(
-        self,
-        job: Job,
-        setup: Setup,
-        policy: Policy,
-        gradients: tuple[int, ...],
-        shared: tuple[SharedBlock, ...] = (),
-    ) -> Part:
-        """Return clipping and the optimizer's step under this Setup. Raises `UnsupportedStep`."""
-        return rehearse_update(job, setup, policy, gradients, shared)
+    def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
+        """Return clipping and the optimizer's step under this Setup, with the further arguments of
+        `splice.rehearse_update`. Raises `UnsupportedStep`."""
+        return rehearse_update(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
         """Return the step of these parts, or None if the parts do not match."""

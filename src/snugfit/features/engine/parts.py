@@ -28,6 +28,7 @@ from snugfit.rehearsal.splice import (
     SharedBlock,
     UpdateAlone,
     make_gradients,
+    rehearse_update,
     split_update,
 )
 from snugfit.rehearsal.step_parts import StepParts, UnsupportedStep
@@ -68,18 +69,10 @@ class CapturedParts(StepParts):
         if waits and CAPTURE.of(setup) is not None:
             raise UnsupportedStep("it cannot be recorded: its code reads a number from the device")
 
-    def rehearse_update(
-        self,
-        job: Job,
-        setup: Setup,
-        policy: Policy,
-        gradients: tuple[int, ...],
-        shared: tuple[SharedBlock, ...] = (),
-    ) -> Part:
+    def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
         """Return the update, recorded as a graph. Raises `UnsupportedStep` if it waits for the device."""
-        if CAPTURE.of(setup) is None:
-            return super().rehearse_update(job, setup, policy, gradients, shared)
-        return rehearse_captured_update(job, setup, policy, gradients, shared)
+        is_recorded = CAPTURE.of(setup) is not None
+        return (rehearse_captured_update if is_recorded else rehearse_update)(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
         """Return the recorded step of these parts, or None if the parts do not match."""
