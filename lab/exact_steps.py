@@ -66,8 +66,8 @@ def trained(
     observer = SeedAfterBuilding(dropout_seed)
     step: Any = open_step(job, Recipe.parse(recipe).setup(), "plain", CUDA, keep_losses=True)
     losses = step.run(steps, observer)
-    if step.captured is not None and step.captured.why_not:
-        raise RuntimeError(f"{recipe} was not recorded: {step.captured.why_not}")
+    if step.runner is not None and step.runner.why_not:
+        raise RuntimeError(f"{recipe} was not recorded: {step.runner.why_not}")
     return step, losses, observer
 
 
@@ -111,8 +111,7 @@ def in_64_bits(job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str,
 
 def masters_of(step: Any) -> dict[str, torch.Tensor]:
     """Return all weights in 64 bits, or their masters if they have any."""
-    from snugfit.step.wishes.masters.halves import join
-    from snugfit.step.wishes.masters.marks import RESIDUAL
+    from snugfit.features.engine.masters.halves import RESIDUAL, join
 
     values = {}
     for name, weight in step.model.named_parameters():

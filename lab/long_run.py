@@ -75,8 +75,8 @@ def trained(recipe: str, seed: int, steps: int) -> list[float]:
 
     step._batches = batches
     losses: list[float] = step.run(steps, Observer())
-    if step.captured is not None and step.captured.why_not:
-        raise RuntimeError(f"{recipe} was not recorded: {step.captured.why_not}")
+    if step.runner is not None and step.runner.why_not:
+        raise RuntimeError(f"{recipe} was not recorded: {step.runner.why_not}")
     return losses
 
 

@@ -61,6 +61,7 @@ def _run_in_triton(script: str, device: str) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
         _prepare_language_once()
     sys.argv = [script, device]
+    sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

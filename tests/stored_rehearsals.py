@@ -38,7 +38,7 @@ ROOMS = (
     "results", "step", "techniques", "units", "versions",
 )  # fmt: skip
 """Files and folders of the package on which a rehearsal depends: all imports of `rehearsal`. From features,
-only those that add fields of `Setup`, and the files `inputs.py`."""
+only those that add fields of `Setup`, without their `search.py`, and the files `inputs.py`."""
 
 SIZES = "planning/cost/batch_sizes.py"
 """The only other file that rehearses. It imports from `ROOMS` alone."""
@@ -46,10 +46,10 @@ SIZES = "planning/cost/batch_sizes.py"
 STORED = {
     "snugfit.rehearsal.rehearse": "rehearse",
     "snugfit.rehearsal.splice": "record_passes rehearse_update",
-    "snugfit.rehearsal.captured_parts": "rehearse_captured_update",
+    "snugfit.features.engine.parts": "rehearse_captured_update",
     "snugfit.planning.cost.batch_sizes": "rehearse_sizes",
 }
-"""Functions whose results are stored, by module."""
+"""Functions whose results are stored, by module, if its feature is there."""
 
 PACKAGE = Path(snugfit.__file__).parent
 FOLDER = Path(__file__).parents[1] / ".rehearsals"
@@ -68,6 +68,7 @@ def sources(package: Path = PACKAGE) -> Iterator[Path]:
         with_fields = [path.parent for path in package.glob(f"{name}/*/fields.py")]
         folders = with_fields or [package / name]
         files = {path for folder in folders for path in folder.rglob("*.py") if path.parent.name != "tests"}
+        files -= {folder / "search.py" for folder in with_fields}
         yield from [file] if file.exists() else sorted(files.union(package.glob(f"{name}/*/inputs.py")))
     yield package / SIZES
 
@@ -164,6 +165,8 @@ class RehearsalStore:
     def install(self) -> None:
         """Wrap the functions in `STORED`, also in modules that have imported them already."""
         for name, functions in STORED.items():
+            if not PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py").exists():
+                continue
             module = importlib.import_module(name)
             for function in functions.split():
                 real = getattr(module, function)

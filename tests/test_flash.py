@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,6 @@ from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.applier import set_process
 from snugfit.step.build import build_model
 from snugfit.step.wishes import flash
-from snugfit.step.wishes.padding_free.attention import _one_by_one
 from snugfit.techniques.recipe import Recipe
 
 RECIPE = "bf16 + flash"
@@ -125,9 +125,11 @@ def kernel_for_lengths(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
 ) -> Any:  # fmt: skip
-    rows = (operand.transpose(0, 1)[None] for operand in (q, k, v))
-    out = _one_by_one(*rows, cu_seqlens_q, dropout_p, softmax_scale, causal, None)
-    return out[0].transpose(0, 1)
+    parts = [
+        kernel_of_the_cpu(*(one[None, start:end] for one in (q, k, v)), dropout_p, softmax_scale, causal)
+        for start, end in pairwise(cu_seqlens_q.tolist())
+    ]
+    return torch.cat(parts, dim=1)[0]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique
 
 PROMISED = """
     full sdpa eager fp32 bf16 fp16 bf16_pure ieee tf32 keep_all every_layer every_nth_layer segments
-    whole_batch micro_batches adamw adamw_fused adamw_loop adamw_compact sgd
+    whole_batch micro_batches adamw adamw_fused adamw_loop sgd
     default expandable inline workers
 """
 

@@ -16,6 +16,7 @@ from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
 
+from snugfit.rehearsal.step_parts import parts_of
 from snugfit.techniques.setup import LoaderWish, OptimizerWish, Setup
 from snugfit.techniques.wish import wishes
 
@@ -48,15 +49,12 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "weights_dtype": ("passes", "update"),
     "attention": ("passes",),
     "matmul": ("matmul",),
-    "masters": ("passes", "update"),
     "logits": ("passes",),
     "checkpoint": ("passes",),
-    "capture": ("update", "launches"),
     "optimizer": ("update",),
     "autocast": ("passes",),
     "scale_gradients": ("passes", "update"),
     "micro_batches": ("micro_batches",),
-    "release": ("passes", "update"),
     "loader": ("loader",),
     "expandable_segments": ("allocator",),
     **{wish.name: wish.touches for wish in wishes()},
@@ -71,6 +69,8 @@ WITHOUT_EFFECT = {(OptimizerWish, "trainer_name"), (LoaderWish, "pinned")}
 
 SIMPLE = {str, int, float, bool, type(None)}
 """Types whose values a key contains unchanged."""
+
+_PLAIN = Setup()
 
 REMEMBERED_WISHES = 10_000
 """Number of wishes whose keys are cached, more than a space has."""
@@ -123,15 +123,31 @@ def as_rehearsed(setup: Setup) -> Setup:
 
 
 def as_written(setup: Setup, *, padded: bool) -> Setup:
-    """Return the same Setup without the recording as CUDA graphs, which a step's passes do not show.
+    """Return the Setup under which passes of this one are rehearsed, on batches with or without padding."""
+    return parts_of(setup).as_written(as_rehearsed(setup), padded=padded)
 
-    Replayed kernels are those of unrecorded passes. With `padded` batches, they are those written for
-    recording.
-    """
-    plain = as_rehearsed(setup)
-    if plain.capture is None:
-        return plain
-    return replace(plain, capture=replace(plain.capture, recorded=False) if padded else None)
+
+def with_update_of(setup: Setup, other: Setup) -> Setup:
+    """Return the Setup with the fields of another one that change the update and not the passes."""
+    names = _names_by_part(setup)
+    own = [name for name in names["update"] if name not in names["passes"]]
+    return setup.with_fields(**{name: getattr(other, name) for name in own})
+
+
+def launches_key(setup: Setup) -> Hashable:
+    """Return the fields of a Setup that determine the launch of kernels."""
+    return _values(setup, "launches")
+
+
+def launches_otherwise(setup: Setup) -> bool:
+    """Return whether kernels are launched otherwise than one by one."""
+    return launches_key(setup) != launches_key(_PLAIN)
+
+
+def differ_in_launches(setup: Setup, other: Setup) -> bool:
+    """Return whether the Setups differ in the launch of kernels, and in nothing else."""
+    names = _names_by_part(setup)["launches"]
+    return setup != other == setup.with_fields(**{name: getattr(other, name) for name in names})
 
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
@@ -140,8 +156,6 @@ def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
     Consecutive Setups of a space share most of their wishes, so the last answer for each part is cached.
     """
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
-    if part == "passes" and setup.capture is not None and not setup.capture.recorded:
-        values.append(setup.capture)
     last = _LAST.get(part)
     if last is None or len(last[0]) != len(values) or not all(map(is_, last[0], values)):
         key = tuple([value if value.__class__ in SIMPLE else _hashable(value) for value in values])

@@ -70,7 +70,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     Return None if equality is not certain, or if shallow models save no work.
     """
     is_one_program = _is_one_program(setup)
-    if not is_one_program and (setup.capture is not None or not _is_deep(job)):
+    if not is_one_program and not _is_deep(job):
         return None
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
@@ -118,7 +118,7 @@ def passes_from_few_layers(
 
 def _repeats_layers(setup: Setup) -> bool:
     """Return True if the step has its own passes and treats all layers alike."""
-    if setup.release or setup.records_graphs:
+    if setup.records_graphs:
         return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
 

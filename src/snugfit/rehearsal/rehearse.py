@@ -166,7 +166,6 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # may import code that compiles itself
-        stack.enter_context(_capture_context(step.setup, policy, recorder))
         for overrides in _overrides(step.setup, policy, recorder, notes):
             stack.enter_context(overrides)
         if step.job.model.module is not None and is_compiled(step.job.model.module):
@@ -194,18 +193,6 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         recording = recorder.recording(notes.attention)
         recorder.forget()
         return recording
-
-
-def _capture_context(
-    setup: Setup, policy: Policy, recorder: Recorder
-) -> contextlib.AbstractContextManager[None]:
-    """Return the context that simulates the CUDA graphs of steps, if the Setup records any."""
-    from snugfit.rehearsal.captured_steps import captured_steps
-    from snugfit.rehearsal.device.policy import CudaPolicy
-
-    if setup.capture is not None and setup.capture.recorded and isinstance(policy, CudaPolicy):
-        return captured_steps(recorder)
-    return contextlib.nullcontext()
 
 
 def _recorder_class(setup: Setup) -> type[Recorder]:

@@ -15,15 +15,13 @@ their handlers (`techniques/feature.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snugfit.errors import RecipeError, UsageError
-from snugfit.step.capture.handler import CaptureHandler
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.handler import Handler
-from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
     AttentionHandler,
     CheckpointHandler,
@@ -32,7 +30,6 @@ from snugfit.step.wishes.model import (
 )
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
-from snugfit.step.wishes.updates.handler import ReleaseHandler
 from snugfit.techniques.feature import InstallStage, features
 from snugfit.techniques.setup import Setup
 
@@ -40,7 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.step.step import StepEngine, StepPasses
+    from snugfit.step.step import Step, StepEngine, StepPasses
+    from snugfit.step.step_runner import StepRunner
     from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
@@ -53,15 +51,12 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     AttentionHandler(),  # before the weights: of a live model it may still be refused
     WeightsDtypeHandler(),
     MatmulHandler(),
-    MastersHandler(),
     LogitsHandler(),
     CheckpointHandler(),
     OptimizerHandler(),
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
-    ReleaseHandler(),
-    CaptureHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),
 )
@@ -222,6 +217,31 @@ def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | No
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
     """Return arguments of torch's `DataLoader`."""
     return _merge(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
+
+
+# ---- a step of the plain loop ----------------------------------------------------------------------------
+
+
+def fill_multiple(loop: Step) -> int:
+    """Return the tokens to whose multiples the lengths of batches are filled up; 0 leaves them."""
+    return max(handler.fill_multiple(value, loop) for handler, value in _wishes(loop.setup))
+
+
+def prepare_pieces(
+    loop: Step, model: torch.nn.Module, pieces: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the host micro-batches of a step in the form that its passes need."""
+    for handler, value in _wishes(loop.setup):
+        pieces = handler.prepare_pieces(value, loop, model, pieces)
+    return pieces
+
+
+def step_runner(loop: Step) -> StepRunner | None:
+    """Return the object that runs the loop's steps; None leaves them to the loop."""
+    runner: StepRunner | None = None
+    for handler, value in _wishes(loop.setup):
+        runner = handler.step_runner(value, loop, runner)
+    return runner
 
 
 # ---- a step, a process -----------------------------------------------------------------------------------

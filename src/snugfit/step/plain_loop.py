@@ -24,28 +24,24 @@ from snugfit.step.applier import (
     forward_context,
     make_scaler,
     pass_context,
+    prepare_pieces,
     run_context,
     step_passes,
+    step_runner,
 )
 from snugfit.step.batches import micro_batches, place
 from snugfit.step.build import build_model, build_optimizer
-from snugfit.step.capture.batch import fill_up, is_packed, longest_sequence
-from snugfit.step.capture.open import capture
 from snugfit.step.loss import loss_of
 from snugfit.step.spread_tensors import clip
 from snugfit.step.step import Step
-from snugfit.step.transformers_internals import masks_by_shape
-from snugfit.step.wishes.padding_free.rows import Filling, RowRules, as_rows
-from snugfit.step.wishes.updates.released import ReleasedPasses
-from snugfit.techniques.setup import PADDING_FREE
 from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.step.capture.step import CapturedStep
     from snugfit.step.step import Observer, StepPasses
+    from snugfit.step.step_runner import StepRunner
     from snugfit.techniques.setup import Setup
 
 
@@ -80,12 +76,12 @@ class OptimizerLoop(Step):
     passes: StepPasses | None = None
     """Passes of this process's layers; None where it has all of them."""
 
-    captured: CapturedStep | None = None
-    """The same steps as CUDA graphs; None for steps without graphs."""
+    runner: StepRunner | None = None
+    """Runs the steps in another way; None where the loop runs them itself."""
 
-    def is_captured(self) -> bool:
-        """Return whether the next step's passes may be replayed."""
-        return self.captured is not None
+    def start_runner(self) -> None:
+        """Let a runner run the following steps, if the Setup has one."""
+        self.runner = step_runner(self)
 
     def start_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> None:
         """Prepare the passes of a model of which this process may have some layers; it is called as
@@ -118,8 +114,8 @@ class OptimizerLoop(Step):
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
                 after_update(self.setup, runs, index)
                 observer.step_ends(index)
-                if self.keep_losses and loss is not None:  # the next replay overwrites it
-                    losses.append(loss.clone() if self.is_captured() else loss)
+                if self.keep_losses and loss is not None:  # a replay overwrites it
+                    losses.append(loss if self.runner is None else loss.clone())
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
             return self.passes.tell_losses(losses, steps)
@@ -152,9 +148,6 @@ class OptimizerLoop(Step):
 class PlainStep(OptimizerLoop):
     """The plain loop over one job and Setup."""
 
-    captured: CapturedStep | None = None
-    """Its steps, recorded and replayed; None before the start of recording, and for a Setup without it."""
-
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
@@ -167,62 +160,43 @@ class PlainStep(OptimizerLoop):
         """Callback for the sum of the step's losses so far, called before the last backward pass, where
         losses are kept.
         """
-        self.released = ReleasedPasses(self) if setup.release else None
-        """The passes of steps whose gradients do not stay; None where they do."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build, run `steps` optimizer steps, and return their losses."""
         with run_context(self.setup):
             if not self.job.trains:
                 return self._evaluate(steps, observer)
-            self.start_capture()
+            self.start_runner()
             try:
                 return self._train(steps, observer)
             finally:
-                if self.released is not None:
-                    self.released.detach()
-
-    def start_capture(self) -> None:
-        """Record and replay the following steps, if the Setup chooses it."""
-        self.captured = capture(self)
+                if self.runner is not None:
+                    self.runner.close()
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
         built.observer.phase("load")
-        pieces = next(built.batches)
+        pieces: Sequence[Mapping[str, Any]] = next(built.batches)
         weights = self._weights_of(pieces)
-        if self.setup.attention == PADDING_FREE:
-            pieces = as_rows(pieces, RowRules.of(built.model), self._filling())
+        pieces = prepare_pieces(self, built.model, pieces)
         if self.passes is not None:
             return self.passes.accumulate(self, built, pieces, weights)
-        if self.released is not None:
-            return self.released.run_passes(built, pieces, weights)
-        if self.captured is not None and self.is_captured():
-            return self.captured.run_passes(built, pieces, weights)
-        wish = self.setup.capture
-        if wish is not None and not wish.recorded:
-            with masks_by_shape(packed=is_packed(pieces)):
-                pieces = fill_up(pieces, wish.multiple, longest_sequence(self.job))
-                return self.run_passes(built, pieces, weights)
+        if self.runner is not None:
+            return self.runner.run_passes(built, pieces, weights)
         return self.run_passes(built, pieces, weights)
-
-    def _filling(self) -> Filling | None:
-        """Return the filling of micro-batches without padding; None where steps are not recorded."""
-        wish = self.setup.capture
-        if wish is None or (wish.recorded and self.captured is None):
-            return None
-        return Filling(wish.multiple, 1 if self.job.model.module is not None else self.job.sequence_length)
 
     def needs_norm(self) -> bool:
         """Return whether the next step needs the gradients' norm before its first update."""
         return bool(self.job.clip)
 
+    def reads_gradients(self) -> bool:
+        """Return whether the host reads the next step's gradients, which a replay does not show."""
+        return False
+
     def _clip_and_update(self, built: Built) -> None:
-        if self.released is not None:
-            self.released.update()
-        elif self.captured is not None:
-            self.captured.update(built)
-        else:
+        if self.runner is None:
             super()._clip_and_update(built)
+        else:
+            self.runner.update(built)
 
     def run_passes(
         self,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -234,36 +233,3 @@ def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
     """Make loaders of the trainer return batches of this many samples."""
     with patch.object(trainer, "_train_batch_size", samples):
         yield
-
-
-# ---- a step that is recorded ------------------------------------------------------------------------------
-
-_MASKS = "transformers.masking_utils"
-
-
-@contextlib.contextmanager
-def masks_by_shape(*, packed: bool) -> Iterator[None]:
-    """Make transformers decide by shapes alone whether attention needs a mask, as it does without a padding
-    mask.
-
-    While a graph is recorded transformers (5.17) would always make a mask, which the fastest attention does
-    not take. It would also read the values of a padding mask. Unless the batch is `packed`, the model's own
-    positions begin once in a row; transformers would read these too.
-    """
-    if _MASKS not in sys.modules:  # no model of transformers'
-        yield
-        return
-    masks = sys.modules[_MASKS]
-    changes: dict[str, Any] = {"is_tracing": _has_values}
-    if not packed:
-        changes["find_packed_sequence_indices"] = _not_packed
-    with patch.multiple(masks, **changes):
-        yield
-
-
-def _has_values(tensor: Any = None) -> bool:
-    return tensor is not None
-
-
-def _not_packed(position_ids: Any) -> None:
-    """Report that no row has more than one sequence."""

@@ -233,6 +233,11 @@ class Feature:
         """Return whether saved bytes depend on the time of copies, so that no other step bounds them."""
         return False
 
+    def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
+        """Add better recipes from outside the space, or smaller ones, to the state of a search. Return the
+        name of a tried technique that no space contains."""
+        return ""
+
 
 @functools.cache
 def features() -> tuple[Feature, ...]:

@@ -7,24 +7,35 @@ import functools
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
-from snugfit.techniques.wish import wishes
+from snugfit.techniques.wish import used_wishes, wishes
 
 
 def seeds_dropout(setup: Setup) -> bool:
     """Return whether dropout outside of attention has seeds, so that a recomputed layer drops the same
     elements.
     """
-    return any(wish.seeded_models and wish.of(setup) != wish.default for wish in wishes())
+    return any(wish.seeded_models for wish in used_wishes(setup))
+
+
+def draws_once(setup: Setup) -> bool:
+    """Return whether a step cannot draw the same random numbers again in recomputed layers."""
+    return any(wish.draws_once for wish in used_wishes(setup))
 
 
 def may_be_seeded(model_type: object) -> bool:
-    """Return whether some kernels seed all dropout of such a model outside of attention."""
-    return any(model_type in wish.seeded_models for wish in wishes())
+    """Return whether some step draws once, and some kernels seed all dropout of such a model outside of
+    attention."""
+    seeded = any(model_type in wish.seeded_models for wish in wishes())
+    return seeded and any(wish.draws_once for wish in wishes())
 
 
 @functools.cache
 def try_seeds(advice: str) -> str:
-    """Return this advice with the technique whose kernels have seeds in the place of `{}`; empty where no
-    feature has one."""
-    in_slot = [one for one in roster.techniques() if one.slot is Slot.KERNELS]
-    return next((advice.format(one.name) for one in in_slot if seeds_dropout(one().alone)), "")
+    """Return this advice with two techniques in the place of `{}`: of kernels with seeds, and of steps that
+    draw once. It is empty without one of them."""
+    traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
+    names = [
+        next((one.name for one in roster.techniques() if one.slot is slot and has_it(one().alone)), "")
+        for slot, has_it in traits.items()
+    ]
+    return advice.format(*names) if all(names) else ""

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
-PADDING_FREE = "padding_free"
-"""Name of our own attention (`step/wishes/padding_free/`), which drops the padding of a model's inputs."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
     """An optimizer, and its name in the HF Trainer."""
@@ -122,20 +118,6 @@ class LogitsWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureWish:
-    """An optimizer step that is recorded as CUDA graphs, and replayed."""
-
-    multiple: int = 64
-    """Multiple, in tokens, to which the lengths of padded batches are filled up; each length has its own
-    graphs.
-    """
-
-    recorded: bool = True
-    """False in a search's rehearsal: the passes that would be recorded run without graphs. Batches are filled
-    up, and masks decided by shapes.
-    """
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """Settings of the way of batches to the device."""
@@ -156,15 +138,11 @@ class CoreSetup:
     loaded (`Job.dtype`)."""
 
     attention: str = "sdpa"
-    """build: the attention, by the values of transformers' `attn_implementation`, or `PADDING_FREE`."""
+    """build: the attention, by the values of transformers' `attn_implementation`, or the name of a
+    feature's (`step/wishes/own_attention.py`)."""
 
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
-
-    masters: bool = False
-    """adapt: trained weights of any loaded dtype become bfloat16. The optimizer keeps their remainder in 16
-    bits, so that it updates them in 32.
-    """
 
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""
@@ -188,13 +166,6 @@ class CoreSetup:
     micro_batches: int = 1
     """loop: pieces the global batch is cut into, one after the other."""
 
-    release: bool = False
-    """loop: each weight is updated within the backward pass, and its gradient dropped; otherwise all
-    gradients are kept until it has ended."""
-
-    capture: CaptureWish | None = None
-    """loop: the step is recorded as CUDA graphs; None launches kernel by kernel."""
-
     loader: LoaderWish = field(default_factory=LoaderWish)
     """loader: how batches reach the device."""
 
@@ -212,7 +183,7 @@ class CoreSetup:
     @property
     def records_graphs(self) -> bool:
         """Return whether CUDA graphs are recorded, so that the first steps differ from later ones."""
-        recorded = self.capture is not None and self.capture.recorded
+        recorded = any(wish.records_graphs for wish in used_wishes(self))
         lowering = self.lowering
         return recorded or (lowering is not None and lowering.records_graphs)
 
@@ -233,6 +204,12 @@ class CoreSetup:
             return self.weights_dtype or job.dtype
         dtypes = {dtype_name(weight.dtype) for weight in module.parameters() if weight.requires_grad}
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
+
+    def with_adamw(self, wish: OptimizerWish) -> Self:
+        """Return a copy with this AdamW, or with that of a feature whose field needs another."""
+        named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
+        own = next(named, None)
+        return self.with_fields(optimizer=wish if own is None else own.run())
 
     def with_fields(self, **changed: Any) -> Self:
         """Return a copy with these fields changed. A space of recipes makes several hundred thousand copies,

@@ -135,6 +135,16 @@ class Wish(Generic[T]):
 
     lowers: bool = False
     """True if its value is a `Lowering`, or None."""
+    adamw: Call | None = None
+    """Function that returns the `OptimizerWish` of AdamW with it; None leaves AdamW as it is."""
+    parts: Call | None = None
+    """Class of a step's rehearsed parts (`rehearsal/step_parts.py`); None for those of a plain step."""
+
+    records_graphs: bool = False
+    """True if the loop's steps are recorded as CUDA graphs, so that the first steps differ from later ones.
+    """
+    draws_once: bool = False
+    """True if a step cannot draw the same random numbers again in recomputed layers."""
     freezes: bool = False
     """True if it freezes the model's weights and adds others, in fp32, that train."""
     packages: tuple[str, ...] = ()

@@ -108,7 +108,7 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
     Recorded steps are excluded: their memory must not be used for anything else.
     """
-    return steps in AGAIN_AFTER and setup.capture is None and not mixing_of(job).reason
+    return steps in AGAIN_AFTER and not setup.records_graphs and not mixing_of(job).reason
 
 
 def with_last_decision(before: Job, after: Job) -> Job:

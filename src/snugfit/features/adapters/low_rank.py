@@ -35,7 +35,7 @@ from snugfit.errors import RecipeError
 from snugfit.hub_kernels import no_hub_kernels
 from snugfit.techniques.counterpart import Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.technique import ALL_LINEAR, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import ALL_LINEAR, Technique
 from snugfit.techniques.wish import Call
 
 if TYPE_CHECKING:
@@ -119,14 +119,6 @@ class LowRank(Technique):
             "",
             f"model = get_peft_model(model, LoraConfig({shown}))",
         )
-
-    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection to master copies of the model's own weights."""
-        if recipe[Slot.PRECISION].alone.masters:
-            yield (
-                "adapters are fp32 next to weights that do not train, which leaves "
-                f"{recipe[Slot.PRECISION]} nothing to split. Try 'bf16' or 'bf16_pure'."
-            )
 
     @property
     def trained_rank(self) -> int:

@@ -148,7 +148,7 @@ class Compiled(Technique):
         attention, gradients = recipe[Slot.ATTENTION], recipe[Slot.GRADIENTS]
         if attention.alone.attention not in COMPILES:
             yield f"{attention} was not tried with it. Take 'sdpa'."
-        if gradients.alone.release:
+        if not gradients.plain:
             yield f"{gradients} was not tried with it. Leave one of them out."
         if not job.trains:
             yield "compiled layers are simulated in training only. Leave it out."
@@ -210,10 +210,8 @@ class Compiled(Technique):
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Other attention than torch's own choice, and masters in two halves: no compiled step with them was
-        measured."""
-        attention, precision = recipe[Slot.ATTENTION], recipe[Slot.PRECISION]
-        if attention.plain and not precision.alone.masters:
+        """Other attention than torch's own choice: no compiled step with it was measured."""
+        attention = recipe[Slot.ATTENTION]
+        if attention.plain:
             return ""
-        other = precision if attention.plain else attention
-        return f"never measured with {other} (--keep '{other} + {self}' plans with both)"
+        return f"never measured with {attention} (--keep '{attention} + {self}' plans with both)"

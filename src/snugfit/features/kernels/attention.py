@@ -70,7 +70,7 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 def takes(model: Any) -> bool:
     """Return True if the kernels support this encoder's attention: in 16 bits, no decoder's, no head too
     wide."""
-    from snugfit.step.wishes.padding_free.attention import WIDEST, WIDTH_IN
+    from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
 
     config = model.config
     width = config.hidden_size // config.num_attention_heads
@@ -101,7 +101,7 @@ def attend_in_stretches(
     module: Any, heads: Sequence[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
 ) -> torch.Tensor:
     """Return attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
-    from snugfit.step.wishes.padding_free.attention import attend as attend_in_pieces
+    from snugfit.features.kernels.without_padding.attention import attend as attend_in_pieces
 
     batch, _, length, _ = heads[0].shape
     query, key, value = (one.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for one in heads)

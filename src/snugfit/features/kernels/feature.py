@@ -23,9 +23,12 @@ tries may spill registers to memory.
 
 
 class Kernels(Feature):
-    """Add the techniques `fused` and `liger`, and their handlers."""
+    """Add the techniques `padding_free`, `fused` and `liger`, and two handlers."""
 
-    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.KERNELS: ("fused", "liger")}
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.ATTENTION: ("padding_free",),
+        Slot.KERNELS: ("fused", "liger"),
+    }
 
     def handlers(self) -> Sequence[Any]:
         """Return the handlers of both fields."""

@@ -25,10 +25,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.features.kernels.fields import FusedWish
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:

@@ -30,8 +30,15 @@ from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import ShallowJob, ShallowJobs, linear_extrapolate
 from snugfit.planning.cost.short_passes import MICRO_BATCHES
 from snugfit.planning.cost.timer import ComposableTimer, Timer, seconds_of
-from snugfit.planning.step_key import adapters_key, as_written, timing_key, update_key
-from snugfit.rehearsal.captured_parts import CannotBeRecorded, refuse_waits, rehearse_any_update
+from snugfit.planning.step_key import (
+    adapters_key,
+    as_written,
+    launches_otherwise,
+    timing_key,
+    update_key,
+    with_update_of,
+)
+from snugfit.rehearsal.step_parts import UnsupportedStep, parts_of
 from snugfit.rehearsal.trace.trace import Work
 from snugfit.techniques.setup import EVERY_LAYER
 
@@ -99,8 +106,8 @@ class StepBounds(NamedTuple):
 class Bounds(NamedTuple):
     """Lower bounds of the cost of some Setups."""
 
-    per_setup: Sequence[StepBounds | CannotBeRecorded]
-    """The bounds of each Setup, or the reason why its step cannot be recorded as requested."""
+    per_setup: Sequence[StepBounds | UnsupportedStep]
+    """The bounds of each Setup, or the reason why its step cannot run so."""
     attention: tuple[str, ...]
     """Names of the chosen attention kernels."""
 
@@ -125,13 +132,13 @@ class LowerBounds:
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for number, setup in enumerate(setups):
             groups[setup.micro_batches, timing_key(setup)].append(number)
-        bounds: dict[int, StepBounds | CannotBeRecorded] = {}
+        bounds: dict[int, StepBounds | UnsupportedStep] = {}
         for numbers in groups.values():
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
-            refused = {key: why for key, one in by_update.items() if (why := passes.why_not_recorded(one))}
+            refused = {key: why for key, one in by_update.items() if (why := passes.why_unsupported(one))}
             by_update = {key: one for key, one in by_update.items() if key not in refused}
             seconds = passes.seconds(list(by_update.values())) if by_update else ()
-            by_key: dict[Hashable, StepBounds | CannotBeRecorded] = {
+            by_key: dict[Hashable, StepBounds | UnsupportedStep] = {
                 key: passes.bounds_of(setup, one)
                 for (key, setup), one in zip(by_update.items(), seconds, strict=True)
             }
@@ -147,8 +154,9 @@ class LowerBounds:
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
-            asked = replace(shallow.setup, optimizer=setup.optimizer, capture=setup.capture)
-            self._updates[key] = update_of(rehearse_any_update(shallow.job, asked, self.policy, gradients))
+            asked = with_update_of(shallow.setup, setup)
+            update = parts_of(asked).rehearse_update(shallow.job, asked, self.policy, gradients)
+            self._updates[key] = update_of(update)
         return self._updates[key]
 
     def update_segments(
@@ -214,16 +222,15 @@ class _PassesBounds:
             compiled_seconds=self.compiled_seconds(setup),
         )
 
-    def why_not_recorded(self, setup: Setup) -> CannotBeRecorded | None:
-        """Return the reason why such a step cannot be recorded as requested, or None."""
-        if setup.capture is None:
-            return None
+    def why_unsupported(self, setup: Setup) -> UnsupportedStep | None:
+        """Return the reason why such a step cannot run in the way of its Setup, or None."""
+        parts = parts_of(setup)
         try:
             for profile in self._profiles(setup):
-                refuse_waits(len(profile.first.waits) + len(profile.further.waits))
+                parts.refuse(setup, len(profile.first.waits) + len(profile.further.waits))
             for shallow in self.update_fit.depths:
                 self.bounds.update(setup, shallow)
-        except CannotBeRecorded as why:
+        except UnsupportedStep as why:
             return why
         return None
 
@@ -323,7 +330,7 @@ class _PassesBounds:
 
         Empty if the timer lacks them, and for a step that is itself compiled or recorded.
         """
-        if setup.lowering is not None or setup.capture is not None:
+        if setup.lowering is not None or launches_otherwise(setup):
             return ()
         return self._device_seconds(setup, self._left_by_compilers)
 

@@ -27,7 +27,7 @@ from snugfit.planning.cost.periodic import (
     micro_batch_works,
     replay_periodic,
 )
-from snugfit.planning.cost.same_trace import kernels_launched, trace_under, with_sizes
+from snugfit.planning.cost.same_trace import trace_under, with_sizes
 from snugfit.planning.cost.shallow import ShallowJobs
 from snugfit.planning.cost.short_passes import (
     MICRO_BATCHES,
@@ -43,16 +43,11 @@ from snugfit.prediction.device import ContextNeeds, common_policy, context_for, 
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import model_peak_seconds
-from snugfit.rehearsal.captured_parts import (
-    CannotBeRecorded,
-    refuse_waits,
-    rehearse_any_update,
-    splice_captured,
-)
 from snugfit.rehearsal.device.policy import ComparedPolicy
 from snugfit.rehearsal.few_layers import passes_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.splice import Part, rehearse_passes, splice
+from snugfit.rehearsal.splice import Part, rehearse_passes
+from snugfit.rehearsal.step_parts import UnsupportedStep, parts_of
 from snugfit.rehearsal.trace.trace import Mark, Trace
 from snugfit.techniques.setup import EVERY_LAYER
 
@@ -123,8 +118,8 @@ class Parts:
 
     # ---- lower bounds ------------------------------------------------------------------------------------
 
-    def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | CannotBeRecorded]:
-        """Return the lower bounds of these Setups on each GPU, or the reason why one cannot be recorded.
+    def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | UnsupportedStep]:
+        """Return the lower bounds of these Setups on each GPU, or the reason why a step cannot run so.
 
         They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording
         only. Raises `SnugfitError` if one of them cannot be rehearsed.
@@ -136,7 +131,7 @@ class Parts:
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
         contexts, least = self._contexts(trace), self._contexts(replace(trace, attention=()))
         return [
-            step if isinstance(step, CannotBeRecorded) else _bounds_on_gpus(step, contexts, least)
+            step if isinstance(step, UnsupportedStep) else _bounds_on_gpus(step, contexts, least)
             for step in bounds.per_setup
         ]
 
@@ -162,7 +157,7 @@ class Parts:
         They have one trace, and differ only in the allocator and in the number format of matrix products.
         """
         replays = self._replays(setups[0], {setup.expandable_segments for setup in setups})
-        launched = kernels_launched(setups[0], replays.trace.kernels)
+        launched = parts_of(setups[0]).launched_kernels(setups[0], replays.trace.kernels)
         contexts = self._contexts(replace(replays.trace, kernels=launched))
         by_timing = {timing_key(setup): setup for setup in setups}
         traces = {key: trace_under(setup, replays.trace) for key, setup in by_timing.items()}
@@ -271,19 +266,18 @@ class Parts:
     def run(self, setup: Setup) -> PeriodicRun | None:
         """Return the training run under this Setup; None if its parts cannot be spliced.
 
-        Raises `CannotBeRecorded` if it is to be recorded and waits for the device.
+        Raises `UnsupportedStep` if the step cannot run so.
         """
-        if setup.release:  # passes and update are one
+        parts = parts_of(setup)
+        if not parts.can_be_spliced:
             return None
         setup = as_rehearsed(setup)
         passes = self._whole_passes(as_written(setup, padded=bool(self.job.padding)))
-        if setup.capture is not None:
-            refuse_waits(passes.waits)
+        parts.refuse(setup, passes.waits)
         gradients = passes.gradients, passes.shared
         key = ("update", update_key(setup), *gradients, tuple(passes.split.build))
-        update = self._remember(key, lambda: rehearse_any_update(self.job, setup, self.policy, *gradients))
-        join = splice if setup.capture is None else splice_captured
-        run = join(passes, update, micro_batches=setup.micro_batches)
+        update = self._remember(key, lambda: parts.rehearse_update(self.job, setup, self.policy, *gradients))
+        run = parts.splice(passes, update, micro_batches=setup.micro_batches)
         if run is not None:
             self._steady.add(step_key(setup))
         return run

@@ -20,6 +20,7 @@ from snugfit.job.gpu import all_gpus
 from snugfit.job.inputs import has_sequence
 from snugfit.planning.plan import Change, Reason, Start
 from snugfit.planning.search.grades import add_candidate, stand_in
+from snugfit.planning.step_key import differ_in_launches, launches_otherwise
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity, Slot
@@ -134,11 +135,10 @@ def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
     """Return the reason why the same kernels take longer unrecorded: late launches of the host."""
-    if other is None or figures is None or recipe.setup().capture is None:
+    if other is None or figures is None or not launches_otherwise(recipe.setup()):
         return ""
     saved = figures.seconds - own.seconds
-    alone = replace(recipe.setup(), capture=None) == other.setup()
-    if not alone or saved <= 0:
+    if saved <= 0 or not differ_in_launches(recipe.setup(), other.setup()):
         return ""
     return f"bound by the host: {show_seconds(saved)} of launches saved"
 

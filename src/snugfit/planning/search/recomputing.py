@@ -42,6 +42,7 @@ from snugfit.planning.search.screening import Screening, screen
 from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, OnGpus, Twins, is_below
+from snugfit.planning.step_key import launches_otherwise
 from snugfit.techniques import roster
 from snugfit.techniques.feature import hooks
 from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
@@ -494,10 +495,10 @@ class RecomputingKinds:
         return self._is_known(number) or self._waits(number)
 
     def _is_refused(self, number: int) -> bool:
-        """Return whether this step was to be recorded, was rehearsed, and cannot be recorded."""
+        """Return whether the rehearsal of this step refused the launches of its Setup."""
         candidate = self.space.candidates[number]
         was_rehearsed = candidate.passes in self._looked_at and not self._waits(number)
-        return was_rehearsed and candidate.setup.capture is not None and not self._is_known(number)
+        return was_rehearsed and launches_otherwise(candidate.setup) and not self._is_known(number)
 
 
 def _saves(setup: Setup) -> bool:

@@ -37,7 +37,6 @@ from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import RecomputingKinds
-from snugfit.planning.search.released import find_released
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import NEGLIGIBLE_BYTES, SearchState
@@ -46,6 +45,7 @@ from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import link_of
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
@@ -223,7 +223,8 @@ def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tel
     smallest = asked.objective == "memory"
     if not smallest:
         find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
-    return find_released(state, pool, asked.job, tell, smallest=smallest)
+    tried = [search(state, pool, asked.job, tell, smallest=smallest) for search in hooks("search_further")]
+    return ", ".join(filter(None, tried))
 
 
 def _rank_few(

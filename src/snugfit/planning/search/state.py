@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from snugfit.planning.cost.figures import BelowLowerBound, Bound, Figures
 from snugfit.planning.plan import Choice, Counts, Exclusion
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.space import Space
+from snugfit.planning.step_key import launches_key
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import PoliciesDiffer
 
@@ -88,7 +89,7 @@ class SearchState:
     bounds."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds, bytes and number of the evaluated candidates that no other dominates, the fastest first."""
-    _siblings: dict[tuple[int, bool, bool], list[int]] = field(
+    _siblings: dict[tuple[int, bool, Hashable], list[int]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
     """Evaluated candidates by the kind and size of passes and the allocator's kind of segments."""
@@ -274,12 +275,12 @@ class SearchState:
 
         return stands
 
-    def passes_of(self, number: int) -> tuple[int, bool, bool]:
+    def passes_of(self, number: int) -> tuple[int, bool, Hashable]:
         """Return a key that is equal for candidates with the same passes, recorded or not, and the same
         allocator."""
         candidate = self.space.candidates[number]
         setup = candidate.setup
-        return candidate.sized, setup.expandable_segments, setup.capture is not None
+        return candidate.sized, setup.expandable_segments, launches_key(setup)
 
     def cannot_be_smallest(self, number: int) -> bool:
         """Return whether an evaluated candidate is smaller than this one's bound, or this was evaluated.

@@ -62,7 +62,6 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
-from snugfit.step.wishes.masters.marks import has_residual
 from snugfit.techniques.feature import tensors_beside
 
 if TYPE_CHECKING:
@@ -249,7 +248,8 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _claim_states(self) -> None:
         states = self._optimizer.state.items() if self._optimizer else ()
-        for parameter, state in (*states, *((one, vars(one)) for one in self._owners if has_residual(one))):
+        trained = (one for one in self._owners if one.requires_grad)  # optimizers take attributes over
+        for parameter, state in (*states, *((one, vars(one)) for one in trained)):
             for value in state.values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):

@@ -152,6 +152,12 @@ DEFAULT_STREAM, GRAPH_STREAM = 0, -1
 Other streams count from 1, in the order of their creation.
 """
 
+GENERATOR_BYTES = 8
+"""Size in bytes of two numbers on the device: the seed and the offset of a generator that graphs use.
+
+The source is `c10::CUDAGeneratorState::register_graph`.
+"""
+
 
 class Memory(Enum):
     """The memory in which a run allocates."""

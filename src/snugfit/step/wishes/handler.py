@@ -8,7 +8,7 @@ front-end names a wish. A handler's `refused` lists the front-ends that cannot i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.step.step import StepEngine, StepPasses
+    from snugfit.step.step_runner import StepRunner
     from snugfit.techniques.feature import InstallStage
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import OptimizerWish, Setup
@@ -193,6 +194,22 @@ class Handler:
     def loader_arguments(self, value: Any, device: torch.device) -> dict[str, Any]:
         """Return arguments of torch's `DataLoader`."""
         return {}
+
+    # ---- a step of the plain loop ----
+
+    def fill_multiple(self, value: Any, loop: Any) -> int:
+        """Return a number of tokens; the lengths of batches are filled up to its multiples. 0 leaves them."""
+        return 0
+
+    def prepare_pieces(
+        self, value: Any, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return the host micro-batches of a step in the form that its passes need."""
+        return pieces
+
+    def step_runner(self, value: Any, loop: Any, runner: StepRunner | None) -> StepRunner | None:
+        """Return the object that runs the loop's steps in place of `runner`; None leaves them to the loop."""
+        return runner
 
     # ---- a step, a process ----
 

@@ -6,7 +6,7 @@ changed later. A user's model exists already, and is changed by its own switches
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
@@ -15,9 +15,9 @@ from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
+from snugfit.step.wishes.own_attention import own_attentions
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
-from snugfit.techniques.setup import PADDING_FREE
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ class AttentionHandler(Handler):
 
     def import_code(self, value: str) -> None:
         """Register an attention that is not transformers' own."""
-        if value == PADDING_FREE:
-            from snugfit.step.wishes.padding_free.attention import register
-
-            register()
+        if own := own_attentions().get(value):
+            own.register.run()
 
     def model_arguments(self, value: str) -> dict[str, Any]:
         """Return the argument under its name in `instantiate`."""
@@ -45,28 +43,33 @@ class AttentionHandler(Handler):
         return {"attention": value}
 
     def wrap(self, value: str, model: Any) -> None:
-        """Switch a copy of a model from Python like the model itself, and drop the padding of its batches for
-        `padding_free`.
+        """Switch a copy of a model from Python like the model itself, and change it for an attention of our
+        own.
         """
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
             with no_package_asked_for(value, next(model.parameters()).device):
                 model.set_attn_implementation(value)
-        if value == PADDING_FREE:
-            from snugfit.step.wishes.padding_free.hooks import drop_padding
+        if own := own_attentions().get(value):
+            own.enter.run(model)
 
-            drop_padding(model)
+    def prepare_pieces(
+        self, value: str, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return the micro-batches in the form of an attention of our own."""
+        own = own_attentions().get(value)
+        return pieces if own is None else own.pieces.run(loop, model, pieces)
 
     def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
         """Return the context of a rehearsal: a CPU has no such kernels, and those of a package have no
         shapes.
         """
-        from snugfit.step.shapes_on_cpu import shapes_on_cpu
         from snugfit.step.wishes.flash import FLASH, on_shapes
 
         if value == FLASH:
             return on_shapes
-        return shapes_on_cpu if value == PADDING_FREE and not on_gpu else None
+        own = own_attentions().get(value)
+        return None if own is None or on_gpu else own.on_cpu.resolve()
 
     def set_process(self, value: str, device: torch.device) -> None:
         """Raise an error for a missing package before the model is built."""
@@ -87,10 +90,8 @@ class AttentionHandler(Handler):
         """
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
-        if now == PADDING_FREE != value:
-            from snugfit.step.wishes.padding_free.hooks import keep_padding
-
-            keep_padding(live.model)
+        if now != value and (before := own_attentions().get(now)):
+            before.leave.run(live.model)
         if now == value or not hasattr(live.model, "set_attn_implementation"):
             return
         try:
@@ -109,9 +110,8 @@ class AttentionHandler(Handler):
         """Return an argument of `from_pretrained`; eager where the architecture has no SDPA."""
         from snugfit.job.architectures import class_of
 
-        if value == PADDING_FREE:
-            why = "snugfit does it with its own code, which a script without snugfit does not have"
-            raise context.refusal(self.slot, why)
+        if own := own_attentions().get(value):
+            raise context.refusal(self.slot, own.why_no_script)
         job = context.job
         if value == "sdpa" and not getattr(
             class_of(job.task, job.transformers_config()), "_supports_sdpa", True

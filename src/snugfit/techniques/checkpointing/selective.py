@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from snugfit.job.inputs import has_sequence
 from snugfit.job.job import dropout_among
 from snugfit.job.kv_prefix import dropped_prefix
-from snugfit.techniques.seeded_dropout import may_be_seeded, seeds_dropout, try_seeds
+from snugfit.techniques.seeded_dropout import draws_once, may_be_seeded, seeds_dropout, try_seeds
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -39,16 +39,16 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """Results to keep: `attention` (fused; with dropout only in `captured` with seeded dropout), `products`
-    (attention, products with weights, convolutions) or `every_other_product` (attention, every second
-    product).
+    """Results to keep: `attention` (fused), `products` (attention, products with weights, convolutions) or
+    `every_other_product` (attention, every second product). Attention with dropout is kept only in a recorded
+    step with seeded dropout.
     """
 
     def install(self, setup: Setup) -> Setup:
         """Make each layer a span of its own that keeps the results of some operators. Attention with dropout
-        is kept in a captured step with seeded dropout, since such a step cannot draw twice.
+        is kept in a recorded step with seeded dropout, since such a step cannot draw twice.
         """
-        drawn = setup.capture is not None and seeds_dropout(setup)
+        drawn = draws_once(setup) and seeds_dropout(setup)
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -63,7 +63,7 @@ class Selective(Technique):
             )
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Attention with dropout is computed again, except in a captured step with seeded dropout."""
+        """Attention with dropout is computed again, except in a recorded step with seeded dropout."""
         if why := self.planned_without(job, recipe):
             yield f"{why}."
 
@@ -96,9 +96,9 @@ class Selective(Technique):
         """Return the reason against steps whose attention would be computed again, for its dropout."""
         dropout = job.stated_dropout(of="att")
         is_seeded = seeds_dropout(recipe[Slot.KERNELS].alone)
-        if not dropout or (is_seeded and recipe[Slot.ENGINE].alone.capture is not None):
+        if not dropout or (is_seeded and draws_once(recipe[Slot.ENGINE].alone)):
             return ""
-        unless = try_seeds(", unless the step has '{} + captured'")
+        unless = try_seeds(", unless the step has '{} + {}'")
         return f"attention has dropout ({dropout}), so it is computed again and not kept{unless}"
 
 

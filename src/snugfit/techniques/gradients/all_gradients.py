@@ -21,4 +21,4 @@ class AllGradients(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Set updates after the end of the backward pass."""
-        return setup.with_fields(release=False)
+        return setup

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.masters import with_adamw
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -31,4 +30,4 @@ class AdamW(Technique):
     def install(self, setup: Setup) -> Setup:
         """Take torch's AdamW with foreach kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
-        return with_adamw(setup, OptimizerWish(factory=factory, trainer_name="adamw_torch"))
+        return setup.with_adamw(OptimizerWish(factory=factory, trainer_name="adamw_torch"))

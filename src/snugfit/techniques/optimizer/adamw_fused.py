@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.masters import with_adamw
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -24,4 +23,4 @@ class AdamWFused(Technique):
     def install(self, setup: Setup) -> Setup:
         """Take torch's AdamW with fused kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"fused": True})
-        return with_adamw(setup, OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))
+        return setup.with_adamw(OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.techniques.masters import with_adamw
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -24,4 +23,4 @@ class AdamWLoop(Technique):
     def install(self, setup: Setup) -> Setup:
         """Take torch's AdamW with one kernel after the other for each parameter."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": False, "fused": False})
-        return with_adamw(setup, OptimizerWish(factory=factory))
+        return setup.with_adamw(OptimizerWish(factory=factory))

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.masters.marks import HAS_MASTER
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (
@@ -33,7 +32,7 @@ from snugfit.training.checkpoint.optimizer_state import (
 )
 from snugfit.training.checkpoint.packed_state import PAIRS, pack, unpack
 from snugfit.training.checkpoint.parts import state_parts, updated_elsewhere
-from snugfit.training.checkpoint.weights import ModelWeights, weights_of
+from snugfit.training.checkpoint.weights import ModelWeights, held_parts, weights_of
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
@@ -235,8 +234,9 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
 def tensor_bytes(state: TrainState) -> list[int]:
     """Return the size in bytes of each tensor of a snapshot, with the optimizer's future states.
 
-    Each trainable weight has at most two moments of its own size, or of its master's. Weights that another
-    process updates are left out. Raises `SnugfitError` for a model that cannot be saved.
+    Each trainable weight has at most two moments of its own size, or of twice that if the optimizer holds a
+    part of it. Weights that another process updates are left out. Raises `SnugfitError` for a model that
+    cannot be saved.
     """
     if (sizes := state_parts().tensor_bytes(state)) is not None:
         return sizes
@@ -245,7 +245,8 @@ def tensor_bytes(state: TrainState) -> list[int]:
     held = {value.data_ptr(): value for value in tensors}
     weights = [value.nbytes for address, value in held.items() if address not in elsewhere]
     optimized = parameters_of(state_parts().local_optimizer(state.optimizer))
-    trained = [_local(weight).nbytes * (2 if hasattr(weight, HAS_MASTER) else 1) for weight in optimized]
+    parts = held_parts(state.optimizer)
+    trained = [_local(weight).nbytes * (2 if weight in parts else 1) for weight in optimized]
     return [*weights, *trained, *trained]
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.model_state import (
     ModelState,
@@ -60,10 +59,13 @@ class ModelWeights:
     """The dtype of the saved weights, if the live model computes with them in another."""
 
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The second halves of masters that are stored in two halves, by their weights' names.
+    """Second halves of weights, which the optimizer holds, by their weights' names.
 
-    Files have the masters, in 32 bits.
+    Files have both halves as one, in 32 bits.
     """
+
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """Return both halves of a weight as one; None without residuals."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors; one in several places comes several times."""
@@ -89,15 +91,13 @@ class ModelWeights:
 
     def _tensors_to_write(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the one file in their saved form, by name. A tied weight stays one tensor."""
-        from snugfit.step.wishes.masters.halves import join
-
         weights = self.files[WEIGHTS]
-        if not self.residuals:
+        if self.join is None:
             return dict(weights)
         joined: dict[int, torch.Tensor] = {}
         for name, residual in self.residuals.items():
             if id(weights[name]) not in joined:
-                joined[id(weights[name])] = join(weights[name], residual)
+                joined[id(weights[name])] = self.join(weights[name], residual)
         return {name: joined.get(id(value), value) for name, value in weights.items()}
 
     def write(self, folder: Path) -> None:
@@ -163,7 +163,9 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
     named = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if not adapters.is_adapted(model):
-        state, residuals = model_state_of(model, set(named)), _residuals_of(model, optimizer)
+        state, parts = model_state_of(model, set(named)), held_parts(optimizer)
+        with_names = model.named_parameters(remove_duplicate=False)
+        residuals = {name: parts[weight] for name, weight in with_names if weight in parts}
         return ModelWeights(
             model=model,
             files={WEIGHTS: named},
@@ -171,6 +173,7 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
             state=state,
             dtype=torch.float32 if residuals else None,
             residuals=residuals,
+            join=getattr(optimizer, "whole_weight", None),
         )
     adapters.refuse_what_cannot_be_kept(model)
     files, configs = adapters.files_of(model, named)
@@ -181,17 +184,10 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     return ModelWeights(model=model, files=files, configs=configs, state=state)
 
 
-def _residuals_of(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Return the second halves of masters by their weights' names; empty if the optimizer has none."""
-    states = {} if optimizer is None else optimizer.state
-    if not any(isinstance(state, Mapping) and RESIDUAL in state for state in states.values()):
-        return {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {
-        name: states[weight][RESIDUAL]
-        for name, weight in named
-        if weight in states and RESIDUAL in states[weight]
-    }
+def held_parts(optimizer: Any) -> Mapping[torch.Tensor, torch.Tensor]:
+    """Return the second halves of weights by their weights; empty if the optimizer holds none."""
+    parts: Mapping[torch.Tensor, torch.Tensor] = getattr(optimizer, "held_parts", dict)()
+    return parts
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

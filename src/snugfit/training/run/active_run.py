@@ -72,7 +72,7 @@ class ActiveRun:
             run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
         )
         self.step.start_passes(self.state.model, self.state.runs or self.state.model)
-        self.step.start_capture()
+        self.step.start_runner()
         self._is_sharded = state_parts().is_spread(self.state)
         self._is_ended = self._has_stepped = self._is_told = False
         self._is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
@@ -82,13 +82,13 @@ class ActiveRun:
             checkpoints.prepare(self.state)
 
     def close(self) -> None:
-        """Remove an engine's hooks and gradient hooks from the model, and free the memory of recorded steps.
+        """Remove an engine's and a runner's hooks from the model, and free a runner's memory.
 
         No step follows.
         """
-        self.step.captured = None
-        if self.step.released is not None:
-            self.step.released.detach()
+        runner, self.step.runner = self.step.runner, None
+        if runner is not None:
+            runner.close()
         if self._engine is not None:
             self._engine.stop(self.state.runs)
 
@@ -135,7 +135,7 @@ class ActiveRun:
             self._count(False)
             return StepResult(loss=fault.loss, updated=False)
         self._has_stepped = True
-        self._tell_not_recorded()
+        self._warn_of_runner()
         if isinstance(result, StepResult):
             self._count(result.updated)
             self._spikes.remember(result.loss, self.progress)
@@ -144,12 +144,12 @@ class ActiveRun:
                 check_packable(self.state)
         return result
 
-    def _tell_not_recorded(self) -> None:
-        """Write one warning with the reason if steps cannot be recorded although the recipe requires it."""
-        captured = self.step.captured
-        if captured is not None and captured.why_not and not self._is_told:
+    def _warn_of_runner(self) -> None:
+        """Write one warning with the reason if a runner cannot run the steps in its way."""
+        runner = self.step.runner
+        if runner is not None and runner.why_not and not self._is_told:
             self._is_told = True
-            self._journal.tell("warning", text=f"Steps run as they are written: {captured.why_not}.")
+            self._journal.tell("warning", text=f"Steps run as they are written: {runner.why_not}.")
 
     def _count(self, updated: bool) -> None:
         """Count a step. Raises `SnugfitError` after too many steps in a row without an update."""

@@ -10,9 +10,9 @@
 | clip      | by the norm of the check                                                                    |
 | update    | optimizer, gradient scaler, learning rate                                                   |
 
-With gradients that are released at once (`updates/released.py`), the update is part of a backward pass. If
-their norm is needed, it is part of a second one, and the checks come between the two. Otherwise it is part of
-the only one, and the loss is read before it.
+With a runner that updates within the passes (`step/step_runner.py`), the update is part of a backward pass.
+If the gradients' norm is needed, it is part of a second one, and the checks come between the two. Otherwise
+it is part of the only one, and the loss is read before it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.step.wishes.updates.released import ReleasedPasses
     from snugfit.techniques.setup import Setup
     from snugfit.training.checkpoint.state import TrainState
     from snugfit.training.run.exchange import StepExchange
@@ -132,11 +131,11 @@ class TrainingStep(PlainStep):
         self._taken = 0
         self.unread = False
         """True if the last step's norm is still unread (`read_norm`)."""
-        self.sync_before_update = device.type != "cuda" and (self.released is None or bool(job.clip))
+        self.sync_before_update = device.type != "cuda"
         """True if each update waits for the gradients.
 
-        On the CPU this needs no waiting. The exception is released gradients, for which a check of all of
-        them takes extra passes.
+        On the CPU this needs no waiting. The exception is updates within the passes, for which a check of all
+        gradients takes extra passes.
         """
         self.norm: float | None = None
         """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None for a
@@ -145,6 +144,12 @@ class TrainingStep(PlainStep):
         """A function of a step's loss, called before its update: the rejection of the step, or None."""
         self.device_was_busy = False
         """True if the last step's device was still busy when the host had done its own work."""
+
+    def start_runner(self) -> None:
+        """Let a runner run the following steps. Updates within passes wait only for the norm of a clip."""
+        super().start_runner()
+        if self.runner is not None and self.runner.updates_within and not self.job.clip:
+            self.sync_before_update = False
 
     def attempt(
         self,
@@ -163,7 +168,7 @@ class TrainingStep(PlainStep):
             cause = memory_cause(error)
             if cause is None:
                 raise
-            has_begun = self.released is not None and self.released.has_begun
+            has_begun = self.runner is not None and self.runner.has_begun
             phase = "update" if has_begun else self.phases.now
             exhausted = Exhausted(cause=cause, phase=phase, message=str(error))
         state.optimizer.zero_grad(set_to_none=True)
@@ -186,7 +191,7 @@ class TrainingStep(PlainStep):
         optimizer, scaler = state.optimizer, state.scaler
         pieces = iter([list(micro_batches)])
         built = Built(state.model, state.runs or state.model, optimizer, scaler, pieces, self.phases)
-        updates_at_once = self.released is not None and not self.needs_norm()
+        updates_at_once = self.runner is not None and self.runner.updates_within and not self.needs_norm()
         self._asked_of_loss = partial(self._read_loss, state) if updates_at_once else _nothing
         total = self._accumulate(built)
         loss = self._check.loss() if updates_at_once else self._read_loss(state, has_one=total is not None)
@@ -219,57 +224,32 @@ class TrainingStep(PlainStep):
         """Return True if the job clips, or each update waits for the gradients."""
         return super().needs_norm() or self.sync_before_update
 
-    def is_captured(self) -> bool:
-        """Return False while the host reads gradients.
-
-        The host has no access to the gradients of a replayed step, only to their norm.
-        """
-        return super().is_captured() and (not self.sync_before_update or bool(self.job.clip))
+    def reads_gradients(self) -> bool:
+        """Return whether updates wait for the gradients, and not for their norm alone."""
+        return self.sync_before_update and not self.job.clip
 
     def _check_and_update(
         self, state: TrainState, built: Built, loss: float, meanwhile: Callable[[], None]
     ) -> bool:
         """Check a step with a finite loss and update; return True if there was an update. Raises
         `NonFinite`."""
-        if self.released is not None:
-            return self._check_and_release(self.released, state, loss, meanwhile)
         scaler = state.scaler
         trained = [weight for weight in state.parameters if weight.grad is not None]
-        captured = self.captured if self.is_captured() else None
-        is_played = captured is not None and captured.is_played
-        norm = captured.norm if captured and is_played else self._norm_of(trained, state)
+        norm = None if self.runner is None else self.runner.norm
+        norm = self._norm_of(trained, state) if norm is None else norm
         self._check.record_norm(norm)
         meanwhile()
         self.device_was_busy = not self._check.is_done()
-        self.unread = norm is not None
+        self.unread = norm is not None and bool(self.job.clip)
         if self.sync_before_update and scaler is None:
-            self._raise_if_non_finite(state, trained, loss)
+            self._raise_if_non_finite(state, trained, loss, has_norm=norm is not None)
         elif self.sync_before_update:
             self.read_norm(state)
         self._unchecked = not self.sync_before_update and norm is None and scaler is None
-        if captured is not None:
-            captured.update(built, norm)
+        if self.runner is not None:
+            self.runner.update(built, norm)
             return True
         return self._update(state, trained, norm)
-
-    def _check_and_release(
-        self, released: ReleasedPasses, state: TrainState, loss: float, meanwhile: Callable[[], None]
-    ) -> bool:
-        """Check and update with released gradients: only their norm is available, if it was needed."""
-        norm, clips = released.norm, bool(self.job.clip)
-        self._check.record_norm(norm)
-        meanwhile()
-        self.device_was_busy = not self._check.is_done()
-        self._unchecked = norm is None
-        self.unread = clips and not self.sync_before_update
-        if self.sync_before_update:
-            length = self._check.norm()
-            self.norm = length if clips else None
-            if not math.isfinite(length):
-                state.optimizer.zero_grad(set_to_none=True)
-                raise NonFinite(loss, self.norm)
-        released.update()
-        return True
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
         """Return the losses' factors over the items of all processes.
@@ -333,12 +313,14 @@ class TrainingStep(PlainStep):
             return self.passes.norm_of_all(trained)
         return whole(gradient_norm(state.optimizer, trained))
 
-    def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
-        """Raise `NonFinite` for bad gradients; waits for them."""
-        clips, self.unread = self.unread, False
-        self.norm = self._check.norm() if clips else None
+    def _raise_if_non_finite(
+        self, state: TrainState, trained: list[torch.nn.Parameter], loss: float, *, has_norm: bool
+    ) -> None:
+        """Raise `NonFinite` for bad gradients; waits for them, or for their norm."""
+        self.unread, length = False, self._check.norm() if has_norm else None
+        self.norm = length if self.job.clip else None
         gradients = (weight.grad for weight in trained if weight.grad is not None)
-        sound = all_finite(gradients) if self.norm is None else math.isfinite(self.norm)
+        sound = all_finite(gradients) if length is None else math.isfinite(length)
         sound = self._is_so_in_all_stages(sound)
         if not sound:
             state.optimizer.zero_grad(set_to_none=True)

@@ -31,8 +31,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.captured_steps import GENERATOR_BYTES
-from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Memory
+from snugfit.rehearsal.trace.trace import GENERATOR_BYTES, GRAPH_STREAM, Memory
 
 if TYPE_CHECKING:
     import torch

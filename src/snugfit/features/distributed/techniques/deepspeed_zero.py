@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.fields import ShardingWish
+from snugfit.step.wishes.own_attention import own_attentions
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 from snugfit.versions import version_of
@@ -145,7 +146,7 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
         )
     for technique in untried_techniques(recipe):
         yield f"it is not simulated together with {technique}. Leave one of them out."
-    if recipe[Slot.ATTENTION].install(Setup()).attention == PADDING_FREE:
+    if recipe[Slot.ATTENTION].install(Setup()).attention in own_attentions():
         yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
     if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
         update = (

@@ -21,7 +21,7 @@ from snugfit.features.distributed.fields import PARALLEL, SHARDING
 from snugfit.features.distributed.techniques import several_gpus
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -140,8 +140,6 @@ class Pipeline(Technique):
         yield from self._about_chunks(setup, recipe)
         if setup.scale_gradients:
             yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Try 'bf16'."
-        if setup.attention == PADDING_FREE:
-            yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Leave one of them out."
 
     def _about_chunks(self, setup: Setup, recipe: TechniqueBySlot) -> Iterator[str]:
         pieces, rounds = setup.micro_batches, max(1, setup.micro_batches // self.n)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.techniques.counterpart import Counterpart, Setting
-from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
 
@@ -102,8 +102,6 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
     sharding = recipe[Slot.SHARDING]
     if SHARDING.of(sharding.install(Setup())) is not None or wish.states == "sharded" or wish.on_host:
         yield f"it is not simulated together with {sharding}. Try 'fsdp' or 'ddp'."
-    if recipe[Slot.ATTENTION].install(Setup()).attention == PADDING_FREE:
-        yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Try 'sdpa'."
     if wish.bucket_views:
         yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
     if wish.weights != "sharded" and setup.scale_gradients:

@@ -180,8 +180,8 @@ def test_a_mask_with_gaps_is_refused() -> None:
 
 def test_a_batch_without_padding_goes_through_them_too() -> None:
     """One row of two sequences, with positions that are given."""
-    from snugfit.step.wishes.padding_free.attention import register
-    from snugfit.step.wishes.padding_free.hooks import drop_padding
+    from snugfit.features.kernels.without_padding.attention import register
+    from snugfit.features.kernels.without_padding.hooks import drop_padding
 
     register()
     model = build("bert", dtype=torch.float32)

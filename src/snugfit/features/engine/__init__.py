@@ -1,0 +1,1 @@
+"""Steps that are replayed as CUDA graphs, and gradients that are released in the backward pass."""

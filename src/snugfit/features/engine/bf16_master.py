@@ -1,0 +1,85 @@
+"""Weights, activations and gradients in bfloat16, updated in 32 bits: with no copy of the weights in fp32.
+
+A trained weight is the bfloat16 nearest to its master. 16 bits in the optimizer's states hold the difference:
+together they are all 32 bits of the master (`masters/halves.py`). So an update is never lost, as
+with `bf16`, and no autocast casts a weight, as with `bf16_pure`. An element takes 14 bytes: weight 2,
+gradient 2, the other half of the master 2, and AdamW's moments 8. `bf16` takes 16 over weights in fp32, and 2
+more for autocast's copies. With `adamw_compact(master_bits=24)` 8 bits hold the difference, and masters are
+rounded by chance.
+
+It differs from `bf16` in the same way as `bf16_pure`. Normalisations, softmax and sums of layers are computed
+in bfloat16 unless a model's own code widens them, and gradients are bfloat16. Autograd adds up the gradients
+of micro-batches in bfloat16, each addition rounded to 8 significant bits. So with many of them the gradient
+is less exact than the fp32 gradients of `bf16`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.features.engine.master_optimizers import keeps_masters
+from snugfit.techniques import roster
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.wish import used_wishes
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16Master(Technique):
+    """Keeps weights and gradients in bfloat16, and updates their masters in 32 bits without a second copy."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    keeps_small_updates: ClassVar = True
+    source: ClassVar = (
+        "Micikevicius et al., arXiv 1710.03740, section 3.1, on masters; a weight and 16 bits as one: "
+        "FlashOptim, arXiv 2602.23349"
+    )
+    elsewhere: ClassVar = ("bf16_master_weights", "bf16_split", "split_master")
+
+    def install(self, setup: Setup) -> Setup:
+        """Cut weights in halves, without autocast, and choose an optimizer that updates both."""
+        return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Require one optimizer for masters, one GPU and one process."""
+        if not job.trains:
+            yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
+        elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
+            yield (
+                f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw', "
+                "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
+            )
+        if any(wish.freezes for wish in used_wishes(recipe[Slot.ADAPTERS].alone)):
+            yield (
+                "adapters are fp32 next to weights that do not train, so "
+                f"{recipe[Slot.ADAPTERS]} leaves nothing to split. Try 'bf16' or 'bf16_pure'."
+            )
+        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
+            yield "several processes do not share weights in two halves. Try 'bf16'."
+
+    def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
+        """Compiled steps, of which none was measured. Other kernels of AdamW than the default: one updates
+        masters, whichever is named."""
+        engine = recipe[Slot.ENGINE]
+        if engine.alone.lowering is not None:
+            return f"never measured with {engine} (--keep '{self} + {engine}' plans with both)"
+        optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
+        if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
+            return ""
+        return f"it has an update of its own, the same with {optimizer} as with {default}"
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Yield the limits of measurements, and the costs of bfloat16."""
+        if compute_capability and compute_capability < (8, 0):
+            yield "this GPU does not support bfloat16 and emulates it slowly."
+        yield (
+            "its steps were measured on H200s: requested bytes were exact; recorded, BERT-large, "
+            "RoBERTa-large, GPT-2 and a ViT took within 6 % of what was predicted, and Llama-3.2-1B 8 to "
+            "11 % more, at the GPU's power limit, which lowers its clock. Gradients of micro-batches are "
+            "added up in bfloat16."
+        )

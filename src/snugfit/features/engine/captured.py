@@ -1,0 +1,84 @@
+"""The whole optimizer step as CUDA graphs: the host launches a few graphs instead of thousands of kernels.
+
+A step of eager code is thousands of launches, each of which takes the host some microseconds. With shorter
+kernels the GPU waits for the host: a small model, a short batch, or a fast GPU. A CUDA graph is a recording
+of a step's kernels, which the host replays with one call. The kernels are the same, in the same order, on the
+same numbers: no computation changes, and no code is compiled.
+
+snugfit records four graphs for each layout of a batch: the forward pass with the loss, the backward pass, the
+gradients' norm, the update. Between them the host does its usual work: it reads the loss before any weight is
+updated. Batches are copied to the graphs' input memory; learning rates and step counts are on the device. The
+first step with a layout runs without graphs. The second is recorded and replayed, and all later ones are
+replayed.
+
+Padded batches are filled up to a multiple of a number of tokens, so that a few lengths cover all of them. All
+graphs share one memory, as large as the longest needs.
+
+A graph cannot read the device. So code that reads a number from it, as many routers of experts do, cannot be
+recorded. Such a step runs without graphs, with a message. Nor can a layer that draws random numbers be
+recomputed, since a graph cannot reset the state of a GPU's generator. With checkpointing, models without
+dropout are recorded. Models with dropout are recorded if `selective` keeps attention and the kernels seed
+each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the passes are
+replayed, and the update is launched as usual.
+
+Plans for one GPU search it. Its passes are the eager ones, so they need no second rehearsal
+(`parts.py`), except for padded batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.features.engine.fields import CaptureWish
+from snugfit.techniques.seeded_dropout import seeds_dropout, try_seeds
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured(Technique):
+    """Records the optimizer step as CUDA graphs, and plays it back."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
+    lowered: ClassVar = True
+    on_cpu: ClassVar = "records nothing: steps run as they are written"
+    elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
+
+    multiple: int = between(1, 4_096, default=64)
+    """Multiple, in tokens, to which the lengths of padded batches are filled up."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Make the loop record its steps."""
+        return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the settings that read the device, use another stream, or draw random numbers again."""
+        if not job.trains:
+            yield "only training steps are recorded. Leave it out."
+        if recipe[Slot.PRECISION].alone.scale_gradients:
+            yield (
+                f"{recipe[Slot.PRECISION]} checks after each step whether a gradient overflowed, which "
+                "cannot be recorded. Try 'bf16'."
+            )
+        offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
+        if not offload.plain:
+            yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
+        wish = again.alone.checkpoint
+        by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)
+        if wish is not None and not by_seeds and (dropout := job.stated_dropout()):
+            yield (
+                f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "
+                "draw the same numbers twice. Leave one of them out"
+                + try_seeds(
+                    ", or try '{} + selective(attention)', which keeps attention and has a seed for other "
+                    "dropout"
+                )
+                + "."
+            )

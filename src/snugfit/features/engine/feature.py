@@ -1,0 +1,55 @@
+"""Steps that are replayed as CUDA graphs, and gradients that are released in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.features.engine.fields import RELEASE
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+
+class Engine(Feature):
+    """Add four techniques and the handlers of their fields."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.PRECISION: ("bf16_master",),
+        Slot.ENGINE: ("captured",),
+        Slot.OPTIMIZER: ("adamw_compact",),
+        Slot.GRADIENTS: ("released",),
+    }
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handlers of the fields. Released passes may be recorded ones."""
+        from snugfit.features.engine import handlers
+
+        return (
+            handlers.MastersHandler(),
+            handlers.FilledHandler(),
+            handlers.CaptureHandler(),
+            handlers.ReleaseHandler(),
+        )
+
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
+        """Return a context in which steps are recorded as simulated graphs, on a GPU."""
+        from snugfit.features.engine.simulated_graphs import simulated_graphs
+
+        return simulated_graphs(policy, recorder)
+
+    def treats_layers_alike(self, setup: Setup) -> bool:
+        """Return False for updates within the backward pass: passes and update are one."""
+        return not RELEASE.of(setup)
+
+    def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
+        """Try updates within the backward pass."""
+        from snugfit.features.engine.search import find_released
+
+        return find_released(state, pool, job, tell, smallest=smallest)

@@ -1,0 +1,163 @@
+"""Masters of weights, and loops that record steps as CUDA graphs or update within the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.features.engine.fields import CAPTURE, FILLED, MASTERS, RELEASE
+from snugfit.features.engine.replay.graphs import REHEARSED, CudaGraphs
+from snugfit.step.wishes.handler import Context, Handler
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.features.engine.fields import CaptureWish
+    from snugfit.step.step_runner import StepRunner
+
+
+def _refusals(why: str) -> Mapping[str, str]:
+    """Return the refusals of all loops but the plain one."""
+    own = "its loop is snugfit's own code"
+    return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
+
+
+_MADE_BEFORE = (
+    "the model and its optimizer were made before the recipe is known, and masters are the optimizer's own "
+    "states. snugfit train takes this recipe, or use 'bf16'."
+)
+
+
+class MastersHandler(Handler):
+    """Masters of weights of bfloat16, the other half of which the optimizer has."""
+
+    wish, slot, stage = MASTERS.name, Slot.PRECISION, InstallStage.CAST
+    refused: ClassVar[Mapping[str, str]] = {
+        "fit": _MADE_BEFORE,
+        "custom_loop": _MADE_BEFORE,
+        "script": "its optimizer is snugfit's own code",
+    }
+
+    def model_arguments(self, value: bool) -> dict[str, Any]:
+        """Load weights in 32 bits: a loader that rounds them would leave no other half."""
+        return {"dtype": "float32"} if value else {}
+
+    def wrap(self, value: bool, model: Any) -> None:
+        """Cut trained weights in halves."""
+        if value:
+            from snugfit.features.engine.masters.halves import split_weights
+
+            split_weights(model)
+
+
+class CaptureHandler(Handler):
+    """A step as CUDA graphs."""
+
+    wish, slot, stage = CAPTURE.name, Slot.ENGINE, InstallStage.STEP
+    refused: ClassVar[Mapping[str, str]] = _refusals(
+        "its steps are those of another loop, and only snugfit's own are recorded. snugfit train takes it"
+    )
+
+    def fill_multiple(self, value: CaptureWish | None, loop: Any) -> int:
+        """Return the multiple of recorded lengths."""
+        return value.multiple if value is not None and _can_record(loop) else 0
+
+    def step_runner(
+        self, value: CaptureWish | None, loop: Any, runner: StepRunner | None
+    ) -> StepRunner | None:
+        """Return the recorder of the loop's steps; steps on a CPU run without graphs."""
+        if value is None or not _can_record(loop):
+            return runner
+        from snugfit.features.engine.replay.step import CapturedStep
+
+        make_graphs = REHEARSED.get()
+        graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
+        return CapturedStep(loop, graphs, value.multiple)
+
+    def around_rehearsal(self, value: CaptureWish | None, *, on_gpu: bool) -> Context | None:
+        """Let torch's optimizers treat shapes as a device that records, in the rehearsal of a GPU."""
+        from snugfit.features.engine.simulated_graphs import recorded_on_shapes
+
+        return recorded_on_shapes if value is not None and on_gpu else None
+
+    def around_run(self, value: CaptureWish | None) -> Context | None:
+        """Run all GPU work of a run on one stream other than the default one. The default stream cannot be
+        recorded, and memory that one stream has freed cannot be used by another.
+        """
+        return _on_own_stream if value is not None else None
+
+
+class FilledHandler(Handler):
+    """Passes over batches as recorded steps need them, without graphs."""
+
+    wish, slot, stage = FILLED.name, Slot.ENGINE, InstallStage.STEP
+    refused: ClassVar[Mapping[str, str]] = _refusals("only searches set it")
+
+    def fill_multiple(self, value: int, loop: Any) -> int:
+        """Return the multiple of lengths."""
+        return value
+
+    def prepare_pieces(
+        self, value: int, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Fill the micro-batches up."""
+        from snugfit.features.engine.replay.batch import fill_up, longest_sequence
+
+        return fill_up(pieces, value, longest_sequence(loop.job)) if value else pieces
+
+    def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
+        """Decide masks by shapes."""
+        from snugfit.features.engine.replay.batch import is_packed, masks_by_shape
+
+        return functools.partial(masks_by_shape, packed=is_packed([batch])) if value else None
+
+
+class ReleaseHandler(Handler):
+    """Weights that are updated as their gradients come (`updates/passes.py`)."""
+
+    wish, slot, stage = RELEASE.name, Slot.GRADIENTS, InstallStage.STEP
+    refused: ClassVar[Mapping[str, str]] = _refusals(
+        "its loop reads all gradients after the backward pass, and updates then. snugfit train takes this "
+        "recipe"
+    )
+
+    def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
+        """Return the runner of passes that update, or of such passes recorded."""
+        if not value:
+            return runner
+        from snugfit.features.engine.updates.passes import ReleasedPasses
+
+        return ReleasedPasses(loop, runner)
+
+
+def _can_record(loop: Any) -> bool:
+    return loop.job.trains and (REHEARSED.get() is not None or loop.device.type == "cuda")
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Return one stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for each stream."""
+    import torch
+
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _on_own_stream() -> Iterator[None]:
+    import torch
+
+    if not torch.cuda.is_available() or REHEARSED.get() is not None:
+        yield
+        return
+    before = torch.cuda.current_stream()
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)

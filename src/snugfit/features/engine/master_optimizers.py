@@ -1,0 +1,38 @@
+"""The optimizers that update masters of weights in halves: two AdamWs of our own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+
+MASTER_ADAMW = OptimizerWish(
+    factory=Call(path="snugfit.features.engine.masters.adamw:MasterAdamW"),
+    shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
+)
+"""Our own optimizer; the HF Trainer has no name for it."""
+
+COMPACT_ADAMW = OptimizerWish(
+    factory=Call(path="snugfit.features.engine.masters.compact_adamw:CompactAdamW"),
+    shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
+)
+"""The same with moments in 8 bits, which updates weights in fp32 too."""
+
+
+def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
+    """`COMPACT_ADAMW` over masters of so many bits."""
+    if master_bits == 32:
+        return COMPACT_ADAMW
+    factory = replace(COMPACT_ADAMW.factory, arguments={"master_bits": master_bits})
+    return replace(COMPACT_ADAMW, factory=factory)
+
+
+def master_adamw() -> OptimizerWish:
+    """Return the AdamW of weights with masters: one kernel on a GPU, for each of torch's variants."""
+    return MASTER_ADAMW
+
+
+def keeps_masters(setup: Setup) -> bool:
+    """Return whether this Setup's optimizer updates masters."""
+    return setup.optimizer.factory.path in (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)

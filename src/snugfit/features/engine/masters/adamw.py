@@ -1,0 +1,340 @@
+"""AdamW that updates masters in 32 bits, each in two halves: the bfloat16 weight, and 16 bits of its own.
+
+A weight takes 2 bytes an element, its gradient 2, and the states 10. These are two moments in fp32 and the
+other half of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master of
+both halves (`halves.py`). The result is cut in halves again. Every full copy of a weight is temporary.
+
+On a GPU one kernel updates all weights (`kernel.py`). It reads 14 bytes an element and writes 12. torch's
+fused AdamW over weights in fp32 reads 16 and writes 12, and autocast casts every weight in addition. On other
+devices it is plain torch, `AT_ONCE` numbers at a time.
+
+A step has two parts. `prepare` runs on the host: it reads the gradients' addresses, counts the step, and
+copies its numbers to the device. `launch` launches kernels and reads nothing, so a CUDA graph can contain it.
+`prepare` is called before each replay of that graph. Gradients are clipped within the update (`clip_by`),
+without a separate pass over them, and are not changed. With a non-finite norm the update changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.features.engine.masters.block import NUMBERS
+from snugfit.features.engine.masters.device_copy import DeviceCopy
+from snugfit.features.engine.masters.halves import (
+    HAS_MASTER,
+    RESIDUAL,
+    in_bits_of,
+    join,
+    pieces,
+    split,
+    take_residual,
+)
+from snugfit.features.engine.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
+from snugfit.features.engine.masters.table import MOMENTS, WeightTable
+from snugfit.step.spread_tensors import clip_coefficient
+from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as
+
+
+class Numbers(NamedTuple):
+    """The numbers of AdamW's step, as torch computes them on the host (`torch/optim/adam.py`)."""
+
+    keep: float
+    """Factor of a weight after decay: 1 - rate * decay."""
+    first_share: float
+    """Share of a gradient in the first moment: 1 - beta1."""
+    second_keep: float
+    """Factor of the second moment: beta2."""
+    second_share: float
+    """Share of a squared gradient in the second moment: 1 - beta2."""
+    root: float
+    """The square root of the second moment's bias correction: sqrt(1 - beta2 ** step)."""
+    eps: float
+    rate: float
+    """Minus the learning rate, by the first moment's bias correction: -lr / (1 - beta1 ** step)."""
+
+    @classmethod
+    def of(cls, group: dict[str, Any], step: int) -> Numbers:
+        """Return the numbers of a group's step of this number, from 1."""
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        return cls(
+            1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5,
+            group["eps"], -(lr / (1 - beta1**step)),
+        )  # fmt: skip
+
+
+class MasterAdamW(OwnAdamW):
+    """AdamW over bfloat16 weights, with the other half of each master among its states; also over fp32
+    weights.
+    """
+
+    clips_inside: ClassVar = True
+    """True: it has `gradient_norm` and `clip_by` (`mesh/spread_tensors.py`)."""
+
+    generation = 0
+    """Counter of address changes of weights or states. A CUDA graph with an earlier launch updates the old
+    addresses.
+    """
+
+    table_of: ClassVar[type[WeightTable]] = WeightTable
+    """Class of the table that passes weights to kernels and launches the updating one."""
+
+    residual_dtype = torch.int16
+    """Dtype of the other halves of its masters."""
+
+    _tables: Sequence[WeightTable] | None = None
+    _clip: tuple[torch.Tensor, float] | None = None
+
+    whole_weight = staticmethod(join)
+    """Return a weight and its held part as one tensor."""
+
+    def held_parts(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the other half of each weight that has one, for checkpoints."""
+        return {weight: state[RESIDUAL] for weight, state in self.state.items() if RESIDUAL in state}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as every optimizer does, and take over the residuals of its weights."""
+        super().add_param_group(param_group)
+        self._tables = None
+        for weight in self.param_groups[-1]["params"]:
+            if (residual := take_residual(weight)) is not None:
+                self.state[weight] = {RESIDUAL: in_bits_of(residual, self.residual_dtype)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as every optimizer does, but states keep their dtypes: torch's own would cast them to
+        bfloat16. Other halves of masters get the bits that this optimizer keeps.
+        """
+        super().load_state_dict(state_dict)
+        self._tables = None
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for weight, number in zip(weights, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor):
+                    state = in_bits_of(value, self.residual_dtype) if name == RESIDUAL else value
+                    self.state[weight][name] = state.to(weight.device)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Make one step of all weights that have a gradient."""
+        if closure is not None:
+            raise ValueError("It takes no closure: it computes no loss")
+        self.prepare()
+        self.launch()
+
+    # ---- the host's half ---------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Prepare a step: read the gradients' addresses, count a step of each weight with one, and copy the
+        step's numbers to the device, in stream order.
+        """
+        self.find_gradients()
+        self.count_step()
+
+    @torch.no_grad()
+    def find_gradients(self) -> None:
+        """Make the states of weights with their first gradient, and write all addresses to the kernels'
+        tables.
+        """
+        for weight in self._new_weights():
+            if weight.grad is not None:
+                self.make_states(weight)
+                self._tables = None
+        if self._tables is None or not self._states_are_as_before():
+            self._make_tables()
+        for table in self._tables or ():
+            table.find()
+
+    def count_step(self) -> None:
+        """Count a step, after `find_gradients`. `launch` or `forget_step` follows."""
+        rows: dict[tuple[int, int], int] = {}
+        self._counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
+        for table, groups in zip(self._tables or (), self._groups_of_tables, strict=True):
+            chosen = []
+            for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
+                row = 0
+                if has_one:
+                    self._counted.append(state)
+                    row = rows.setdefault((group, state[STEP] + 1), len(rows))
+                chosen.append(row)
+            table.number_rows(chosen)
+        for state in self._counted:
+            state[STEP] += 1
+        if rows:
+            self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
+
+    def forget_step(self) -> None:
+        """Undo a counted step that was not launched, or that changed nothing because the norm was not
+        finite.
+        """
+        for state in self._counted:
+            state[STEP] -= 1
+        self._counted = []
+
+    # ---- the device's half -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self, stop: torch.Tensor | None = None) -> None:
+        """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. A
+        non-zero scalar `stop` on the device, or a non-finite norm to clip by, leaves everything unchanged.
+        """
+        clip, self._clip = self._clip, None
+        norm, most = clip if clip is not None else (None, 0.0)
+        for table in self._tables or ():
+            update_weights(table, self._numbers.value, norm, most, stop)
+        if not self._plain or is_refused(norm, stop):
+            return
+        coefficient = None if norm is None else clip_coefficient(norm, most)
+        for weight, group in self._plain:
+            if weight.grad is not None:
+                step = self.state[weight][STEP]
+                self.update_plainly(
+                    weight, weight.grad, Numbers.of(self.param_groups[group], step), coefficient
+                )
+
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm of all gradients as one vector, in 32 bits: a scalar on the device. On a GPU it has
+        the same address each time.
+        """
+        self.find_gradients()
+        gradients = [weight.grad for weight, _ in self._plain if weight.grad is not None]
+        if not self._tables:
+            return norm_in_fp32(gradients) if gradients else torch.zeros(())
+        norm_of(self._tables, self._sums, self._norm)
+        return self._norm
+
+    def clip_by(self, norm: torch.Tensor, most: float) -> None:
+        """Clip in the next `launch`: scale gradients of this norm, a scalar in fp32 on the device, down to
+        the norm `most`. The result is that of `torch.nn.utils.clip_grads_with_norm_`, without its rounding of
+        the products.
+        """
+        self._clip = norm, most
+
+    # ---- states, tables ----------------------------------------------------------------------------------
+
+    def _new_weights(self) -> Sequence[torch.Tensor]:
+        if self._tables is None or not self._states_are_as_before():
+            weights = (weight for group in self.param_groups for weight in group["params"])
+            return [weight for weight in weights if weight.numel() and STEP not in self.state.get(weight, {})]
+        return self._without_states
+
+    def _states_are_as_before(self) -> bool:
+        """Return whether the states are the same objects; a checkpoint replaces them."""
+        return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
+
+    def make_states(self, weight: torch.Tensor) -> None:
+        """Make a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
+        bfloat16 nor fp32.
+        """
+        if weight.dtype not in (torch.bfloat16, torch.float32):
+            raise RecipeError(
+                f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
+            )
+        state = self.state[weight]
+        if weight.dtype is torch.bfloat16:
+            state[RESIDUAL] = self._residual(weight)
+            setattr(weight, HAS_MASTER, True)
+        state.update(self.new_moments(weight))
+        state[STEP] = 0
+
+    def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Both moments of a weight before its first step."""
+        return {
+            name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
+            for name in MOMENTS
+        }
+
+    def _residual(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight's given residual, on its device; zeros for a weight that was bfloat16 from the
+        start.
+        """
+        known = self.state[weight].get(RESIDUAL)
+        if known is None:
+            return torch.zeros_like(weight, dtype=self.residual_dtype, memory_format=torch.preserve_format)
+        residual: torch.Tensor = known.to(weight.device)
+        return residual
+
+    def _make_tables(self) -> None:
+        """Sort the weights with states by their kind of update."""
+        kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
+        self._plain: list[tuple[torch.Tensor, int]] = []
+        self._without_states: list[torch.Tensor] = []
+        for number, group in enumerate(self.param_groups):
+            for weight in group["params"]:
+                if STEP in self.state.get(weight, {}):
+                    by_kernel = is_on_gpu(weight)
+                    kind = kinds.setdefault(weight.dtype, []) if by_kernel else self._plain
+                    kind.append((weight, number))
+                elif weight.numel():
+                    self._without_states.append(weight)
+        self._known = list(self.state.values())
+        self._groups_of_tables = [[number for _, number in kind] for kind in kinds.values()]
+        self._tables = [
+            self.table_of([weight for weight, _ in kind], [self.state[weight] for weight, _ in kind])
+            for kind in kinds.values()
+        ]
+        self.generation += 1
+        if self._tables:
+            rows, device = sum(map(len, self._groups_of_tables)), self._tables[0].weights[0].device
+            self._numbers = DeviceCopy((rows, NUMBERS), torch.float32, device)
+            self._sums = new_sums(self._tables)
+            self._norm = torch.empty((), dtype=torch.float32, device=device)
+
+    # ---- plain torch -------------------------------------------------------------------------------------
+
+    def update_plainly(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        numbers: Numbers,
+        coefficient: torch.Tensor | None,
+    ) -> None:
+        """Update one weight in plain torch, its gradient multiplied by a scalar if there is one."""
+        state = self.state[weight]
+        slopes = flat(laid_out_as(weight, gradient))
+        first, second = (flat(state[name]) for name in MOMENTS)
+        if weight.dtype is torch.float32:
+            for exact, slope, one, two in pieces(flat(weight), slopes, first, second):
+                update(exact, widen(slope, coefficient), one, two, numbers)
+            return
+        halves = flat(weight), flat(state[RESIDUAL])
+        for high, low, slope, one, two in pieces(*halves, slopes, first, second):
+            exact = join(high, low)
+            update(exact, widen(slope, coefficient), one, two, numbers)
+            split(exact, high, low)
+
+
+def is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
+    """Return whether an update must not be made. Kernels check it themselves; on shapes it is False."""
+    stopped = stop is not None and not stop.is_meta and bool(stop != 0)
+    return stopped or (norm is not None and not norm.is_meta and not bool(norm.isfinite()))
+
+
+def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
+    """Return gradients in 32 bits, scaled if there is a coefficient."""
+    return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
+
+
+def update(
+    exact: torch.Tensor, slope: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: Numbers
+) -> None:
+    """Make AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
+    exact.mul_(numbers.keep)
+    first.lerp_(slope, numbers.first_share)
+    second.mul_(numbers.second_keep).addcmul_(slope, slope, value=numbers.second_share)
+    spread = second.sqrt().div_(numbers.root).add_(numbers.eps)
+    exact.addcdiv_(first, spread, value=numbers.rate)
+
+
+def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients as one vector, with each gradient's norm in 32 bits. torch's own has
+    the gradients' dtype, which for bfloat16 has 8 significant bits.
+    """
+    norms = [torch.linalg.vector_norm(gradient.to(torch.float32)) for gradient in gradients]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm

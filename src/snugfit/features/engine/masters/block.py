@@ -1,0 +1,82 @@
+"""Block sizes of the kernels; a file of its own, because a rehearsal has no Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LaunchSettings(NamedTuple):
+    """Settings of the update's launch. Results are the same with all of them, except for `exact`."""
+
+    block: int = 1024
+    """Elements that a program updates at once, a power of two."""
+
+    warps: int = 8
+    """Warps of 32 threads of one program."""
+
+    programs: int = 0
+    """Programs that share all blocks, one block after the other; 0 has one for each block."""
+
+    narrow: int = 8
+    """Bytes that a thread reads at once of 16-bit data. With 8 it reads four elements there, the same as of
+    32-bit data, so that no element changes its thread.
+    """
+
+    evict: str = ""
+    """Eviction policy of cache lines, as Triton names it: "evict_first" for data that is not read again."""
+
+    exact: bool = True
+    """True if divisions and roots are rounded to the nearest, as torch's are. Otherwise they take fewer
+    instructions and are off by one or two units in the last place.
+    """
+
+
+SETTINGS = LaunchSettings()
+"""Settings for 32-bit moments (`../tests/masters_in_triton.py cuda time` compares some)."""
+
+COMPACT_SETTINGS = LaunchSettings(block=512, warps=4, exact=False)
+"""Settings for 8-bit moments: the fastest of eleven on an H100. It takes 1.95 ms for BERT-large, and with
+blocks of 1,024 and 8 warps 2.17 (dev/log.md).
+"""
+
+NORM_PROGRAMS = 2048
+"""Programs that share the gradients in the norm's kernel, each of which writes one sum (chosen). A fixed
+number, so that sums are added up in one order on all devices.
+"""
+
+NORM_WARPS = 4
+"""Warps of 32 threads of each of them."""
+
+NUMBERS = 8
+"""Numbers in a row of those that the host writes in each step; the last one is the step's own number."""
+
+
+class LaunchTable(NamedTuple):
+    """A launch's view of its weights (`table.py`)."""
+
+    places: torch.Tensor
+    """Records on the device (N, length of a record), int64."""
+
+    owners: torch.Tensor
+    """The number of its weight for each block (blocks,), int32."""
+
+    which: torch.Tensor
+    """The row of numbers for each weight (N,), int32."""
+
+    blocks: int
+    """Number of blocks of all weights."""
+
+    lower_bits: int
+    """Bits of the second half of weights in two halves: 16 or 8; 0 where weights and gradients are fp32."""
+
+    is_aligned: bool
+    """True if all addresses are multiples of 16."""
+
+    settings: LaunchSettings
+    """Settings of the launch, with the size of these blocks."""
+
+    group: int
+    """Elements of which moments share a scale, in 8 bits (`compact.py`); 0 where moments have 32 bits."""

@@ -1,0 +1,106 @@
+"""AdamW that keeps both moments in 8 bits, over weights in halves or in fp32.
+
+For a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and
+writes 12. Scales add an eighth of a byte each way. Masters, gradients and the arithmetic stay in 32 bits;
+`compact.py` describes the storage of moments. A weight takes 4 bytes an element with its other half, and its
+states 2.125.
+
+With masters of 24 bits the other half takes 1 byte and not 2. So an update reads 7 bytes and writes 5.
+Masters are rounded by chance then (`halves.py`), as moments are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from snugfit.features.engine.masters import compact
+from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, update, widen
+from snugfit.features.engine.masters.block import COMPACT_SETTINGS
+from snugfit.features.engine.masters.halves import AT_ONCE, RESIDUAL, join, split, split_by_chance
+from snugfit.features.engine.masters.table import MOMENTS, WeightTable
+from snugfit.step.wishes.own_adamw import STEP, flat, laid_out_as
+
+SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+"""Keys of the states that have a group's scale."""
+
+
+class CompactTable(WeightTable):
+    """A record ends with the addresses of both scales."""
+
+    record = 9
+    group = compact.GROUP
+    usual_settings = COMPACT_SETTINGS
+
+    @classmethod
+    def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
+        """Residual, both moments and both scales."""
+        return [*super().tensors_kept(state), *(state[name] for name in SCALES)]
+
+
+class CompactAdamW(MasterAdamW):
+    """AdamW with moments in 8 bits, rounded by chance."""
+
+    table_of = CompactTable
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        master_bits: Literal[32, 24] = 32,
+    ) -> None:
+        """Take torch's default numbers, repeated because optimizers are built from the signature
+        (`wishes/optimizer.py`). `master_bits` is the size of masters in halves.
+        """
+        self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+    def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zero codes with the weight's memory layout, and scales in the order of its memory."""
+        groups = compact.scale_count(weight.numel())
+        codes = {
+            name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
+            for name, dtype in zip(MOMENTS, (torch.int8, torch.uint8), strict=True)
+        }
+        return codes | {
+            name: torch.zeros(groups, dtype=torch.float32, device=weight.device) for name in SCALES
+        }
+
+    def update_plainly(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        numbers: Numbers,
+        coefficient: torch.Tensor | None,
+    ) -> None:
+        """Update one weight in plain torch, and turn its moments into codes again."""
+        state = self.state[weight]
+        slopes, values = flat(laid_out_as(weight, gradient)), flat(weight)
+        codes = [flat(state[name]) for name in MOMENTS]
+        for begin in range(0, weight.numel(), AT_ONCE):
+            part = slice(begin, begin + AT_ONCE)
+            groups = slice(begin // compact.GROUP, compact.scale_count(begin + AT_ONCE))
+            first_code, second_code = (code[part] for code in codes)
+            first_scale, second_scale = (state[name][groups] for name in SCALES)
+            first = compact.widen_first(first_code, first_scale)
+            second = compact.widen_second(second_code, second_scale)
+            slope = widen(slopes[part], coefficient)
+            if weight.dtype is torch.float32:
+                update(values[part], slope, first, second, numbers)
+            else:
+                low = flat(state[RESIDUAL])[part]
+                exact = join(values[part], low)
+                update(exact, slope, first, second, numbers)
+                if low.dtype is torch.int8:
+                    draws = compact.draws(begin, first.numel(), state[STEP], weight.device)
+                    split_by_chance(exact, values[part], low, draws)
+                else:
+                    split(exact, values[part], low)
+            chance = compact.chances(begin, first.numel(), state[STEP], weight.device)
+            compact.narrow_first(first, chance.first, first_code, first_scale)
+            compact.narrow_second(second, chance.second, second_code, second_scale)

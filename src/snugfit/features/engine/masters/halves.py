@@ -1,0 +1,151 @@
+"""A number in 32 bits as two halves: the nearest bfloat16, and 16 bits of the difference.
+
+The bit patterns of a number and its nearest bfloat16, read as whole numbers, differ by -32,768 to 32,767.
+That is 16 bits with a sign. So the two halves are the whole number, for any number, and the forward pass
+computes with the first. A number halfway between two neighbours is rounded away from zero, not to the even
+one as torch's casts do. Otherwise 65,537 numbers would be rounded to an even neighbour and 65,535 to an odd
+one, more than 16 bits can distinguish. NaN has many bit patterns, and becomes the usual one.
+
+The second half may have 8 bits, in units of 256 of those. Then a master has 24 bits. An update's result in 32
+bits is rounded by chance to either neighbour, with odds by its distance. Rounded to the nearest, a master
+would not change under updates of less than half a unit, 2^-16 of it at most. Rounded by chance, its average
+change is that of 32 bits. Numbers are rounded first and cut then, so a carry reaches the bfloat16, and the
+two are exactly the 24 bits. An infinite number stays infinite. A number within a unit of the largest may
+become infinite, as in every rounding.
+
+A split weight without an optimizer holds its second half under `RESIDUAL`; later the optimizer has it among
+its states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from snugfit.job.dtype import cast_weights
+from snugfit.step.wishes.own_adamw import flat
+
+HAS_MASTER = "has_master"
+"""The attribute of a weight of bfloat16 that is one half of its master."""
+
+RESIDUAL = "residual"
+"""The name of the other half: a weight's attribute while it has no optimizer, then the key of its state."""
+
+AT_ONCE = 1 << 20
+"""Numbers that are widened together (chosen). Their copies in 32 bits stay in a CPU's caches, and take 16 MiB
+at most.
+"""
+
+HALFWAY = 1 << 15
+"""Half of the range of the lower 16 bits."""
+
+UNIT = 1 << 8
+"""Unit of a second half in 8 bits, in units of one in 16 bits."""
+
+
+def lower_bits(residual: torch.Tensor | None) -> int:
+    """Return the bits of a second half: 16 or 8, and 0 without one."""
+    return 0 if residual is None else 8 * residual.dtype.itemsize
+
+
+def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Return the numbers in 32 bits of these halves, bfloat16 and int16 or int8."""
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    unit = UNIT if residual.dtype is torch.int8 else 1
+    return bits.add_(residual, alpha=unit).view(torch.float32)
+
+
+def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
+    """Write both halves of these 32-bit numbers, which are overwritten; the second half has 16 bits."""
+    exact.masked_fill_(exact.isnan(), math.nan)
+    bits = exact.view(torch.int32)
+    upper = bits.add(HALFWAY).bitwise_right_shift_(16)
+    weight.view(torch.int16).copy_(upper)
+    residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
+
+
+def split_by_chance(
+    exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, draws: torch.Tensor
+) -> None:
+    """Write both halves of these 32-bit numbers, which are overwritten; the second half has 8 bits. A number
+    is rounded up where its bits beyond 24 and `draws`, int32 from 0 to 255, add up to a unit.
+    """
+    exact.masked_fill_(exact.isnan(), math.nan)
+    bits = exact.view(torch.int32).add_(draws).bitwise_and_(-UNIT)
+    upper = bits.add(HALFWAY).bitwise_right_shift_(16)
+    weight.view(torch.int16).copy_(upper)
+    residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)).bitwise_right_shift_(8))
+
+
+def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a second half as int16 or int8. In 8 bits it is the nearest, but never beyond the middle between
+    two bfloat16s. So the first half does not change.
+    """
+    if residual.dtype is dtype:
+        return residual
+    if dtype is torch.int16:
+        return residual.to(torch.int16).mul_(UNIT)
+    most = (1 << 15) - 1 - UNIT // 2  # more would be rounded to 128 units, which 8 bits have not
+    return residual.clamp(max=most).add_(UNIT // 2).bitwise_right_shift_(8).to(torch.int8)
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Flat tensors of one length cut alike, `AT_ONCE` elements at a time."""
+    return zip(*(tensor.split(AT_ONCE) for tensor in tensors), strict=True)
+
+
+def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tensors of a weight's two halves, which lie as it does. A weight in 16 bits is a whole master."""
+    high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)
+    low = torch.empty_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
+    for exact, first, second in pieces(flat(weight), flat(high), flat(low)):
+        split(exact.to(torch.float32, copy=True), first, second)
+    return high, low
+
+
+@torch.no_grad()
+def split_weights(model: Any) -> None:
+    """Make trained weights bfloat16, each with its second half as an attribute. All other floating-point
+    tensors of the model become bfloat16 alone. Weights that an architecture keeps in fp32 stay so.
+    """
+    stays = _kept_in_fp32(model)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.dtype in (torch.float32, torch.float16) and name not in stays:
+            weight.data, residual = halves_of(weight)
+            setattr(weight, RESIDUAL, residual)
+            setattr(weight, HAS_MASTER, True)
+    as_they_are = {name: weight.data for name, weight in model.named_parameters() if name in stays}
+    cast_weights(model, "bfloat16")
+    for name, value in as_they_are.items():
+        model.get_parameter(name).data = value
+    model.register_load_state_dict_pre_hook(load_masters)
+
+
+def _kept_in_fp32(model: Any) -> set[str]:
+    """Return the names of weights that a model of transformers has in fp32 next to bfloat16, such as the bias
+    of DeepSeek-V3's router (`_keep_in_fp32_modules_strict`).
+    """
+    parts = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
+
+
+def take_residual(weight: torch.Tensor) -> torch.Tensor | None:
+    """Remove and return the second half of a weight without an optimizer."""
+    residual: torch.Tensor | None = vars(weight).pop(RESIDUAL, None)
+    return residual
+
+
+def load_masters(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Split weights in 32 bits before they are loaded into a model with split weights. It gets their first
+    halves, which torch's cast would round differently. Weights without an optimizer get their second halves.
+    """
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if value is None or value.dtype is not torch.float32 or not getattr(weight, HAS_MASTER, False):
+            continue
+        state[prefix + name], residual = halves_of(value)
+        if RESIDUAL in vars(weight):
+            getattr(weight, RESIDUAL).copy_(residual)

@@ -1,0 +1,218 @@
+"""Kernels that update many weights at once and take the norm of their gradients, in Triton.
+
+A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). A launch
+takes few pointers, and a model has hundreds of weights. The numbers of a step are on the device too, as is
+the norm that gradients are clipped by. So all launches are equal, and a CUDA graph can contain one.
+
+An update of a weight in halves, computed in fp32, reads 14 bytes an element and writes 12. A weight in fp32
+takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
+is 7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a
+weight in fp32. Moments with 32 bits come with 16 alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from snugfit.features.engine.masters.block import NORM_WARPS, NUMBERS, LaunchTable
+from snugfit.features.engine.masters.compact_kernel import update_compact
+from snugfit.features.engine.masters.elements import (
+    adamw,
+    clip_coefficient,
+    is_finite,
+    join_halves,
+    pointer,
+    upper_half,
+)
+
+WIDE = 16
+"""Bytes that a thread reads at once of 32-bit data, at addresses that are multiples of it."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def update_part(  # type: ignore[no-untyped-def]
+    weight, residual, first_moment, second_moment, gradient, begin, left, own, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Update `BLOCK` elements from `begin` at these addresses; with `MASKED`, only the first `left`."""
+    at = tl.arange(0, BLOCK)
+    mask = at < left if MASKED else None
+    firsts = pointer(first_moment, tl.float32, ALIGNED) + begin + at
+    seconds = pointer(second_moment, tl.float32, ALIGNED) + begin + at
+    if HALVES:
+        weights = pointer(weight, tl.int16, NARROW) + begin + at
+        residuals = pointer(residual, tl.int16, NARROW) + begin + at
+        gradients = pointer(gradient, tl.bfloat16, NARROW) + begin + at
+        upper = tl.load(weights, mask=mask, eviction_policy=EVICT)
+        lower = tl.load(residuals, mask=mask, eviction_policy=EVICT)
+        exact = join_halves(upper, lower)
+    else:
+        weights = pointer(weight, tl.float32, ALIGNED) + begin + at
+        gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
+        exact = tl.load(weights, mask=mask, eviction_policy=EVICT)
+    slope = tl.load(gradients, mask=mask, eviction_policy=EVICT).to(tl.float32)
+    first = tl.load(firsts, mask=mask, eviction_policy=EVICT)
+    second = tl.load(seconds, mask=mask, eviction_policy=EVICT)
+    if CLIPS:
+        slope = slope * coefficient
+    exact, first, second = adamw(exact, slope, first, second, own, EXACT)
+
+    tl.store(firsts, first, mask=mask, eviction_policy=EVICT)
+    tl.store(seconds, second, mask=mask, eviction_policy=EVICT)
+    if HALVES:
+        upper, lower = upper_half(exact)
+        tl.store(weights, upper, mask=mask)
+        tl.store(residuals, lower, mask=mask, eviction_policy=EVICT)
+    else:
+        tl.store(weights, exact, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def update_any(  # type: ignore[no-untyped-def]
+    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+    CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """`update_part`, or `update_compact` where there is a `GROUP`."""
+    if GROUP:
+        update_compact(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, MASKED, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+    else:
+        update_part(
+            weight, residual, first, second, gradient, begin, left, own, coefficient,
+            HALVES, BLOCK, MASKED, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def update_block(  # type: ignore[no-untyped-def]
+    places, owners, which, numbers, block, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
+    ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Update one block of its weight, if that has a gradient."""
+    column = tl.load(owners + block)
+    record = places + column * RECORD
+    gradient = tl.load(record + 6)
+    if gradient != 0:
+        begin = (block - tl.load(record)) * BLOCK
+        left = tl.load(record + 1) - begin
+        own = numbers + tl.load(which + column) * ROW
+        weight, residual = tl.load(record + 2), tl.load(record + 3)
+        first, second = tl.load(record + 4), tl.load(record + 5)
+        first_scales, second_scales = first, second
+        if GROUP:
+            first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
+        if left >= BLOCK:
+            update_any(
+                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+                coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            )  # fmt: skip
+        else:
+            update_any(
+                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+                coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def update_weights(  # type: ignore[no-untyped-def]
+    places, owners, which, numbers, norm, stop, blocks, most,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, STOPS: tl.constexpr,
+    RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
+    EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
+):  # fmt: skip
+    """Update the blocks of a program, unless the norm is not finite or `stop` is not 0."""
+    coefficient, goes_on = 1.0, True
+    if CLIPS:
+        length = tl.load(norm)
+        coefficient = clip_coefficient(length, most)
+        goes_on = is_finite(length)
+    if STOPS:
+        goes_on = goes_on & (tl.load(stop) == 0)
+    if goes_on:
+        program = tl.program_id(0)
+        if LOOPS:
+            for block in range(program, blocks, tl.num_programs(0)):
+                update_block(
+                    places, owners, which, numbers, block, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
+                    ROW, ALIGNED, NARROW, EVICT, EXACT,
+                )  # fmt: skip
+        else:
+            update_block(
+                places, owners, which, numbers, program, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
+                ROW, ALIGNED, NARROW, EVICT, EXACT,
+            )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_squares(  # type: ignore[no-untyped-def]
+    places, owners, sums, blocks, HALVES: tl.constexpr, BLOCK: tl.constexpr, RECORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Sum the squares of the gradients in a program's blocks, in fp32."""
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        record = places + tl.load(owners + block) * RECORD
+        address = tl.load(record + 6)
+        begin = (block - tl.load(record)) * BLOCK
+        left = tl.where(address != 0, tl.load(record + 1) - begin, 0)
+        if HALVES:
+            gradients = pointer(address, tl.bfloat16, ALIGNED) + begin + at
+        else:
+            gradients = pointer(address, tl.float32, ALIGNED) + begin + at
+        slope = tl.load(gradients, mask=at < left, other=0.0).to(tl.float32)
+        total += slope * slope
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the square root of all these sums together, a scalar."""
+    at = tl.arange(0, WIDTH)
+    total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
+    tl.store(norm, tl.sqrt_rn(total))
+
+
+def launch_update(
+    table: LaunchTable,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    most: float,
+    stop: torch.Tensor | None,
+) -> None:
+    """Update the weights of this table by rows of numbers (N, 8). With a norm, a scalar in fp32, gradients
+    are clipped to the norm `most`. A non-zero scalar `stop` skips the update.
+    """
+    settings, aligned = table.settings, table.is_aligned
+    programs = min(settings.programs or table.blocks, table.blocks)
+    update_weights[(programs,)](
+        table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
+        numbers if stop is None else stop, table.blocks, float(most),
+        HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
+        STOPS=stop is not None,
+        RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
+        NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
+        LOOPS=programs < table.blocks, num_warps=settings.warps,
+    )  # fmt: skip
+
+
+def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
+    """Write sums of squares of this table's gradients, in fp32: one for each program."""
+    sum_squares[(sums.numel(),)](
+        table.places, table.owners, sums, table.blocks, HALVES=table.lower_bits > 0,
+        BLOCK=table.settings.block, RECORD=table.places.size(1), ALIGNED=WIDE if table.is_aligned else 1,
+        num_warps=NORM_WARPS,
+    )  # fmt: skip
+
+
+def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
+    """Write the norm, a scalar, from sums of squares."""
+    root_of_sums[(1,)](sums, norm, sums.numel(), WIDTH=triton.next_power_of_2(sums.numel()), num_warps=8)

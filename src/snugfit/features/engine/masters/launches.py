@@ -1,0 +1,126 @@
+"""The GPU work of an update with masters: the kernels' launches, and their shapes for a rehearsal.
+
+A rehearsal's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
+as the kernel. A step on a GPU launches the kernels themselves. An operator over lists of hundreds of tensors
+takes the host longer than the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.features.engine.masters.block import NORM_PROGRAMS
+
+if TYPE_CHECKING:
+    from snugfit.features.engine.masters.table import WeightTable
+
+_KERNEL_ON_META = False
+"""True if a rehearsal's step is one on a GPU."""
+
+OPERATORS = torch.library.Library("triton", "FRAGMENT")
+"""Library of operators, named as traces name kernels that Triton compiles at their first launch."""
+
+for _name in ("adamw_of_weights", "adamw_with_8_bit_states"):
+    OPERATORS.define(
+        f"{_name}(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor places, "
+        "Tensor numbers) -> ()"
+    )
+OPERATORS.define("squares_of_gradients(Tensor[] gradients, Tensor places, Tensor(a!) sums) -> ()")
+OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
+
+
+def writes_in_place(*arguments: Any) -> None:
+    """Their results are written in place, so they allocate nothing."""
+
+
+for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradients", "norm_of_squares"):
+    OPERATORS.impl(_name, writes_in_place, "Meta")
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether kernels read the tensor: on a GPU, or in a rehearsal of one."""
+    return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
+
+
+@contextlib.contextmanager
+def shapes(*, on_gpu: bool = True) -> Iterator[None]:
+    """Make a step on `meta` one on a GPU, or one on a CPU, inside of this context."""
+    global _KERNEL_ON_META
+    before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
+    try:
+        yield
+    finally:
+        _KERNEL_ON_META = before
+
+
+def update_weights(
+    table: WeightTable,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    most: float,
+    stop: torch.Tensor | None,
+) -> None:
+    """Make AdamW's step of this table's weights (`kernel.launch_update`)."""
+    if not numbers.is_meta:
+        with triton_named():
+            table.launch(numbers, norm, most, stop)
+        torch.autograd.graph.increment_version(table.weights)
+        table.forget_copies()
+        return
+    among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
+    states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
+    operators = torch.ops.triton
+    update = operators.adamw_with_8_bit_states if table.group else operators.adamw_of_weights
+    update(
+        [table.weights[number] for number in among], [state for state in states if state is not None],
+        table.gradients(), table.places, numbers,
+    )  # fmt: skip
+    table.forget_copies()
+
+
+def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tensor) -> None:
+    """Write the norm of these tables' gradients, a scalar, from sums of squares for each of them (tables,
+    `NORM_PROGRAMS`).
+    """
+    if norm.is_meta:
+        for table, row in zip(tables, sums.unbind(), strict=True):
+            torch.ops.triton.squares_of_gradients(table.gradients(), table.places, row)
+        take_root(sums, norm)
+        return
+    with triton_named():
+        from snugfit.features.engine.masters import kernel
+    for table, row in zip(tables, sums.unbind(), strict=True):
+        kernel.launch_sums(table.as_launched(), row)
+    take_root(sums, norm)
+
+
+def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
+    """Write the norm, a scalar, from sums of squares of any shape."""
+    if norm.is_meta:
+        torch.ops.triton.norm_of_squares(sums, norm)
+        return
+    with triton_named():
+        from snugfit.features.engine.masters import kernel
+    kernel.launch_norm(sums, norm)
+
+
+def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
+    """Room for the sums of squares (tables, `NORM_PROGRAMS`), in fp32."""
+    return torch.empty((len(tables), NORM_PROGRAMS), dtype=torch.float32, device=tables[0].weights[0].device)
+
+
+@contextlib.contextmanager
+def triton_named() -> Iterator[None]:
+    """Import kernels inside of this context. Raises `RecipeError` where Triton is missing."""
+    try:
+        yield
+    except ImportError as fault:
+        raise RecipeError(
+            f"The update of weights with masters is a kernel that Triton compiles, which cannot be imported: "
+            f"{fault}. Try: pip install triton, or the recipe 'bf16'."
+        ) from None

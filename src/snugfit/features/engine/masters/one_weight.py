@@ -1,0 +1,168 @@
+"""Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that do not stay.
+
+States and numbers are the same as in a step over all weights. On a GPU each update is a separate launch, and
+so is a gradient's share of the norm. Both read the step's numbers on the device. On other devices they are
+plain torch. A rehearsal's step calls operators, as in `launches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+
+from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, is_refused
+from snugfit.features.engine.masters.block import NORM_PROGRAMS, NUMBERS
+from snugfit.features.engine.masters.device_copy import DeviceCopy
+from snugfit.features.engine.masters.halves import lower_bits
+from snugfit.features.engine.masters.launches import (
+    OPERATORS,
+    is_on_gpu,
+    take_root,
+    triton_named,
+    writes_in_place,
+)
+from snugfit.step.spread_tensors import clip_coefficient
+from snugfit.step.wishes.own_adamw import STEP, laid_out_as
+
+OPERATORS.define(
+    "adamw_of_weight(Tensor(a!) weight, Tensor(b!)[] states, Tensor gradient, Tensor numbers) -> ()"
+)
+OPERATORS.define("squares_of_gradient(Tensor gradient, Tensor(a!) sums) -> ()")
+for _name in ("adamw_of_weight", "squares_of_gradient"):
+    OPERATORS.impl(_name, writes_in_place, "Meta")
+
+
+class MasterUpdates:
+    """Norm and updates of the weights of one optimizer, one by one (`updates/one_weight.py`)."""
+
+    can_be_recorded: ClassVar = True
+    """Its numbers are on the device."""
+
+    def __init__(self, optimizer: MasterAdamW) -> None:
+        self._optimizer: Any = optimizer
+        self._weights: list[tuple[torch.Tensor, int]] = [
+            (weight, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for weight in group["params"]
+        ]
+        self._order = {weight: number for number, (weight, _) in enumerate(self._weights)}
+        self._norms: dict[int, torch.Tensor] = {}
+        self._norm: torch.Tensor | None = None
+        self._most = 0.0
+        self._coefficient: torch.Tensor | None = None
+        self._is_refused = False
+        self._known: list[Any] = []
+        by_kernel = [weight for weight, _ in self._weights if is_on_gpu(weight)]
+        if by_kernel:
+            device = by_kernel[0].device
+            self._numbers = DeviceCopy((len(self._weights), NUMBERS), torch.float32, device)
+            self._rows = self._numbers.value.unbind()
+            self._sums = torch.empty(NORM_PROGRAMS, dtype=torch.float32, device=device)
+            self._root = torch.empty((), dtype=torch.float32, device=device)
+        self._by_kernel = bool(by_kernel)
+
+    def has_moved(self) -> bool:
+        """Return whether weights have other states than at the last call, such as a checkpoint's."""
+        before, self._known = self._known, list(self._optimizer.state.values())
+        return len(before) != len(self._known) or not all(map(is_, before, self._known))
+
+    # ---- the norm ----------------------------------------------------------------------------------------
+
+    def begin_norm(self) -> None:
+        """Begin a norm without any gradient."""
+        self._norms.clear()
+        if self._by_kernel:
+            self._sums.zero_()
+
+    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Count this gradient in the norm."""
+        gradient = laid_out_as(weight, gradient)
+        if not is_on_gpu(weight):
+            self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
+        elif gradient.is_meta:
+            torch.ops.triton.squares_of_gradient(gradient, self._sums)
+        elif gradient.numel():
+            with triton_named():
+                from snugfit.features.engine.masters.one_weight_kernel import launch_squares_of_one
+            launch_squares_of_one(gradient, self._sums)
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all taken gradients, in 32 bits: a scalar on the device."""
+        if self._by_kernel:
+            take_root(self._sums, self._root)
+            return self._root
+        norms = [norm for _, norm in sorted(self._norms.items())]
+        self._norms.clear()
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm
+
+    # ---- the updates -------------------------------------------------------------------------------------
+
+    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
+        optimizer = self._optimizer
+        optimizer._opt_called = True  # as a schedule wants it, which sees no call of `step`
+        self._norm, self._most = norm, most
+        if self._by_kernel:
+            steps = [
+                (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1) for weight, number in self._weights
+            ]
+            rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
+            self._numbers.write([rows[one] for one in steps])
+            return
+        self._is_refused = is_refused(norm, None)
+        self._coefficient = None if norm is None else clip_coefficient(norm, most)
+
+    def has_states(self, weight: torch.Tensor) -> bool:
+        """Return whether this weight has states, so that its update makes none."""
+        return not weight.numel() or STEP in self._optimizer.state.get(weight, {})
+
+    @torch.no_grad()
+    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
+        """Make the states of weights that have none."""
+        for weight in weights:
+            if not self.has_states(weight):
+                self._optimizer.make_states(weight)
+
+    def count(self, weights: Iterable[torch.Tensor]) -> None:
+        """Count an update of these weights. A plain torch update has counted itself."""
+        for weight in weights:
+            if weight.numel() and is_on_gpu(weight):
+                self._optimizer.state[weight][STEP] += 1
+
+    @torch.no_grad()
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update one weight by its gradient."""
+        optimizer = self._optimizer
+        if not weight.numel():
+            return
+        self.make_states([weight])
+        state, order = optimizer.state[weight], self._order[weight]
+        if is_on_gpu(weight):
+            self._launch(weight, laid_out_as(weight, gradient), state, self._rows[order])
+            return
+        state[STEP] += 1
+        if not self._is_refused:
+            numbers = Numbers.of(optimizer.param_groups[self._weights[order][1]], state[STEP])
+            optimizer.update_plainly(weight, gradient, numbers, self._coefficient)
+
+    def _launch(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], own: torch.Tensor
+    ) -> None:
+        table = self._optimizer.table_of
+        residual, first, second, *scales = table.tensors_kept(state)
+        if weight.is_meta:
+            held = [one for one in (residual, first, second, *scales) if one is not None]
+            torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
+            return
+        with triton_named():
+            from snugfit.features.engine.masters.one_weight_kernel import launch_update_of_one
+        places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
+        launch_update_of_one(
+            places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
+            halves=lower_bits(residual), group=table.group, settings=table.usual_settings,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version([weight])

@@ -1,0 +1,152 @@
+"""Tables of addresses: the kernels look up each weight and all tensors of its update.
+
+The table is written once, and again when an address has changed. Gradients that keep their addresses from
+step to step, by the allocator or in a CUDA graph, need no new one. A weight without a gradient stays in it,
+with the address 0, so that all steps have the same launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.features.engine.masters.block import SETTINGS, LaunchSettings, LaunchTable
+from snugfit.features.engine.masters.device_copy import DeviceCopy
+from snugfit.features.engine.masters.halves import RESIDUAL, lower_bits
+from snugfit.step.wishes.own_adamw import flat, laid_out_as
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of AdamW's states."""
+
+ALIGNMENT = 16
+"""Bytes of which addresses are multiples, as torch's allocator aligns them. A tensor that begins within
+another may have another address, and is read more slowly.
+"""
+
+
+class WeightTable:
+    """Weights of one device and dtype, in halves or in 32 bits, in the order in which they are updated.
+
+    `places` has a record of int64 for each weight: its first block, its number of elements, and addresses.
+    These are of weight, residual (0 without), states and, seventh, gradient (0 without). `owners` has the
+    weight's number for each block, and `which` for each weight its row of the step's numbers.
+    """
+
+    record = 7
+    group = 0
+    """Elements of which moments share a scale; 0 where moments have 32 bits."""
+    usual_settings: ClassVar[LaunchSettings] = SETTINGS
+    """Default settings of the table's launches."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
+        self.settings = self.usual_settings
+        self.weights, self.states = list(weights), list(states)
+        self.lower_bits = _lower_bits_of_all(states)
+        for weight in weights:
+            flat(weight)  # or it is refused
+        device, block = weights[0].device, self.settings.block
+        counts = torch.tensor([weight.numel() for weight in weights], dtype=torch.int64, device="cpu")
+        blocks = (counts + block - 1) // block
+        numbers = torch.arange(len(weights), dtype=torch.int32, device="cpu")
+        self.owners = numbers.repeat_interleave(blocks).to(device)
+        self.blocks = int(blocks.sum())
+        self.has_gradient: list[bool] = []
+        """One flag per weight, from the last call of `find`."""
+        self.is_aligned = True
+        self._starts: list[int] = (blocks.cumsum(0) - blocks).tolist()
+        self._counts: list[int] = counts.tolist()
+        self._kept = [[*map(_address, self.tensors_kept(state))] for state in states]
+        self._places = DeviceCopy((len(weights), self.record), torch.int64, device)
+        self._which = DeviceCopy((len(weights),), torch.int32, device)
+        self._copies: Sequence[torch.Tensor | None] = ()
+        self._found: list[int] | None = None
+        self._rows: list[int] | None = None
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Return the records on the device (N, `record`), int64."""
+        return self._places.value
+
+    def as_launched(self) -> LaunchTable:
+        """Return the arguments of a launch."""
+        return LaunchTable(
+            self.places, self.owners, self._which.value, self.blocks, self.lower_bits,
+            self.is_aligned, self.settings, self.group,
+        )  # fmt: skip
+
+    @classmethod
+    def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
+        """Return the update's tensors of a weight, in the order of a record: its residual and both
+        moments.
+        """
+        return [state.get(RESIDUAL), *(state[name] for name in MOMENTS)]
+
+    def find(self) -> None:
+        """Read the addresses of weights and gradients, and write the records where one has changed. Raises
+        `RecipeError` for a gradient that is sparse or of another dtype than its weight.
+        """
+        given = [weight.grad for weight in self.weights]
+        self.has_gradient = [gradient is not None for gradient in given]
+        addresses = [weight.data_ptr() for weight in self.weights]
+        try:
+            addresses += map(_address, given)
+        except RuntimeError:  # a sparse one has no address
+            addresses = []
+        if addresses and addresses == self._found:
+            return
+        read = [
+            None if gradient is None else laid_out_as(weight, gradient)
+            for weight, gradient in zip(self.weights, given, strict=True)
+        ]
+        self._copies = [copy for copy, slope in zip(read, given, strict=True) if copy is not slope]
+        self._found = None if self._copies else addresses  # copies are made anew in each step
+        records = [
+            [start, count, weight, *of_state[:3], slope, *of_state[3:]]
+            for start, count, weight, of_state, slope in zip(
+                self._starts, self._counts, addresses, self._kept, map(_address, read), strict=False
+            )
+        ]
+        self.is_aligned = not any(address % ALIGNMENT for record in records for address in record[2:])
+        self._places.write(records)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the existing gradients. The table holds none: they are dropped when a step ends."""
+        return [weight.grad for weight in self.weights if weight.grad is not None]
+
+    def forget_copies(self) -> None:
+        """Drop copies of gradients with another memory layout than their weights, which kernels have read."""
+        self._copies = []
+
+    def number_rows(self, rows: list[int]) -> None:
+        """Set the row of numbers of each weight's update."""
+        if rows != self._rows:
+            self._rows = list(rows)
+            self._which.write(rows)
+
+    def launch(
+        self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float, stop: torch.Tensor | None
+    ) -> None:
+        """Launch the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
+        from snugfit.features.engine.masters.kernel import launch_update
+
+        launch_update(self.as_launched(), numbers, norm, most, stop)
+
+
+def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:
+    """Return the bits of these weights' second halves. Raises `RecipeError` where they differ: one kernel
+    updates all.
+    """
+    widths = {lower_bits(state.get(RESIDUAL)) for state in states}
+    if len(widths) > 1:
+        raise RecipeError(
+            f"The second halves of some masters have {min(widths)} bits and of others {max(widths)}: states "
+            "of two optimizers were mixed. Load those of one."
+        )
+    return widths.pop()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

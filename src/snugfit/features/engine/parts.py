@@ -1,0 +1,368 @@
+"""Splice a step recorded as CUDA graphs from the passes of an ordinary step and a recorded update.
+
+A graph records the same kernels, with the same allocations, as a step that is launched kernel by kernel. So
+the passes recorded for an ordinary step serve here too. Three properties differ: the memory pool, the number
+of executions, and the passes that are left out:
+
+- Step 0 runs all passes in the graphs' memory pool, and the update in the ordinary one.
+- Step 1 runs the passes of the first and of the last micro-batch in the graphs' memory pool. Before each, the
+  allocator releases its cached memory. Norm and update are recorded in the same way.
+- Later steps allocate nothing, except by an update that cannot be recorded.
+
+The update is simulated alone, with empty gradients, by the code that records a real step
+(`replay/step.py`). It differs from an ordinary update, because its scalars are on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.features.engine.fields import CAPTURE
+from snugfit.features.engine.launches import played_back
+from snugfit.rehearsal.rehearse import STEPS, record_step
+from snugfit.rehearsal.splice import (
+    Part,
+    SharedBlock,
+    UpdateAlone,
+    make_gradients,
+    rehearse_update,
+    split_update,
+)
+from snugfit.rehearsal.step_parts import StepParts, UnsupportedStep
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece, micro_batch_starts, widen
+from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Kernel, MarkKind
+from snugfit.results.footprint import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.step.plain_loop import Built
+    from snugfit.step.step import Observer
+    from snugfit.techniques.setup import Setup
+
+RECORDED = STEPS + 1
+"""Steps of an update: one launched kernel by kernel, one recorded, and two equal replays."""
+
+MULTIPLIES = "aten::mul"
+
+SHARE_BYTES = 4
+"""Size in bytes of the scalar that multiplies the loss of a micro-batch."""
+
+
+class CapturedParts(StepParts):
+    """The parts of a step that is recorded and replayed."""
+
+    def as_written(self, setup: Setup, *, padded: bool) -> Setup:
+        """Return the Setup without graphs. With padding, batches are those of recorded steps."""
+        wish = CAPTURE.of(setup)
+        fills = wish.multiple if wish is not None and padded else 0
+        return setup.with_fields(capture=None, filled_batches=fills)
+
+    def refuse(self, setup: Setup, waits: int) -> None:
+        """Raise `UnsupportedStep` if passes to be recorded wait for the device."""
+        if waits and CAPTURE.of(setup) is not None:
+            raise UnsupportedStep("it cannot be recorded: its code reads a number from the device")
+
+    def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
+        """Return the update, recorded as a graph. Raises `UnsupportedStep` if it waits for the device."""
+        is_recorded = CAPTURE.of(setup) is not None
+        return (rehearse_captured_update if is_recorded else rehearse_update)(job, setup, *asked)
+
+    def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
+        """Return the recorded step of these parts, or None if the parts do not match."""
+        return splice_captured(passes, update, micro_batches=micro_batches)
+
+    def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        """Return the kernels, replayed as CUDA graphs."""
+        if CAPTURE.of(setup) is None:
+            return kernels
+        return played_back(kernels, has_shares=setup.micro_batches > 1)
+
+
+class ReleasedParts(CapturedParts):
+    """Passes that update, perhaps recorded: no parts of a step."""
+
+    can_be_spliced = False
+
+
+# ---- the update ------------------------------------------------------------------------------------------
+
+
+def rehearse_captured_update(
+    job: Job,
+    setup: Setup,
+    policy: Policy,
+    gradients: tuple[int, ...],
+    shared: tuple[SharedBlock, ...] = (),
+) -> Part:
+    """Return clipping and the optimizer's step, recorded as a graph.
+
+    `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
+    blocks. Raise `UnsupportedStep` if the update waits for the device.
+    """
+    import torch
+
+    setup = replace(setup, micro_batches=1, checkpoint=None)
+    step = _CapturedUpdateAlone(job, setup, torch.device("meta"))
+    step.gradients, step.shared = gradients, shared
+    recording = record_step(step, policy, RECORDED)
+    if step.runner is None or step.runner.why_not or not recording.settled:
+        raise UnsupportedStep("its update cannot be recorded")
+    return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)
+
+
+class _CapturedUpdateAlone(UpdateAlone):
+    """The loop with recorded steps, on empty gradients that no forward pass computed."""
+
+    loss_of: Callable[[Any, Mapping[str, Any]], Any]
+    computed: Callable[[Any], None]
+
+    def _train(self, steps: int, observer: Observer) -> list[float]:
+        self.loss_of = lambda model, batch: _Gradients(model, self.gradients, self.shared)
+        self.start_runner()
+        return super()._train(steps, observer)
+
+    def _accumulate(self, built: Built) -> torch.Tensor | None:
+        assert self.runner is not None
+        return self.runner.run_passes(built, [{}], [None])
+
+    def reads_gradients(self) -> bool:
+        """Return False: the update reads them on the device."""
+        return False
+
+    def run_passes(self, built: Built, *_: Any, **__: Any) -> None:
+        """Create the gradients in the order of the first step."""
+        built.observer.phase("backward")
+        make_gradients(built.model, self.gradients, self.shared)
+
+    def _clip_and_update(self, built: Built) -> None:
+        assert self.runner is not None
+        self.runner.update(built)
+
+
+class _Gradients:
+    """A placeholder for a loss; its backward pass creates only the gradients."""
+
+    def __init__(self, *gradients: Any) -> None:
+        self._gradients = gradients
+
+    def backward(self) -> None:
+        """Store empty gradients in the parameters."""
+        make_gradients(*self._gradients)
+
+
+# ---- the step --------------------------------------------------------------------------------------------
+
+
+def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
+    """Return the recorded step of these parts, or None if the parts do not match."""
+    if passes.gradients != update.gradients or passes.varies:
+        return None
+    first, second = passes.split, update.split
+    if second.build[: len(first.build)] != first.build or len(second.steps) != RECORDED:
+        return None
+    try:
+        steps = _Splicing(passes, update, micro_batches).steps()
+    except LookupError:
+        return None
+    if steps is None:
+        return None
+    doubts = tuple(dict.fromkeys((*passes.trace.doubts, *update.trace.doubts)))
+    relative = passes.trace
+    return PeriodicRun(
+        second.build,
+        steps,
+        RECORDED,
+        (),
+        relative.attention,
+        doubts,
+        relative.groups,
+    )
+
+
+class _UpdateStep(NamedTuple):
+    """One step of an update that was recorded alone."""
+
+    before: Sequence[Move]
+    """Moves until clipping or the update begins; in a recorded step, until the recording begins."""
+    after: Sequence[Move]
+
+
+class _Splicing:
+    """The merge of passes and an update. Its methods raise `LookupError` if the two do not match."""
+
+    def __init__(self, passes: Part, update: Part, micro_batches: int) -> None:
+        self.passes, self.update, self.micro_batches = passes, update, micro_batches
+        self._live, self._passing, self._updating = LiveSet(), LiveSet(), LiveSet()
+        build = update.split.build
+        blocks = self._live.follow(build)
+        self._of_update: dict[int, int] = dict(zip(self._updating.follow(build), blocks, strict=True))
+        own = passes.split.build
+        self._of_passes: dict[int, int] = dict(zip(self._passing.follow(own), blocks, strict=False))
+        self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
+
+    def steps(self) -> list[Sequence[Piece]] | None:
+        """Return the pieces of each step, or None if the micro-batches differ."""
+        (written, nothing), (recorded, nothing_more) = self.passes.cut
+        updates = [_UpdateStep(*split_update(step)) for step in self.update.split.steps]
+        first = widen([*self._as_written(written)], self.micro_batches)
+        played = widen(_kernels_of(recorded), self.micro_batches)
+        if first is None or played is None:
+            return None
+        gradients = self._gradients_of(nothing)
+        ends = [*self._update(updates[0], gradients)]
+        second = [*self._record_passes(recorded, _states_of_generator(updates[1]))]
+        gradients = self._gradients_of(nothing_more)
+        second += self._update(updates[1], gradients)
+        third, last = ([*self._update(step, ())] for step in updates[2:])
+        return [
+            [*first, Piece(ends)],
+            [Piece(second)],
+            [Piece(third)],
+            [*played, Piece(last)],
+        ]
+
+    def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
+        """Yield the passes of the first step, allocated in the graphs' memory pool."""
+        for move in moves:
+            if type(move) is Alloc:
+                yield self._alloc(self._passing.alloc(move), move)
+            elif type(move) is Free:
+                yield self._live.free_of(self._of_passes[self._passing.free(move)])
+            elif type(move) is not Kernel and move is not MarkKind.WAIT:
+                yield move
+
+    def _alloc(self, block: int, move: Alloc, stream: int = GRAPH_STREAM) -> Alloc:
+        placed = move._replace(stream=stream)
+        self._of_passes[block] = self._live.alloc(placed)
+        return placed
+
+    def _record_passes(self, moves: Sequence[Move], of_generator: Sequence[Alloc]) -> Iterator[Move]:
+        """Yield the recorded passes: the first micro-batch, and the last one of several.
+
+        The batch is allocated once and is not freed. So are the random generator's states, which the first
+        graph allocates.
+        """
+        several = self.micro_batches > 1
+        yield PhaseStart(1, "load")
+        if several:
+            yield self._allocate_own(Alloc(SHARE_BYTES, "aten::ones", "", "load", Kind.TEMPORARIES))
+        cuts = [0, *micro_batch_starts(moves)[1:], len(moves)]
+        pieces = [moves[start:end] for start, end in pairwise(cuts)]
+        batch: set[int] = set()
+        for number, piece in enumerate(pieces):
+            recorded = number == 0 or (several and number == len(pieces) - 1)
+            emitted = [*self._pass(piece, batch, of_generator if number == 0 else None)]
+            if recorded:
+                yield from _with_cast(emitted) if several else emitted
+
+    def _pass(
+        self, moves: Sequence[Move], batch: set[int], of_generator: Sequence[Alloc] | None
+    ) -> Iterator[Move]:
+        """Yield one micro-batch in the graphs' memory pool.
+
+        The blocks of its `batch` are not in that pool; the batch of the first micro-batch is not freed. Only
+        the first micro-batch gets `of_generator`, the states of the random generator.
+        """
+        phase = "load"
+        for move in moves:
+            if type(move) is PhaseStart:
+                phase = move.phase
+                if phase != "load":
+                    yield PhaseStart(1, phase)
+                    yield MarkKind.CACHE_EMPTIED
+                if phase == "forward" and of_generator:
+                    yield from map(self._allocate_own, of_generator)
+            elif type(move) is Alloc and phase == "load":
+                batch.add(self._passing.alloc(move))
+                if of_generator is not None:
+                    yield self._allocate_own(move)
+            elif type(move) is Alloc:
+                yield self._alloc(self._passing.alloc(move), move)
+            elif type(move) is Free and (block := self._passing.free(move)) not in batch:
+                yield self._live.free_of(self._of_passes[block])
+
+    def _allocate_own(self, alloc: Alloc) -> Alloc:
+        """Record a block that is never freed, in the ordinary memory pool."""
+        self._live.alloc(alloc)
+        return alloc
+
+    def _gradients_of(self, moves: Iterable[Move]) -> list[int]:
+        """Return the gradients of the passes that these moves free, in order."""
+        freed = [self._passing.free(move) for move in moves if type(move) is Free]
+        allocs = self._passing.allocs
+        return [self._of_passes[block] for block in freed if allocs[block].kind == Kind.GRADIENTS]
+
+    def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[Move]:
+        """Yield the update of a step. `gradients` are the blocks that its passes created."""
+        stand_ins: list[int] = []
+        for move in step.before:
+            if type(move) is Alloc and move.kind == Kind.GRADIENTS:
+                stand_ins.append(self._updating.alloc(move))
+            elif type(move) is Alloc and move.phase == "forward":
+                self._updating.alloc(move)  # states of the generator, already allocated by the passes
+            elif type(move) in (Alloc, Free):
+                yield from self._moves_of_update(move)
+        sizes = [self._updating.allocs[block].nbytes for block in stand_ins]
+        if sizes != [self._live.allocs[block].nbytes for block in gradients]:
+            raise LookupError("the gradients do not match")
+        self._of_update |= zip(stand_ins, gradients, strict=True)
+        for move in step.after:
+            yield from self._moves_of_update(move)
+
+    def _moves_of_update(self, move: Move) -> Iterator[Move]:
+        """Yield a move of the update with its block of the merged step."""
+        if type(move) is Free:
+            yield self._live.free_of(self._of_update[self._updating.free(move)])
+        elif type(move) is Alloc:
+            block = self._updating.alloc(move)
+            if move in self.update.workspaces and move.operator in self._taken:
+                return
+            self._of_update[block] = self._live.alloc(move)
+            yield move
+        else:
+            yield move
+
+
+def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
+    """Return the allocations of the first graph that belong to no kernel.
+
+    They have the phase "forward", and an update alone has no other allocation of that phase.
+    """
+    return [move for move in update.before if type(move) is Alloc and move.phase == "forward"]
+
+
+def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
+    """Yield a recorded micro-batch with the cast of its loss's share.
+
+    The share is a float32 scalar that multiplies the loss. It is cast to the dtype of the loss if that is
+    narrower, and saved for the backward pass.
+    """
+    backward = next(
+        at for at, move in enumerate(moves) if type(move) is PhaseStart and move.phase == "backward"
+    )
+    last = max((at for at in range(backward) if type(moves[at]) is Alloc), default=-1)
+    product = moves[last] if last >= 0 else None
+    if type(product) is not Alloc or product.operator != MULTIPLIES or product.nbytes >= SHARE_BYTES:
+        yield from moves
+        return
+    cast = product._replace(operator="share in the dtype of the loss")
+    used = False
+    for at, move in enumerate(moves):
+        if at == last:
+            yield cast
+        yield move
+        if at > backward and not used and type(move) is Alloc and move.operator == MULTIPLIES:
+            used = True
+            yield Free(cast.stack, 0)
+
+
+def _kernels_of(moves: Iterable[Move]) -> list[Move]:
+    """Return the moves of these passes that a replayed step shows: kernels and starts of phases."""
+    return [move for move in moves if type(move) in (Kernel, PhaseStart)]

@@ -1,0 +1,106 @@
+"""The optimizer within the backward pass: a weight is updated as soon as its gradient exists, which is then
+dropped.
+
+So no gradients exist but the one in use and those that autograd works on. A model with `bf16_master` weights
+then takes 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. It lowers a peak at the end of the
+backward pass or in the update, as with recomputed layers or small batches. If activations are most of a step,
+the peak is before the first gradient. Numbers, states, checkpoints and learning rates are those of a step
+that keeps its gradients: only the time of the update differs.
+
+Clipping by the norm of all gradients needs all of them before the first update. So if the job clips, forward
+and backward pass run twice. In the first run each gradient adds its sum of squares, in 32 bits, and is
+dropped. In the second run the norm is known, and each gradient updates its weight, clipped. Dropout draws the
+same masks in both, as random generators are reset between them. Such a step takes nearly twice as long, so it
+is for models that do not fit otherwise. A model with statistics in buffers, as batch normalisation has, would
+count them twice. It is refused when the first run has changed a buffer.
+
+A NaN loss still changes no weight. Without clipping, the host reads the loss after the forward pass, and the
+device waits meanwhile. With clipping, the norm reveals a non-finite gradient before the update. Without
+clipping such a gradient makes weights non-finite, as with all gradients, and a run returns to its last
+checkpoint. It also returns there if memory runs out after the first update of a weight.
+
+With `captured` each pass is replayed, including its hooks' device work. The optimizer's numbers must be on
+the device: `bf16_master` and `adamw_compact`.
+
+Plans combine a step from passes and an update, which are one here. So they try it last, where no other recipe
+is as fast and fits (`search.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.features.engine.fields import CAPTURE
+from snugfit.features.engine.master_optimizers import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
+from snugfit.techniques import roster
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+UPDATES_ONE = (
+    "torch.optim:AdamW",
+    "torch.optim:SGD",
+    MASTER_ADAMW.factory.path,
+    COMPACT_ADAMW.factory.path,
+)
+"""Optimizers with an update of each weight that does not depend on others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released(Technique):
+    """Updates each weight within the backward pass and drops its gradient; where the job clips, in a second
+    one."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = (
+        "Lv et al., arXiv 2306.09782 (LOMO), whose norm takes a second backward pass too; torch's tutorial "
+        "on the optimizer step in the backward pass, torch.Tensor.register_post_accumulate_grad_hook"
+    )
+    elsewhere: ClassVar = ("optimizer_in_bwd", "optimizer_in_backward", "gradient_release")
+
+    def install(self, setup: Setup) -> Setup:
+        """Make the loop update weights as their gradients come."""
+        return setup.with_fields(release_gradients=True)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Refuse gradients that are not whole when they come, or that other weights need too."""
+        setup = Setup()
+        for slot in Slot:
+            setup = recipe[slot].install(setup)
+        if not job.trains:
+            yield "an evaluation has no gradients. Leave it out."
+        if setup.micro_batches > 1:
+            yield (
+                f"with {recipe[Slot.BATCHING]} gradients are sums over backward passes, which must be kept. "
+                "Try 'whole_batch'."
+            )
+        if setup.scale_gradients:
+            yield (
+                f"{recipe[Slot.PRECISION]} looks at all gradients for an overflow before it updates. "
+                "Try 'bf16'."
+            )
+        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
+            yield "gradients that several processes average are kept until then. Try 'all_gradients'."
+        if setup.optimizer.factory.path not in UPDATES_ONE:
+            yield (
+                f"{recipe[Slot.OPTIMIZER]} does not update one weight at a time. Try 'adamw_fused', 'adamw', "
+                "'sgd' or 'adamw_compact'."
+            )
+        if CAPTURE.of(setup) is not None and not keeps_masters(setup):
+            yield (
+                f"{recipe[Slot.OPTIMIZER]} reads its learning rate on the host for each weight, which cannot "
+                "be recorded with it. Try 'bf16_master', 'adamw_compact', or leave 'captured' out."
+            )
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Return the reason against a plan with it: its step is not combined from parts."""
+        return "plans look at it where little else fits, for each of its steps is simulated in full"
+
+    def is_searched(self) -> bool:
+        """Return False: passes and update are one, which a search separates."""
+        return False

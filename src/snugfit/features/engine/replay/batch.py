@@ -1,0 +1,114 @@
+"""Batches as recorded work needs them: of few lengths, and with masks that depend on shapes alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from snugfit.job.batch import FILL
+from snugfit.job.batch_layout import map_leaves
+from snugfit.job.limits import input_limit
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+FILLED_UP = "attention_mask"
+"""Name of the attention mask, the input that marks counted tokens. Only a batch with a mask can be made
+longer and mean the same.
+"""
+
+
+def layout_of(batch: Mapping[str, Any]) -> Hashable:
+    """Return the key that batches for the same recording share: names, shapes and dtypes of tensors, and all
+    other values.
+    """
+    import torch
+
+    leaves: list[Hashable] = []
+
+    def note(name: str, value: Any) -> None:
+        is_tensor = isinstance(value, torch.Tensor)
+        leaves.append((name, tuple(value.shape), value.dtype) if is_tensor else (name, repr(value)))
+
+    map_leaves(batch, note)
+    return tuple(leaves)
+
+
+def longest_sequence(job: Job) -> int | None:
+    """Return the number of positions of the job's model, in tokens; None if it is unlimited or unknown."""
+    module = job.model.module
+    config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    facts = config.to_dict()
+    limit = input_limit(facts.get("text_config") or facts)
+    return limit and limit[1]
+
+
+def is_packed(pieces: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether micro-batches mark the beginning of each sequence of a row (`position_ids`)."""
+    return any("position_ids" in piece for piece in pieces)
+
+
+def fill_up(
+    pieces: Sequence[Mapping[str, Any]], multiple: int, most: int | None = None
+) -> list[dict[str, Any]]:
+    """Pad micro-batches (B, S) to one length S, the least sufficient multiple of `multiple`, so that few
+    lengths occur. S exceeds `most` only if the longest batch does. Added tokens are outside of the attention
+    and have no counted labels. Micro-batches without a mask are not changed.
+    """
+    if not all(FILLED_UP in piece and "input_ids" in piece for piece in pieces):
+        return [dict(piece) for piece in pieces]
+    longest = max(piece["input_ids"].shape[1] for piece in pieces)
+    length = -(-longest // multiple) * multiple
+    if most is not None:
+        length = max(longest, min(length, most))
+    return [_lengthen(piece, length) for piece in pieces]
+
+
+def _lengthen(piece: Mapping[str, Any], length: int) -> dict[str, Any]:
+    import torch
+
+    before = piece["input_ids"].shape[1]
+    if before == length:
+        return dict(piece)
+    return {
+        name: torch.nn.functional.pad(value, (0, length - before), value=FILL.get(name, 0))
+        if torch.is_tensor(value) and value.dim() == 2 and value.shape[1] == before
+        else value
+        for name, value in piece.items()
+    }
+
+
+_MASKS = "transformers.masking_utils"
+
+
+@contextlib.contextmanager
+def masks_by_shape(*, packed: bool) -> Iterator[None]:
+    """Make transformers decide by shapes alone whether attention needs a mask, as it does without a padding
+    mask.
+
+    While a graph is recorded transformers (5.17) would always make a mask, which the fastest attention does
+    not take. It would also read the values of a padding mask. Unless the batch is `packed`, the model's own
+    positions begin once in a row; transformers would read these too.
+    """
+    if _MASKS not in sys.modules:  # no model of transformers'
+        yield
+        return
+    masks = sys.modules[_MASKS]
+    changes: dict[str, Any] = {"is_tracing": _has_values}
+    if not packed:
+        changes["find_packed_sequence_indices"] = _not_packed
+    with patch.multiple(masks, **changes):
+        yield
+
+
+def _has_values(tensor: Any = None) -> bool:
+    return tensor is not None
+
+
+def _not_packed(position_ids: Any) -> None:
+    """Report that no row has more than one sequence."""

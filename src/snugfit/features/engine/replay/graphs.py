@@ -1,0 +1,151 @@
+"""CUDA graphs that share one memory: work is recorded once, and replayed with one launch.
+
+A graph's results have fixed addresses, so each graph needs its results to stay in memory. One memory pool
+belongs to all graphs of a step. Memory that recorded work has freed is reused by all later recordings. That
+is safe because graphs are replayed one after the other, and each computes its own inputs. Only tensors with a
+live reference keep their memory.
+
+The same pool serves passes without graphs: the first with each layout of a batch. Their kernels must be
+loaded before they can be recorded. Otherwise the device would have to hold both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.errors import SnugfitError
+from snugfit.step.memory_errors import memory_cause
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NotRecorded(SnugfitError):
+    """Work cannot be recorded: it waits for the device, or needs a function that graphs do not have."""
+
+
+class Graphs(ABC):
+    """Recorder of work as graphs, with the graphs' memory."""
+
+    @abstractmethod
+    def own_memory(self) -> AbstractContextManager[None]:
+        """Allocate device memory in the graphs' pool inside of this context."""
+
+    @abstractmethod
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
+        """Record the device work of `work`, and return a function that replays it.
+
+        Recording computes nothing: results are undefined before the first replay. With `may_draw=False` the
+        first replay ends the run if the work has drawn random numbers. Raises `NotRecorded`, and torch's
+        error when memory runs out.
+        """
+
+    @abstractmethod
+    def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Copy a host micro-batch to the device addresses of `batch`, which recorded work reads; return the
+        batch for later work.
+        """
+
+
+REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
+"""Factory of a rehearsal's graphs; None outside of one."""
+
+
+@final
+class CudaGraphs(Graphs):
+    """Graphs of the current stream of a GPU. The stream must not be the default one."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool()
+            self._number = torch.cuda.current_device()
+
+    @contextlib.contextmanager
+    def own_memory(self) -> Iterator[None]:
+        """Route allocations of the stream, and not of the thread as `torch.cuda.use_mem_pool` does. The
+        backward pass of autograd runs in a thread of its own.
+        """
+        import torch
+
+        torch._C._cuda_beginAllocateCurrentStreamToPool(self._number, self._pool.id)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self._number, self._pool.id)
+            torch._C._cuda_releasePool(self._number, self._pool.id)
+
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
+        """Record with other threads running, such as the one that copies batches to page-locked memory. The
+        garbage collector is off, since it may free memory of another graph.
+        """
+        import torch
+
+        graph, fault = torch.cuda.CUDAGraph(), None
+        pool: Any = self._pool.id
+        stream = torch.cuda.current_stream()
+        try:
+            with (
+                _without_collector(),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    work()
+                except Exception as error:  # the end of the recording would hide it behind its own
+                    fault = error
+                    raise
+        except Exception as error:
+            why = fault or error
+            if memory_cause(why):
+                raise why from None
+            raise NotRecorded(str(why).splitlines()[0] if str(why) else type(why).__name__) from why
+        return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
+
+    def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Copy the micro-batch, asynchronously if the host's memory is pinned."""
+        import torch
+
+        for name, value in piece.items():
+            if isinstance(value, Mapping):
+                self.refill(batch[name], value, device)
+            elif isinstance(value, torch.Tensor):
+                batch[name].copy_(value, non_blocking=True)
+        return batch
+
+
+class _FirstReplay:
+    """Replay a graph, and check the first time whether it has drawn numbers from the device's generator."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
+        self._graph, self._generator, self._is_first = graph, generator, True
+
+    def __call__(self) -> None:
+        if not self._is_first:
+            self._graph.replay()
+            return
+        before, self._is_first = self._generator.get_offset(), False
+        self._graph.replay()
+        if self._generator.get_offset() != before:
+            raise SnugfitError(
+                "A layer that is recomputed draws random numbers, and others than in its forward pass where "
+                "the step is recorded. Leave 'captured' or the checkpointing out. No weight was changed by "
+                "this step."
+            )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,292 @@
+"""One optimizer step as CUDA graphs: the host launches a few graphs instead of thousands of kernels.
+
+- `forward`: a micro-batch's forward pass and its loss
+- `backward`: its backward pass, which makes the gradients, or adds to them
+- `norm`: the gradients' norm, where the job clips
+- `update`: clipping, and the optimizer
+
+There are four graphs and not one because the host checks in between. It reads the loss while the device runs
+the backward pass, and skips a step that must not be made (`training/run/loop.py`).
+
+A step is recorded at the second occurrence of its layout. The first time the passes run without graphs, which
+loads the kernels and gives libraries their workspaces. The layout of a batch fixes everything else. Its
+micro-batches have equal lengths, and the factors of their losses are on the device.
+
+If gradients do not stay (`updates/passes.py`), only passes are recorded, and the norm or the update is a
+part of them.
+
+Gradients are in the graphs' memory. A recorded update reads them only inside of the graphs, so the next
+layout's passes reuse the same bytes. If the update is not recorded, or takes new addresses before each step,
+the gradients of each layout are held for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.engine.replay.batch import (
+    fill_up,
+    is_packed,
+    layout_of,
+    longest_sequence,
+    masks_by_shape,
+)
+from snugfit.features.engine.replay.graphs import NotRecorded
+from snugfit.features.engine.replay.update import RecordableUpdate
+from snugfit.step.batches import place
+from snugfit.step.spread_tensors import gradient_norm, scale
+from snugfit.step.step_runner import StepRunner
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.features.engine.replay.graphs import Graphs
+    from snugfit.features.engine.updates.hooked_pass import HookedPass
+    from snugfit.step.plain_loop import Built, PlainStep
+
+MOST_LAYOUTS = 24
+"""Largest number of recorded layouts (chosen): a graph of a thousand kernels takes some MiB outside of the
+allocator.
+"""
+
+Play = Callable[[], None]
+
+
+@dataclass(eq=False)
+class LayoutGraphs:
+    """The graphs of one layout, with the tensors that they read and write."""
+
+    batch: dict[str, Any]
+    """A micro-batch (B, ...) on the device."""
+    share: torch.Tensor | None
+    """Factor of the loss, a scalar; None leaves the loss unscaled."""
+    loss: torch.Tensor | None = None
+    """Loss of the micro-batch, until its backward pass is recorded."""
+    total: torch.Tensor | None = None
+    """Sum of the step's losses so far."""
+    norm: torch.Tensor | None = None
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Weights with their gradients, if the update is not recorded or reads their addresses."""
+    passes: list[tuple[Play, Play]] = field(default_factory=list)
+    """Forward and backward graphs of the first micro-batch, and of any other."""
+    plays_norm: Play | None = None
+    plays_update: Play | None = None
+    heard: Sequence[torch.Tensor] = ()
+    """Weights with gradients that hooks took."""
+
+
+class CapturedStep(StepRunner):
+    """The optimizer steps of a loop, recorded and replayed."""
+
+    def __init__(self, loop: PlainStep, graphs: Graphs, multiple: int) -> None:
+        self._loop: PlainStep = weakref.proxy(loop)  # which holds this: once it is dropped, so are the graphs
+        self._graphs, self._multiple = graphs, multiple
+        self._met: set[Hashable] = set()
+        self._recordings: dict[Hashable, LayoutGraphs] = {}
+        self._played: LayoutGraphs | None = None
+        self._update: RecordableUpdate | None = None
+        self._most = longest_sequence(loop.job)
+
+    # ---- passes ----------------------------------------------------------------------------------------
+
+    def run_passes(
+        self,
+        built: Built,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+        hooked: HookedPass | None = None,
+    ) -> torch.Tensor | None:
+        """Compute the gradients of these host micro-batches, and return their losses' sum where losses are
+        kept. With `hooked`, run a pass whose hooks take the gradients.
+        """
+        self._played = self.norm = None
+        if self._loop.reads_gradients():
+            return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
+        pieces = fill_up(pieces, self._multiple, self._most)
+        layouts = {layout_of(piece) for piece in pieces}
+        key = (*layouts, len(pieces) > 1, hooked and hooked.name)
+        alike = len(layouts) == 1 and 0 not in weights
+        if self._update is not None and self._update.has_moved():
+            self.forget()
+        if alike and key not in self._recordings and key in self._met and self._has_room():
+            self._record(key, built, pieces[0], weights, hooked)
+        if hooked is not None:
+            hooked.weights.clear()
+        if not alike or key not in self._recordings:
+            self._met.add(key)
+            with self._graphs.own_memory(), masks_by_shape(packed=is_packed(pieces)):
+                return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
+        recording = self._recordings[key]
+        total = self._play(recording, built, pieces, weights, is_again=_is_again(hooked))
+        if hooked is not None and not hooked.weights:
+            hooked.weights = dict.fromkeys(recording.heard)
+        return total
+
+    def forget(self) -> None:
+        """Drop the recordings, whose addresses are out of date."""
+        self._recordings.clear()
+
+    def _has_room(self) -> bool:
+        return not self.why_not and len(self._recordings) < MOST_LAYOUTS
+
+    def _play(
+        self,
+        recording: LayoutGraphs,
+        built: Built,
+        pieces: Sequence[Mapping[str, Any]],
+        shares: Sequence[float | None],
+        *,
+        is_again: bool,
+    ) -> torch.Tensor | None:
+        observer = built.observer
+        for number, (piece, share) in enumerate(zip(pieces, shares, strict=True)):
+            observer.phase("load")
+            recording.batch = self._graphs.refill(recording.batch, piece, self._loop.device)
+            if recording.share is not None and share is not None:
+                recording.share.fill_(share)
+            forward, backward = recording.passes[min(number, len(recording.passes) - 1)]
+            observer.phase("forward")
+            forward()
+            if recording.total is not None and not is_again:
+                self._loop.computed(recording.total)
+            observer.phase("backward")
+            backward()
+        for weight, gradient in recording.gradients:
+            weight.grad = gradient
+        if recording.plays_norm is not None and self._update is not None:
+            observer.phase("clip")
+            self._update.locate()
+            recording.plays_norm()
+        self._played, self.norm = recording, recording.norm
+        return recording.total
+
+    def _record(
+        self,
+        key: Hashable,
+        built: Built,
+        piece: Mapping[str, Any],
+        shares: Sequence[float | None],
+        hooked: HookedPass | None,
+    ) -> None:
+        """Record all graphs of a layout. If one cannot be recorded, all later steps run without graphs."""
+        import torch
+
+        share = None if shares[0] is None else torch.ones((), device=self._loop.device)
+        recording = LayoutGraphs(place(piece, self._loop.device), share)
+        try:
+            if hooked is None:
+                self._record_passes(recording, built, len(shares))
+                self._record_update(recording, built)
+            else:
+                self._record_hooked(recording, built, hooked)
+        except NotRecorded as fault:
+            self.why_not = str(fault)
+            self.forget()
+        else:
+            self._recordings[key] = recording
+        built.optimizer.zero_grad(set_to_none=True)
+
+    def _record_passes(self, recording: LayoutGraphs, built: Built, count: int) -> None:
+        observer, record = built.observer, self._graphs.record
+        for number in range(min(count, 2)):
+            observer.phase("forward")
+            forward = record(partial(self._forward, recording, built, is_first=number == 0))
+            observer.phase("backward")
+            recording.passes.append((forward, record(partial(self._backward, recording), may_draw=False)))
+
+    def _record_hooked(self, recording: LayoutGraphs, built: Built, hooked: HookedPass) -> None:
+        hooked.weights.clear()
+        hooked.is_recorded = True
+        try:
+            self._record_passes(recording, built, 1)
+        finally:
+            hooked.is_recorded = False
+        recording.heard = list(hooked.weights)
+
+    def _record_update(self, recording: LayoutGraphs, built: Built) -> None:
+        observer, record = built.observer, self._graphs.record
+        self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
+        self._update.locate()
+        if self._loop.job.clip:
+            observer.phase("clip")
+            recording.plays_norm = record(lambda: self._take_norm(recording, built))
+        if self._update.can_be_recorded:
+            observer.phase("update")
+            recording.plays_update = record(lambda: self._clip_and_update(recording, built))
+        if not self._update.can_be_recorded or self._update.finds_gradients:
+            recording.gradients = [
+                (weight, weight.grad) for weight in built.model.parameters() if weight.grad is not None
+            ]
+
+    def _forward(self, recording: LayoutGraphs, built: Built, *, is_first: bool) -> None:
+        loop = self._loop
+        packed = is_packed([recording.batch])
+        with loop.forward_context(), masks_by_shape(packed=packed), self._recomputing():
+            loss = loop.loss_of(built.runs, recording.batch)
+        if recording.share is not None:
+            loss = loss * recording.share.to(loss.dtype)
+        recording.loss = loss
+        if not loop.keep_losses:
+            return
+        if is_first or recording.total is None:
+            recording.total = loss.detach().float()
+        else:
+            recording.total.add_(loss.detach())
+
+    def _backward(self, recording: LayoutGraphs) -> None:
+        loss, recording.loss = recording.loss, None
+        assert loss is not None
+        with self._recomputing():
+            loss.backward()
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """Return the context of recomputed layers, which their checkpoints need in the forward pass
+        already.
+        """
+        from snugfit.features.engine.replay.recomputed import generators_left_alone
+
+        wish = self._loop.setup.checkpoint
+        return generators_left_alone(attention_is_kept=wish is not None and wish.keep_drawn)
+
+    def _take_norm(self, recording: LayoutGraphs, built: Built) -> None:
+        recording.norm = gradient_norm(built.optimizer, built.model.parameters())
+
+    # ---- update ----------------------------------------------------------------------------------------
+
+    def update(self, built: Built, norm: torch.Tensor | None = None) -> None:
+        """Clip the gradients of the last passes, by their norm if it is known, and update."""
+        if self._loop.reads_gradients():  # of passes without graphs, in a job that does not clip
+            built.observer.phase("update")
+            built.optimizer.step()
+            return
+        self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
+        recording = self._played
+        if recording is not None and recording.plays_update is not None:
+            built.observer.phase("update")
+            self._update.prepare()
+            recording.plays_update()
+            return
+        built.observer.phase("clip")
+        self._clip(built, norm if recording is None else recording.norm)
+        built.observer.phase("update")
+        self._update.run()
+
+    def _clip(self, built: Built, norm: torch.Tensor | None) -> None:
+        if most := self._loop.job.clip:
+            weights = [weight for weight in built.model.parameters() if weight.grad is not None]
+            norm = gradient_norm(built.optimizer, weights) if norm is None else norm
+            scale(weights, most, norm, built.optimizer)
+
+    def _clip_and_update(self, recording: LayoutGraphs, built: Built) -> None:
+        assert self._update is not None
+        self._clip(built, recording.norm)
+        self._update.launch()
+
+
+def _is_again(hooked: HookedPass | None) -> bool:
+    return hooked is not None and hooked.again

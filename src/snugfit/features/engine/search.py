@@ -1,0 +1,89 @@
+"""Search for updates within the backward pass, if no recipe that keeps its gradients is as fast and fits.
+
+Passes and update of such a step are one, so it cannot be spliced. Each is simulated in full, which takes
+seconds. None is therefore part of the space. After the search, the technique is tried with recipes that do
+not fit but would without their gradients. The fastest come first, or the smallest if nothing fits at all.
+The reduction of the peak depends on its moment, which only the simulation shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from snugfit.features.engine.fields import RELEASE
+from snugfit.planning.search.grades import add_candidate, judge_recipe
+from snugfit.planning.search.simpler import AS_FAST
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.planning.search.progress import Tell
+    from snugfit.planning.search.state import SearchState
+    from snugfit.prediction.worker_pool import WorkerPool
+    from snugfit.techniques.technique import Technique
+
+RECIPES = 3
+"""Number of recipes that are simulated in full."""
+
+PASSES_TWICE = 1.8
+"""Factor on a step's seconds if its passes run twice to compute the norm.
+
+A recorded step of BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The
+factor is lower, so that no recipe is missed.
+"""
+
+
+def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *, smallest: bool) -> str:
+    """Evaluate a few recipes with updates within the backward pass, and add those that are better.
+
+    They may be faster than every recipe that fits, or the `smallest`. Return the technique's name if any
+    was tried.
+    """
+    kinds = (kind for kind in roster.techniques() if kind.slot is Slot.GRADIENTS)
+    offered = (one for kind in kinds for one in kind.settings(job))
+    technique = next((one for one in offered if RELEASE.of(one.alone)), None)
+    if technique is None or not job.trains or technique.slot in state.space.fixed.slots:
+        return ""
+    if state.memory_bytes is None and not smallest:
+        return ""
+    candidates = sorted(_promising(state, technique, job, smallest=smallest))
+    tried = set[int]()
+    for _, number in candidates:
+        candidate = state.space.candidates[number]
+        if candidate.trace in tried:
+            continue
+        if len(tried) == RECIPES:
+            break
+        tried.add(candidate.trace)
+        tell(f"simulating {technique.name} in full")
+        judged = judge_recipe(state, pool, candidate.recipe.with_(technique))
+        if judged is None:
+            continue
+        recipe, figures = judged
+        fits, is_smaller = state.fits(figures.needed_bytes), figures.needed_bytes < state.smallest
+        if (smallest and is_smaller) or (fits and figures.seconds < state.fastest_that_fits):
+            add_candidate(state, recipe, figures)
+            if not smallest:
+                break
+    return technique.name if tried else ""
+
+
+def _promising(
+    state: SearchState, technique: Technique, job: Job, *, smallest: bool
+) -> Iterator[tuple[float, int]]:
+    """Yield recipes that allow the technique, with their seconds, or with their bytes in a search for the
+    `smallest`."""
+    space, times = state.space, PASSES_TWICE if job.clip else 1.0
+    most = state.fastest_that_fits * (1 - AS_FAST)
+    for number, bound in state.bounds.items():
+        recipe, known = space.candidates[number].recipe, state.judged.get(number) or bound
+        least, seconds = known.needed_bytes - bound.gradient_bytes, known.seconds * times
+        if smallest and least >= state.smallest:
+            continue
+        if not smallest and (state.fits(known.needed_bytes) or not state.fits(least) or seconds >= most):
+            continue
+        asked = recipe.with_(technique)
+        if not next(technique.objections(job, asked), ""):
+            yield (least if smallest else seconds), number

@@ -1,0 +1,111 @@
+"""Simulate the CUDA graphs of an optimizer step: their memory, and the device's work in a replay.
+
+Before a recording, the allocator releases its cached memory (`torch.cuda.graph`). During it, allocations use
+the graphs' memory pool. A replay runs the same kernels with one launch of the host, and allocates nothing. On
+shapes the work runs again for a replay, without recorded allocations. Work that waits for the device cannot
+be recorded, in a real run either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+from unittest.mock import patch
+
+from snugfit.features.engine.replay.graphs import REHEARSED, Graphs, NotRecorded
+from snugfit.rehearsal.trace.trace import GENERATOR_BYTES, Memory
+from snugfit.step.batches import place
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.recorder import Recorder
+
+WAITS = "its code waits for the device, to read a number from it"
+
+
+@final
+class RehearsedGraphs(Graphs):
+    """The graphs of one simulation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._generator: list[torch.Tensor] = []
+        self._batches: list[dict[str, Any]] = []  # kept alive, because recorded work reads them
+
+    def own_memory(self) -> AbstractContextManager[None]:
+        """Return a context that allocates from the graphs' pool."""
+        return self._recorder.memory.allocating(Memory.GRAPHS)
+
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
+        """Run the work once in the graphs' memory, and return its replay.
+
+        Raise `NotRecorded` if it waits for the device.
+        """
+        import torch
+
+        recorder = self._recorder
+        recorder.records_graph()
+        recorder.empty_cache()
+        if not self._generator:
+            self._generator = [
+                torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
+            ]
+        waited = recorder.times_waited
+        try:
+            with self.own_memory():
+                work()
+        except NotRecorded as fault:
+            recorder.doubt(f"The step is not recorded, and runs as it is written: {fault}.")
+            raise
+        if recorder.times_waited != waited:
+            recorder.doubt(f"The step is not recorded, and runs as it is written: {WAITS}.")
+            raise NotRecorded(WAITS)
+
+        def play() -> None:
+            nowhere = recorder.memory.allocating(Memory.NOWHERE)
+            with nowhere, recorder.program(lowered=False), recorder.played_back():
+                work()
+
+        return play
+
+    def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Return a copy of the batch on the device without an allocation; shadow values are copied too."""
+        self._batches.append(batch)
+        with self._recorder.memory.allocating(Memory.NOWHERE):
+            return place(piece, device)
+
+
+@contextlib.contextmanager
+def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
+    """Record steps in this simulation of a GPU, inside the context. A CPU records none."""
+    from snugfit.rehearsal.device.policy import CudaPolicy
+
+    token = REHEARSED.set(partial(RehearsedGraphs, recorder) if isinstance(policy, CudaPolicy) else None)
+    try:
+        yield
+    finally:
+        REHEARSED.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_on_shapes() -> Iterator[None]:
+    """Let torch's optimizers treat `meta` as a device with support for recording, inside the context."""
+    import torch
+
+    known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices
+    files = [
+        file
+        for name, file in sys.modules.items()
+        if name.startswith(torch.optim.__name__) and hasattr(file, known.__name__)
+    ]
+    with contextlib.ExitStack() as undo:
+        for file in files:
+            undo.enter_context(patch.object(file, known.__name__, lambda *a, **k: [*known(*a, **k), "meta"]))
+        yield

@@ -1,0 +1,30 @@
+"""A pass whose gradients are taken as they are computed, by hooks of the weights.
+
+This class is the only link between the code that runs passes and the code that takes gradients. A replayed
+pass (`replay/step.py`) runs no hooks, so the recording keeps the weights of its hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class HookedPass:
+    """One kind of pass, and the state of its last run."""
+
+    name: str
+    """Name that distinguishes it from other kinds."""
+    take: Callable[[torch.Tensor, torch.Tensor], None]
+    """Callback for a weight and its gradient."""
+    again: bool = False
+    """True if it repeats a pass, whose loss was reported already."""
+    weights: dict[torch.Tensor, None] = field(default_factory=dict)
+    """Weights whose gradients came, in order."""
+    is_recorded: bool = False
+    """True while device work is recorded and not run."""

@@ -1,0 +1,139 @@
+"""Updates of one weight at a time: by torch's optimizers here, by ours in `masters/one_weight.py`.
+
+The optimizer is the one of a step over all weights, with all its states, and its own `step` updates the
+weight. For that its groups are temporarily one group with one weight. Its states, and so its checkpoints, are
+the usual ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightUpdates(Protocol):
+    """Norm and updates of the weights of one optimizer, one by one."""
+
+    can_be_recorded: ClassVar[bool]
+    """True if `take` and `update` compute nothing on the host, so that a CUDA graph can contain them."""
+
+    def has_moved(self) -> bool:
+        """Return whether states have moved since the last call, which makes recordings invalid."""
+
+    def begin_norm(self) -> None:
+        """Begin a norm without any gradient."""
+
+    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Count this gradient in the norm."""
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all taken gradients: a scalar on their device."""
+
+    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
+
+    def has_states(self, weight: torch.Tensor) -> bool:
+        """Return whether this weight has states, so that its update makes none."""
+
+    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
+        """Make the states that these weights' updates would make first, where that is possible."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update one weight by its gradient."""
+
+    def count(self, weights: Iterable[torch.Tensor]) -> None:
+        """Count an update of these weights."""
+
+
+class TorchUpdates:
+    """Updates by an optimizer of torch's whose update of a weight depends on no other."""
+
+    can_be_recorded: ClassVar = False
+    """False: its learning rates are on the host."""
+
+    def __init__(self, optimizer: Any, model: Any) -> None:
+        self._optimizer = optimizer
+        self._groups = {
+            weight: number
+            for number, group in enumerate(optimizer.param_groups)
+            for weight in group["params"]
+        }
+        self._order = {weight: number for number, weight in enumerate(model.parameters())}
+        self._norms: dict[int, torch.Tensor] = {}
+        self._coefficient: torch.Tensor | None = None
+
+    def has_moved(self) -> bool:
+        """Return False: no part of it is recorded."""
+        return False
+
+    def begin_norm(self) -> None:
+        """Begin a norm without any gradient."""
+        self._norms.clear()
+
+    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Count this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
+        import torch
+
+        wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
+        (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all taken gradients, added in the model's order: a scalar on their device."""
+        import torch
+
+        norms = [norm for _, norm in sorted(self._norms.items())]
+        self._norms.clear()
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm
+
+    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
+        from snugfit.step.spread_tensors import clip_coefficient
+
+        self._coefficient = None if norm is None else clip_coefficient(norm, most)
+
+    def has_states(self, weight: torch.Tensor) -> bool:
+        """Return whether this weight has states."""
+        return bool(self._optimizer.state.get(weight))
+
+    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
+        """Make nothing: the optimizer's own step makes the states."""
+
+    def count(self, weights: Iterable[torch.Tensor]) -> None:
+        """Count nothing: the optimizer's own step counts."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update one weight by its gradient, which is scaled in place if it is clipped."""
+        if self._coefficient is not None:
+            gradient.mul_(self._coefficient)
+        weight.grad = gradient
+        try:
+            with self._only(weight):
+                self._optimizer.step()
+        finally:
+            weight.grad = None
+
+    @contextlib.contextmanager
+    def _only(self, weight: torch.Tensor) -> Iterator[None]:
+        """Give the optimizer one group with this weight alone, inside of this context."""
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = groups
+
+
+def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
+    """Return the object that updates this optimizer's weights, the model's trained ones, one by one."""
+    from snugfit.features.engine.masters.adamw import MasterAdamW
+
+    if isinstance(optimizer, MasterAdamW):
+        from snugfit.features.engine.masters.one_weight import MasterUpdates
+
+        return MasterUpdates(optimizer)
+    return TorchUpdates(optimizer, model)

@@ -1,0 +1,163 @@
+"""The passes of a step whose gradients do not stay: each updates its weight as soon as it exists.
+
+torch calls a hook of each weight when its gradient is complete. For a weight that a model uses twice, such as
+tied embeddings, that is after both. Clipping by the norm of all gradients needs that norm first. Then the
+passes run twice: `run_passes` takes the norm, `update` runs them again and updates. Between the two the
+random generators are reset, so that dropout draws the same masks. If no norm is needed `run_passes` updates.
+
+Each pass may be replayed (`replay/step.py`). The hooks' device work is a part of its backward graph, and
+reads the step's numbers on the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.errors import UsageError
+from snugfit.features.engine.replay.graphs import NotRecorded
+from snugfit.features.engine.replay.step import CapturedStep
+from snugfit.features.engine.updates.draws import Draws
+from snugfit.features.engine.updates.hooked_pass import HookedPass
+from snugfit.features.engine.updates.one_weight import WeightUpdates, updates_of
+from snugfit.step.step_runner import StepRunner
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.plain_loop import PlainStep
+
+
+@final
+class ReleasedPasses(StepRunner):
+    """The passes of one loop's steps, and the updates within them."""
+
+    updates_within = True
+
+    def __init__(self, loop: PlainStep, recorded: StepRunner | None) -> None:
+        self._loop: PlainStep = weakref.proxy(loop)  # which holds this
+        self._captured = recorded if isinstance(recorded, CapturedStep) else None
+        self._updates: WeightUpdates | None = None
+        self._hooks: list[Any] = []
+        self._pass: HookedPass | None = None
+        self._repeat: Callable[[], None] | None = None
+
+    def run_passes(
+        self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+    ) -> torch.Tensor | None:
+        """Run the passes of these host micro-batches, of which there is one, and return their loss where
+        losses are kept. Afterwards `norm` is set, or all weights are updated.
+        """
+        if len(pieces) > 1:
+            raise UsageError("Gradients of micro-batches are sums, which 'released' does not keep.")
+        updates = self._updates or self._attach(built)
+        self.norm, self.has_begun, self._repeat = None, False, None
+        if not self._loop.needs_norm():
+            updates.begin_update(None, 0.0)
+            return self._run_updating(HookedPass("once", self._update), built, pieces, weights)
+        draws, buffers = Draws(self._loop.device), _versions(built.model)
+        updates.begin_norm()
+        norm_pass = HookedPass("norm", updates.take)
+        total = self._run(norm_pass, built, pieces, weights)
+        _refuse_changed(buffers, _versions(built.model))
+        built.observer.phase("clip")
+        self.norm = updates.norm()
+        self._repeat = partial(self._run_again, draws, norm_pass.weights, built, pieces, weights)
+        return total
+
+    def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
+        """Make the updates that `run_passes` has left, by its passes once more."""
+        repeat, self._repeat = self._repeat, None
+        if repeat is not None:
+            repeat()
+
+    def close(self) -> None:
+        """Remove the hooks of the model's weights after the last step."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._updates, self._repeat = [], None, None
+
+    def _attach(self, built: Any) -> WeightUpdates:
+        self._updates = updates_of(built.optimizer, built.model)
+        weights = (weight for group in built.optimizer.param_groups for weight in group["params"])
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._hear) for weight in weights]
+        return self._updates
+
+    def _run(
+        self,
+        hooked: HookedPass,
+        built: Any,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+    ) -> torch.Tensor | None:
+        assert self._updates is not None
+        self._pass = hooked
+        captured = self._captured
+        try:
+            if captured is None or not self._updates.can_be_recorded:
+                return self._loop.run_passes(built, pieces, weights, again=hooked.again)
+            if self._updates.has_moved():
+                captured.forget()
+            return captured.run_passes(built, pieces, weights, hooked)
+        finally:
+            self._pass = None
+            self.why_not = "" if captured is None else captured.why_not
+
+    def _run_updating(self, hooked: HookedPass, *passes: Any) -> torch.Tensor | None:
+        assert self._updates is not None
+        total = self._run(hooked, *passes)
+        self.has_begun = True
+        self._updates.count(hooked.weights)
+        return total
+
+    def _run_again(self, draws: Draws, met: Iterable[torch.Tensor], *passes: Any) -> None:
+        assert self._updates is not None
+        draws.set_back()
+        clip = self._loop.job.clip
+        self._updates.make_states(met)
+        self._updates.begin_update(self.norm if clip else None, clip or 0.0)
+        self._run_updating(HookedPass("again", self._update, again=True), *passes)
+
+    def _hear(self, weight: torch.Tensor) -> None:
+        """Take a weight's gradient. Raises `UsageError` for a second one in the same pass."""
+        import torch
+
+        gradient, hooked = weight.grad, self._pass
+        if hooked is None or gradient is None:
+            return
+        weight.grad = None
+        if weight in hooked.weights:
+            raise UsageError(
+                "A weight got two gradients in one backward pass, which cannot be summed where each is "
+                "dropped: reentrant checkpointing does that. Take 'all_gradients', or use_reentrant=False."
+            )
+        hooked.weights[weight] = None
+        with torch.no_grad():
+            hooked.take(weight, gradient)
+
+    def _update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        assert self._updates is not None
+        assert self._pass is not None
+        if not self._pass.is_recorded:
+            self.has_begun = True
+        elif not self._updates.has_states(weight):
+            raise NotRecorded("a weight has its first gradient in a step that is recorded")
+        self._updates.update(weight, gradient)
+
+
+def _versions(model: Any) -> dict[str, tuple[int, int]]:
+    """Return the identity of each buffer's tensor, and its number of writes, by name."""
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+
+
+def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """Raise `UsageError` where a buffer was written: a second pass would write it again."""
+    for name, (identity, version) in after.items():
+        if before.get(name, (identity, version)) != (identity, version) and before[name][0] == identity:
+            raise UsageError(
+                f"The forward pass writes the model's buffer {name}, as batch normalisation does its "
+                "statistics. Clipping takes two passes a step with 'released', which would count them twice. "
+                "Take 'all_gradients', or do not clip."
+            )

@@ -1,0 +1,22 @@
+"""The attention of batches without padding."""
+
+from __future__ import annotations
+
+from snugfit.step.wishes.own_attention import OwnAttention
+from snugfit.techniques.wish import Call
+
+PADDING_FREE = "padding_free"
+"""Name of our own attention, which drops the padding of a model's inputs."""
+
+_FOLDER = "snugfit.features.kernels.without_padding"
+
+ATTENTION = OwnAttention(
+    name=PADDING_FREE,
+    why_no_script="snugfit does it with its own code, which a script without snugfit does not have",
+    register=Call(path=f"{_FOLDER}.attention:register"),
+    enter=Call(path=f"{_FOLDER}.hooks:drop_padding"),
+    leave=Call(path=f"{_FOLDER}.hooks:keep_padding"),
+    pieces=Call(path=f"{_FOLDER}.rows:rows_of_step"),
+    on_cpu=Call(path="snugfit.step.shapes_on_cpu:shapes_on_cpu"),
+)
+"""Attention within each sequence of one row."""

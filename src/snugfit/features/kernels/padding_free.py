@@ -1,0 +1,107 @@
+"""No padding in the batch: its sequences are concatenated, and attention stays within each.
+
+A batch of B sequences is as long as its longest, and every layer computes the padding too. Here the padding
+is dropped before the model begins, so a step's activations, logits and seconds follow the counted tokens. The
+sums are the same: attention within each sequence, the loss over the same tokens. Dropout draws other numbers.
+
+Attention is FlashAttention's for sequences of several lengths, which torch includes (the operator behind
+`torch.nn.attention.varlen`). It needs 16 bits, Ampere or later, and heads of up to 256 numbers, but no
+package. In batches without padding nothing is dropped. The only effect then is to bypass torch's own choice
+of a kernel (on Hopper cuDNN's).
+
+snugfit's own loop drops the padding on the host without waiting. A captured step pads its rows to few
+lengths. In other loops (the Trainer, Accelerate, a user's own) the batch is on the device when the model is
+called. There the host waits once per micro-batch to read the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from snugfit.features.kernels.attentions import PADDING_FREE
+from snugfit.job.job import Job, Task
+from snugfit.job.kv_prefix import prompt_kind
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
+"""Tasks with one output for each token."""
+
+OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+"""Ends of the names of such models."""
+
+FIRST_TOKEN_POOLED = ("bert", "roberta", "electra", "distilbert", "xlm-roberta", "camembert")
+"""Model types of transformers that classify a sequence by its first token."""
+
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingFree(Technique):
+    """Drops the padding of a batch and lays its sequences end to end, with attention within each."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    least_capability: ClassVar = (8, 0)
+    drops_padding: ClassVar = True
+    source: ClassVar = (
+        "Dao, arXiv 2307.08691; torch.nn.attention.varlen's operator; transformers' "
+        "DataCollatorWithFlattening, trl's padding_free"
+    )
+    elsewhere: ClassVar = ("varlen", "varlen_attention", "packing", "remove_padding", "unpad", "unpadding")
+
+    def install(self, setup: Setup) -> Setup:
+        """Choose our own attention by name, which drops the padding of the model's inputs."""
+        return setup.with_fields(attention=PADDING_FREE)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Require an output for each token, and attention that the kernel supports."""
+        setup = Setup()
+        for slot in (Slot.PRECISION, Slot.SHARDING):
+            setup = recipe[slot].install(setup)
+        if not job.trains:
+            yield "it drops padding in training alone. Take 'sdpa'."
+        elif why := _why_not(job):
+            yield f"{why} Try 'sdpa'."
+        dtype = setup.autocast or setup.weights_dtype or job.dtype
+        if dtype not in HALVES:
+            yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
+        for other in (recipe[slot] for slot in (Slot.TENSOR_PARALLEL, Slot.PIPELINE_PARALLEL)):
+            if not other.plain:
+                yield f"it is not simulated together with {other}. Take 'sdpa'."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Yield the technique without settings, for models that it covers."""
+        if not _why_not(job):
+            yield cls()
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Return the reason against a plan with it. Batches without padding need no import of the model."""
+        return _why_not(job) if job.padding else "batches have no padding, so there is none to drop"
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Yield a warning if it gains nothing."""
+        if not job.padding:
+            yield "batches have no padding, so there is none to drop. 'sdpa' is as small."
+
+
+def _why_not(job: Job) -> str:
+    """Return why the padding of this job's batches cannot be dropped; empty if it can."""
+    module, model = job.model.module, job.model_class()
+    config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
+    known = job.task in TASKS if module is None else model.__name__.endswith(OF_A_TOKEN_EACH)
+    if model.__name__.endswith("ForSequenceClassification"):
+        known = config.model_type in FIRST_TOKEN_POOLED
+    if not known:
+        more = f"it knows {', '.join(TASKS)}, and encoders that classify a sequence by its first token."
+        return f"the outputs of {model.__name__} may belong to whole sequences; {more}"
+    if not getattr(model, "_supports_flash_attn", False) or config.is_encoder_decoder:
+        return f"{model.__name__} does not support FlashAttention, whose kernels it needs."
+    if module is not None and (kind := prompt_kind(module)):
+        return (
+            f"the model's {kind} adapters put a prompt before each sequence, and one row has one beginning."
+        )
+    return ""

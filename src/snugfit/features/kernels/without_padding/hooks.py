@@ -1,0 +1,108 @@
+"""A model that drops the padding of its inputs, in any loop.
+
+Modules that process each token alone do the same for fewer tokens. Attention reads other tokens, and stops at
+the ends of sequences (`attention.py`). The head of an encoder that classifies sequences reads their first
+tokens, so its layers return these alone.
+
+A batch that is on the device already becomes a row there, and the host waits to read the number of tokens.
+
+A loop that reads outputs besides the loss gets them in its own shape. Logits are scattered to (B, S) in
+evaluation, and in loops that compute the loss outside of the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from snugfit.errors import RecipeError
+from snugfit.features.kernels.attentions import PADDING_FREE
+from snugfit.features.kernels.without_padding.rows import COUNT, RowRules, without_padding
+
+if TYPE_CHECKING:
+    import torch
+
+
+def drop_padding(model: torch.nn.Module) -> None:
+    """Make this model's forward pass drop the padding of its inputs."""
+    if model not in _HOOKS:
+        rules = RowRules.of(model)
+        hooks = _PaddingHooks(rules)
+        handles = [
+            model.register_forward_pre_hook(hooks.pack, with_kwargs=True),
+            model.register_forward_hook(hooks.unpack, with_kwargs=True),
+        ]
+        if rules.pools_first:
+            layers = _layers_of(model)
+            handles.append(layers.register_forward_hook(keep_first_tokens, with_kwargs=True))
+        _HOOKS[model] = tuple(handles)
+
+
+def keep_padding(model: torch.nn.Module) -> None:
+    """Stop dropping the padding of this model's inputs."""
+    for hook in _HOOKS.pop(model, ()):
+        hook.remove()
+
+
+_HOOKS: WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
+
+
+class _PaddingHooks:
+    """The hooks of one model."""
+
+    def __init__(self, rules: RowRules) -> None:
+        self._rules = rules
+        self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
+
+    def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of the forward pass: one row without padding."""
+        import torch
+
+        self._spread = None
+        if given.get("cu_seq_lens_q") is not None:  # one row already: the loop's, a collator's of the user's,
+            return args, given  # or that of a copy's hooks
+        if args or not torch.is_tensor(given.get("input_ids")):
+            raise RecipeError(
+                f"{PADDING_FREE} takes batches of input_ids by name: model(input_ids=..., "
+                "attention_mask=..., labels=...). Take 'sdpa' for others."
+            )
+        packed, places = without_padding(given, self._rules)
+        whole_logits = not model.training or given.get("labels") is None
+        if whole_logits and not self._rules.pools_first:
+            self._spread = (given["input_ids"].shape, places)
+        return args, packed
+
+    def unpack(self, model: Any, args: Any, given: Any, out: Any) -> Any:
+        """Return the output, with its logits in the batch's shape."""
+        spread, self._spread = self._spread, None
+        if spread is not None and getattr(out, "logits", None) is not None:
+            (batch, length), places = spread
+            tokens = out.logits[0]  # (N, V)
+            if places is not None:
+                tokens = tokens.new_zeros(batch * length, tokens.size(-1)).index_copy(0, places, tokens)
+            out.logits = tokens.view(batch, length, -1)
+        return out
+
+
+def _layers_of(model: Any) -> torch.nn.Module:
+    """Return the layers of an encoder, all in one module, by transformers' names for them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = getattr(base, base.base_model_prefix)
+    layers: torch.nn.Module | None = getattr(body, "encoder", None) or getattr(body, "transformer", None)
+    if layers is None:
+        raise RecipeError(
+            f"{PADDING_FREE} does not find the layers of {type(base).__name__}. Take 'sdpa' for it."
+        )
+    return layers
+
+
+def keep_first_tokens(layers: Any, args: Any, given: dict[str, Any], out: Any) -> Any:
+    """Replace an encoder's output, a row (1, N, H), by the first token of each sequence, (B, 1, H), for the
+    head. It is a forward hook of the layers.
+    """
+    ends = given.get("cu_seq_lens_q")
+    tokens = out.last_hidden_state
+    if ends is not None and tokens.size(0) == 1:
+        count = given.get(COUNT, ends.numel() - 1)
+        out.last_hidden_state = tokens[0].index_select(0, ends[:count]).unsqueeze(1)
+    return out

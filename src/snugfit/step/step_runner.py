@@ -1,0 +1,41 @@
+"""An object that runs the steps of a plain loop in another way, such as a replay of recorded steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StepRunner(ABC):
+    """The passes and updates of one loop. A handler makes it (`wishes/handler.py`)."""
+
+    updates_within = False
+    """True if weights are updated within the passes, and no gradients remain."""
+
+    has_begun = False
+    """True if the last begun step has updated a weight within its passes."""
+
+    norm: torch.Tensor | None = None
+    """Norm of the last passes' gradients, a scalar on the device; None if it is unknown."""
+
+    why_not = ""
+    """Reason for steps that run as they are written; empty otherwise."""
+
+    @abstractmethod
+    def run_passes(
+        self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+    ) -> torch.Tensor | None:
+        """Run forward and backward passes of these host micro-batches, each loss times its weight. Return
+        the losses' sum where losses are kept.
+        """
+
+    @abstractmethod
+    def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
+        """Clip the gradients of the last passes, by their norm if it is known, and update."""
+
+    def close(self) -> None:  # noqa: B027 - most runners change nothing of the model
+        """Undo changes of the model after the last step."""
