@@ -18,7 +18,7 @@ from pathlib import Path
 
 from snugfit.job.inputs import model_inputs
 from snugfit.techniques import roster
-from snugfit.techniques.feature import features
+from snugfit.techniques.registry import features
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("src", "tests", "docs", "dev", "conftest.py", "lab")

@@ -15,7 +15,7 @@ from pathlib import Path
 import networkx
 import pytest
 
-from snugfit.techniques.feature import features
+from snugfit.techniques.registry import features
 from snugfit.techniques.wish import wishes
 
 SOURCE = Path(__file__).parents[1] / "src" / "snugfit"
@@ -294,6 +294,10 @@ def test_the_core_names_no_feature() -> None:
                 yield f"{node.arg}="
 
     assert not offending(lambda path: named(path) if room_of(path) != "features" else ())
+
+
+def test_the_contract_of_features_is_one_short_file() -> None:
+    assert len((SOURCE / "techniques" / "feature.py").read_text().splitlines()) <= 250
 
 
 def test_a_feature_imports_another_where_it_says_so() -> None:

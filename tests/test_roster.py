@@ -74,7 +74,7 @@ def test_listing_imports_neither_torch_nor_a_technique_s_package() -> None:
         ("lr", "part of the job"),
         ("batch_size", "micro_batches"),
         ("max_seq_length", "sequence_length"),
-        ("qqqqq", "every_layer"),
+        ("qqqqq", "snugfit techniques lists all"),
     ],
 )
 def test_unknown_word_is_answered_with_what_to_write(word: str, hint: str) -> None:

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from snugfit.errors import UsageError
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request

@@ -25,7 +25,7 @@ from typing import Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
 from snugfit.job.job import Job
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.roster import foreign_names
 from snugfit.training.options import TrainOptions
 from snugfit.user_files import LimitedLoader, load_yaml, read_text

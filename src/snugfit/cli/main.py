@@ -42,7 +42,7 @@ from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins
 from snugfit.frontends.launch import COMMAND_LINE
 from snugfit.frontends.one_of_several import one_of_several
-from snugfit.techniques.feature import features, hooks
+from snugfit.techniques.registry import features, hooks
 from snugfit.training.ranks import ToldElsewhere
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]

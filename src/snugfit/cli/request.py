@@ -19,7 +19,7 @@ import typer
 from snugfit.cli.plugins import words_in
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.feature_folders import use_plugins
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.data.lengths import Lengths

@@ -25,7 +25,7 @@ from snugfit.data.arrow_rows import DatasetRows, ParquetRows, is_saved_dataset, 
 from snugfit.data.rows import JoinedRows, MemoryRows, Row, Rows
 from snugfit.data.text_rows import READERS
 from snugfit.errors import UsageError, did_you_mean
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 
 FORMS = (*READERS, ".parquet")
 

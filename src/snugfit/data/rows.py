@@ -26,7 +26,7 @@ from typing import Any, final
 
 from snugfit.data.indexed import Indexed
 from snugfit.errors import UsageError, did_you_mean, nearest
-from snugfit.techniques.feature import features
+from snugfit.techniques.registry import features
 
 Row = Mapping[str, Any]
 

@@ -35,7 +35,7 @@ from snugfit.measurement.host import HostLoad, crowding, host_load, peak_residen
 from snugfit.measurement.kept_peaks import keep_peaks, with_kept
 from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
 from snugfit.measurement.process import die_with_parent
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.units import MIB
 from snugfit.versions import versions
 

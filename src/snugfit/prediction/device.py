@@ -15,7 +15,7 @@ from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
 from snugfit.rehearsal.trace.trace import COPY_OUT
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
 

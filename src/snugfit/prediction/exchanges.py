@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from snugfit.results.footprint import Kind
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu

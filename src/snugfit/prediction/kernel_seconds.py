@@ -37,7 +37,7 @@ from snugfit.rehearsal.trace.trace import (
     WITH_BIAS,
     WITH_DROPOUT,
 )
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.prediction.exchanges import GpuLink

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.job.build import instantiate
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, TRITON
 from snugfit.results.footprint import Startup
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:

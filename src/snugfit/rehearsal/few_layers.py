@@ -29,7 +29,7 @@ from snugfit.rehearsal.trace.deepen import deepen, numbers_of
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import without_layer_numbers
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:

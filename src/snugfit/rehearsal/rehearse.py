@@ -31,7 +31,7 @@ from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
-from snugfit.techniques.feature import features, hooks
+from snugfit.techniques.registry import features, hooks
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

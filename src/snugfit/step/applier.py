@@ -30,7 +30,8 @@ from snugfit.step.wishes.model import (
 )
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
-from snugfit.techniques.feature import InstallStage, features
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.registry import features
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:

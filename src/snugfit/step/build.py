@@ -18,7 +18,7 @@ from snugfit.step.applier import adapt_model, built_on, model_arguments, optimiz
 from snugfit.step.wishes.handler import STAYS
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques import roster
-from snugfit.techniques.feature import tensors_beside
+from snugfit.techniques.registry import tensors_beside
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:

@@ -1,22 +1,19 @@
-"""The contract between the core and its features, and the registry of features.
+"""The contract between the core and its features.
 
 A feature is a folder of `features/` that can be deleted, or a plugin (`feature_folders.py`). Its `feature.py`
 has one subclass of `Feature`, which adds techniques and handlers of its fields of `Setup` (`fields.py`). It
-overrides methods that the core calls on every feature by `hooks()`. The core names no feature. Tasks and
+overrides methods that the core calls on every feature (`registry.py`). The core names no feature. Tasks and
 inputs of models are in `inputs.py` (`job/inputs.py`). A feature imports its own modules within methods.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from snugfit.feature_folders import FeatureError, feature_packages, import_feature
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -237,47 +234,3 @@ class Feature:
         """Add better recipes from outside the space, or smaller ones, to the state of a search. Return the
         name of a tried technique that no space contains."""
         return ""
-
-
-@functools.cache
-def features() -> tuple[Feature, ...]:
-    """Return every feature, by name. Raises `FeatureError` for a folder that breaks the contract."""
-    return tuple(itertools.starmap(_read, feature_packages().items()))
-
-
-def _read(name: str, package: str) -> Feature:
-    module = import_feature(f"{package}.feature")
-    classes = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Feature) and value.__module__ == module.__name__
-    ]
-    if len(classes) != 1:
-        raise FeatureError(f"{module.__name__}: one subclass of Feature is expected, found {len(classes)}.")
-    classes[0].name = name
-    return classes[0]()
-
-
-@functools.cache
-def hooks(method: str) -> tuple[Callable[..., Any], ...]:
-    """Return this method of each feature that overrides it."""
-    plain = getattr(Feature, method)
-    return tuple(
-        getattr(feature, method) for feature in features() if getattr(type(feature), method) is not plain
-    )
-
-
-def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
-    """Return owner and attribute of each tensor that features hold next to a weight."""
-    return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
-
-
-def technique_modules() -> tuple[tuple[Slot, str], ...]:
-    """Return slot and module of each technique of a feature."""
-    return tuple(
-        (slot, f"{feature_packages()[feature.name]}.{module}")
-        for feature in features()
-        for slot, modules in feature.techniques.items()
-        for module in modules
-        if feature.needs.get(module, feature.name) in feature_packages()
-    )

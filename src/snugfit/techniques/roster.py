@@ -33,7 +33,7 @@ from typing import Any
 from snugfit.errors import RecipeError, SnugfitError, did_you_mean
 from snugfit.feature_folders import import_feature
 from snugfit.job.job import Job
-from snugfit.techniques.feature import technique_modules
+from snugfit.techniques.registry import technique_modules
 from snugfit.techniques.setting import describe, setting_types, show_setting
 from snugfit.techniques.technique import Fidelity, Slot, Technique, first_sentence
 

@@ -118,7 +118,6 @@ class LogitsWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-@dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """Settings of the way of batches to the device."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.trainer.users_files import weights_folder
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.state import check_packable, restore, snapshot
 from snugfit.training.checkpoint.weights import load_weights
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.trace.relative import without_layer_numbers
 from snugfit.rehearsal.trace.trace import Work
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound

@@ -44,7 +44,7 @@ from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, OnGpus, Twins, is_below
 from snugfit.planning.step_key import launches_otherwise
 from snugfit.techniques import roster
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
 

@@ -45,8 +45,8 @@ from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import link_of
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
-from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:

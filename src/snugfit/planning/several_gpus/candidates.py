@@ -16,8 +16,8 @@ from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.techniques import roster
-from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique

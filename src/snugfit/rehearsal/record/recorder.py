@@ -62,7 +62,7 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
-from snugfit.techniques.feature import tensors_beside
+from snugfit.techniques.registry import tensors_beside
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy

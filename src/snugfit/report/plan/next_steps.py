@@ -12,8 +12,8 @@ from snugfit.errors import SnugfitError
 from snugfit.feature_folders import plugin_words
 from snugfit.job.inputs import has_sequence, has_target
 from snugfit.step.applier import refuse_unsupported
-from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from snugfit.errors import UsageError, nearest
 from snugfit.report.schema.tables import ADDED, DOCUMENTS, LEFT_OUT, OPTIONAL, SENTENCES, UNITS, heads
-from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.roster import field_docs
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

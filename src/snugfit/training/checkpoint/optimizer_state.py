@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.parts import state_parts, updated_elsewhere
 
 if TYPE_CHECKING:

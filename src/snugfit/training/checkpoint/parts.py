@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from snugfit.data.tokens import as_tokenizer, padding_token
 from snugfit.errors import UsageError, one_line
 from snugfit.job.job import Task
 from snugfit.step.batches import collate as stack_tensors
-from snugfit.techniques.feature import hooks
+from snugfit.techniques.registry import hooks
 from snugfit.training.run.run import Data
 
 if TYPE_CHECKING:

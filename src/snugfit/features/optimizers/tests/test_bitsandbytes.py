@@ -19,8 +19,8 @@ from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import PREFETCH, Kernel
-from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import hooks
 
 QMAP_BYTES = 256 * 4
 """bitsandbytes' code book: 256 fp32 values."""

@@ -1,0 +1,57 @@
+"""The registry of features: the folders of `features/`, and plugins."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from snugfit.feature_folders import FeatureError, feature_packages, import_feature
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+
+
+@functools.cache
+def features() -> tuple[Feature, ...]:
+    """Return every feature, by name. Raises `FeatureError` for a folder that breaks the contract."""
+    return tuple(itertools.starmap(_read, feature_packages().items()))
+
+
+def _read(name: str, package: str) -> Feature:
+    module = import_feature(f"{package}.feature")
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Feature) and value.__module__ == module.__name__
+    ]
+    if len(classes) != 1:
+        raise FeatureError(f"{module.__name__}: one subclass of Feature is expected, found {len(classes)}.")
+    classes[0].name = name
+    return classes[0]()
+
+
+@functools.cache
+def hooks(method: str) -> tuple[Callable[..., Any], ...]:
+    """Return this method of each feature that overrides it."""
+    plain = getattr(Feature, method)
+    return tuple(
+        getattr(feature, method) for feature in features() if getattr(type(feature), method) is not plain
+    )
+
+
+def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
+    """Return owner and attribute of each tensor that features hold next to a weight."""
+    return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
+
+
+def technique_modules() -> tuple[tuple[Slot, str], ...]:
+    """Return slot and module of each technique of a feature."""
+    return tuple(
+        (slot, f"{feature_packages()[feature.name]}.{module}")
+        for feature in features()
+        for slot, modules in feature.techniques.items()
+        for module in modules
+        if feature.needs.get(module, feature.name) in feature_packages()
+    )
