@@ -19,6 +19,7 @@ import importlib
 import inspect
 import os
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -38,7 +39,11 @@ ROOMS = (
     "results", "step", "techniques", "units", "versions",
 )  # fmt: skip
 """Files and folders of the package on which a rehearsal depends: all imports of `rehearsal`. From features,
-only those that add fields of `Setup`, without their `search.py`, and the files `inputs.py`."""
+only those that add fields of `Setup`, without their modules for searches, prices and training runs, and the
+files `inputs.py`."""
+
+ABOVE = re.compile(r"^ *from snugfit\.(frontends|planning|prediction|training)\b", re.MULTILINE)
+"""An import of a room above `rehearsal`, by which a feature's module is no part of a rehearsal."""
 
 SIZES = "planning/cost/batch_sizes.py"
 """The only other file that rehearses. It imports from `ROOMS` alone."""
@@ -68,7 +73,7 @@ def sources(package: Path = PACKAGE) -> Iterator[Path]:
         with_fields = [path.parent for path in package.glob(f"{name}/*/fields.py")]
         folders = with_fields or [package / name]
         files = {path for folder in folders for path in folder.rglob("*.py") if path.parent.name != "tests"}
-        files -= {folder / "search.py" for folder in with_fields}
+        files -= {path for path in files if with_fields and ABOVE.search(path.read_text(encoding="utf-8"))}
         yield from [file] if file.exists() else sorted(files.union(package.glob(f"{name}/*/inputs.py")))
     yield package / SIZES
 

@@ -12,7 +12,6 @@ from snugfit.techniques.several_gpus import ranks_of
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from snugfit.planning.several_gpus.candidates import Spreading
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
 
@@ -96,7 +95,7 @@ class Distributed(Feature):
 
     # ---- searching a plan ----
 
-    def spreading(self) -> Spreading:
+    def spreading(self) -> Any:
         """Return the ways of the techniques for several GPUs."""
         from snugfit.features.distributed.plan.ways import MeshSpreading
 

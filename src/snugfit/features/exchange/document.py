@@ -76,7 +76,7 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
     runs = [one for one in documents if one.dialect not in LAUNCHERS or one.format == "python"]
     if len(runs) > 1:
         names = " and ".join(str(one.path) for one in runs[:2])
-        raise UsageError(f"{names} both describe a run. Give one of them, beside files of its launcher.")
+        raise UsageError(f"{names} both describe a run. Give one of them, with the files of its launcher.")
     last = runs[0] if runs else documents[-1] if documents else None
     return [*(one for one in documents if one is not last), *([last] if last else [])]
 

@@ -216,11 +216,13 @@ def test_one_of_several_is_said_where_accelerate_asks() -> None:
     """
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+    from snugfit.features.distributed.apply.by_accelerate import one_of_several
     from snugfit.features.distributed.fields import ParallelWish
     from snugfit.step.transformers_internals import placed_on
 
     before = dict(os.environ)
-    with process_group(1, 4), placed_on(torch.device("meta"), ParallelWish(weights="sharded", ranks=4)):
+    shapes, wish = torch.device("meta"), ParallelWish(weights="sharded", ranks=4)
+    with process_group(1, 4), placed_on(shapes), one_of_several(shapes, wish):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
         accelerator = accelerate.Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
         assert accelerator.distributed_type is DistributedType.FSDP
