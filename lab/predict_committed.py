@@ -48,16 +48,18 @@ def _runs_in(value: Any) -> Iterator[dict[str, Any]]:
         return
     if value.get("what") == "measurement":
         gpu = value["device"]["name"] if value["device"]["type"] == "cuda" else None
-        yield _run(value["job"], value["recipe"], value["loop"], gpu)
+        gpus = value.get("gpus") or len(value.get("ranks") or ()) or 1
+        yield _run(value["job"], value["recipe"], value["loop"], gpu, gpus)
     elif value.get("what") == "accuracy":
         for run in value["runs"]:
-            yield _run(run["job"], run["recipe"], "plain", value["gpu"])
+            gpus = run.get("gpus") or value.get("gpus") or 1
+            yield _run(run["job"], run["recipe"], "plain", value["gpu"], gpus)
     else:
         yield from _runs_in(list(value.values()))
 
 
-def _run(job: dict[str, Any], recipe: str, loop: str, gpu: str | None) -> dict[str, Any]:
-    return {"job": job, "recipe": recipe, "loop": loop, "gpu": gpu}
+def _run(job: dict[str, Any], recipe: str, loop: str, gpu: str | None, gpus: int) -> dict[str, Any]:
+    return {"job": job, "recipe": recipe, "loop": loop, "gpu": gpu, "gpus": gpus}
 
 
 def predict_run(text: str) -> dict[str, Any]:
@@ -73,9 +75,10 @@ def predict_run(text: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             job = Job.from_json(run["job"])
-            return predict(job, run["recipe"], gpu=run["gpu"], loop=run["loop"]).to_json()
+            asked = {"gpu": run["gpu"], "gpus": run["gpus"], "loop": run["loop"]}
+            return predict(job, run["recipe"], **asked).to_json()
         except SnugfitError as refused:
-            return {"refused": type(refused).__name__}
+            return {"refused": f"{type(refused).__name__}: {refused}"[:200]}
 
 
 def write(path: Path, every: int = 1) -> None:
