@@ -14,6 +14,7 @@ import pytest
 from prose import sentences
 
 import snugfit
+from in_roster import needs_techniques
 from made_up import measurement, prediction
 from small_models import small_job
 from snugfit.cli.main import run
@@ -105,6 +106,8 @@ OF_FEATURES = re.compile(r"(guide|check|export)\b|.* --(arguments|export|\w*_\w*
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "--gpus" in command:
+        needs_techniques("fsdp")
     assert run(shlex.split(command)) == 0, capsys.readouterr().err
 
 

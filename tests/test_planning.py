@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from in_roster import needs_techniques
 from kept import REST
 from small_models import small_job
 from snugfit.errors import GpuError, SnugfitError, UsageError
@@ -353,6 +354,7 @@ def test_recomputing_that_cannot_matter_is_not_looked_at_and_changes_no_answer(s
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_a_front_that_ends_at_some_times_the_seconds_is_the_whole_one_up_to_there(seed: int) -> None:
+    needs_techniques("captured")  # the seeds are for the space of the whole roster
     rng = random.Random(seed)
     space = space_of_rounds()
     told = recomputed(told_of(space, rng), space, rng)

@@ -13,6 +13,7 @@ import pytest
 from rich.console import RenderableType
 from rich.text import Text
 
+from in_roster import needs_techniques
 from made_up import measurement, prediction
 from snugfit.comparison.compared_runs import Accuracy
 from snugfit.evaluation.verify import Verification
@@ -117,6 +118,8 @@ REPORTS = {
 def test_every_row_keeps_its_name_and_every_figure_is_whole(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "--gpus" in name:
+        needs_techniques("fsdp")
     hold_rows_and_figures(REPORTS[name], width, monkeypatch)
 
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from in_roster import needs_techniques
 from snugfit.planning.cost.lowered import left_by_lowering
 from snugfit.planning.search.search import search
 from snugfit.planning.search.state import SearchState
@@ -33,6 +34,7 @@ def test_products_and_attention_stay_and_whatever_is_outside_layers() -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_compiled_layers_are_lowered_only_where_they_may_matter(slow: bool) -> None:
+    needs_techniques("captured")  # the seed is for the space of the whole roster
     rng = random.Random(0)
     space = space_of_rounds()
     told = recomputed(told_of(space, rng), space, rng)

@@ -358,7 +358,7 @@ def test_the_plain_defaults_ask_for_exactly_one_technique_a_slot() -> None:
     ]
 
 
-OWNERS = {"layers": "fp8", "lora": "lora"}
+OWNERS = {"layers": "fp8", "lora": "lora", "parallel": "fsdp", "sharding": "zero2"}
 """Technique of a feature, by the beginning of its arguments."""
 
 

@@ -22,6 +22,7 @@ from test_exchange_export import job_in, namespace, ours, samples
 import exported_processes
 from clean_forks import forks_of
 from exported_processes import STEPS, one_rank
+from in_roster import needs_techniques
 from many_ranks import free_port
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
@@ -440,6 +441,7 @@ def test_a_launcher_says_how_they_train_together(
 
 
 def test_a_launcher_that_counts_when_it_starts_is_asked_for_the_number(tmp_path: Path) -> None:
+    needs_techniques("ddp")
     command = LAUNCHED.format("torchrun --nproc_per_node=gpu", "")
     assert {line.instead for line in read(tmp_path, "run.sh", command).refused} == {"gpus"}
     assert not read(tmp_path, "run.sh", command, gpus=2).refused

@@ -99,7 +99,7 @@ def test_what_does_not_fit_may_use_the_whole_gpu() -> None:
 
 def test_large_models_are_valid_and_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each runs on its own GPU; one without a prediction has the reason."""
-    needs_techniques("qlora + adafactor")
+    needs_techniques("qlora + adafactor + zero2")
     for model in large_models():
         gpu = find_gpu(model.gpu)
         Recipe.parse(model.recipe).check(job_of(model.job), gpu.compute_capability, installed=False)
