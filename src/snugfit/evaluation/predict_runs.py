@@ -39,7 +39,7 @@ class PlannedRecipe:
     """True when the bytes fit the usable memory."""
 
     def run(self, job: Job, number: int) -> ComparedRun:
-        """Return the run of this recipe before its measurement."""
+        """Return a `ComparedRun` of this job with the predicted figures, and without a measurement."""
         return ComparedRun(
             number=number,
             family=job.model.architecture,

@@ -75,7 +75,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(full_name: str) -> dict[str, Any]:
-    """Return the facts of a bundled preset."""
+    """Return the config of a model that the package bundles, by its full name `owner/model`."""
     owner, bare = full_name.split("/")
     content = _presets().joinpath(owner, f"{bare}.json").read_bytes()
     return parse_config(content, where=f"preset {full_name}")

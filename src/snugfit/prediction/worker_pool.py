@@ -125,7 +125,7 @@ class SpareProcesses:
         self._spare.release()
 
     def take(self) -> bool:
-        """Take a spare process. Return False if there is none."""
+        """Claim permission to start one more process, without waiting. Return False if the count is zero."""
         return self._spare.acquire(blocking=False)
 
 

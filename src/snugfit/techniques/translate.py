@@ -61,7 +61,8 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
 def _technique_from(
     counterpart: Counterpart, kind: type[Technique], arguments: Mapping[str, Any]
 ) -> Technique | None:
-    """Return the technique for these arguments; None when they do not match this counterpart."""
+    """Build a technique of this kind from another library's arguments. Return None if they do not match the
+    counterpart, or are no valid settings."""
     settings = dict(counterpart.settings)
     for key, value in counterpart.arguments.items():
         given = arguments.get(key)

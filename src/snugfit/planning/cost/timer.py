@@ -66,9 +66,10 @@ class ComposableTimer(Protocol):
 
 
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
-    """Return seconds on each GPU of a steady step that consists of these works, in order.
+    """Return a steady step's seconds on each GPU. The step consists of these pieces of device work, in order.
 
-    A timer that does not compose gets a trace.
+    Cached segments of the pieces are added up. All kernels are simulated instead if the timer is no
+    `ComposableTimer`, or if copies run beside kernels.
     """
     if isinstance(timer, ComposableTimer) and not any(map(timer.has_copies, works)):
         return tuple(timer.simulate(join(map(timer.segments, works))).tolist())

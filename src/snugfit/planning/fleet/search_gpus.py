@@ -297,7 +297,7 @@ def search_each(
     smallest: Sequence[bool],
     tell: Tell,
 ) -> list[SearchOfGpu]:
-    """Return the finished search of each GPU."""
+    """Search the best recipe for each GPU, until its answer is simulated in full. Return the searches."""
     results = SharedResults(pool)
     workers: dict[int, int] = {}
     searches = []

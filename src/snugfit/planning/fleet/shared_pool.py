@@ -42,7 +42,8 @@ class SharedResults:
         self._known |= {(question.method, id(setup)): one for setup, one in zip(setups, values, strict=True)}
 
     def value(self, question: Question, index: int) -> Any:
-        """Return the known results of a question on one GPU. The error of an evaluation is one for all."""
+        """Return one GPU's known results, one for each Setup of the question. Return a single error if all
+        have the same one, or if an evaluation failed."""
         (setups,) = question.arguments
         values = [self._known[question.method, id(setup)] for setup in setups]
         errors = [one for one in values if isinstance(one, SnugfitError)]

@@ -47,9 +47,9 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
 
 
 def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
-    """Evaluate the possible replacements of these in `simplify_front` that differ in the update alone.
+    """Evaluate simpler candidates that `simplify_front` may put in place of these, with another update alone.
 
-    Raises `BelowLowerBound`.
+    Their results are in `state` afterwards. Raises `BelowLowerBound`.
     """
     candidates, simpler = state.space.candidates, set[int]()
     for number in front:

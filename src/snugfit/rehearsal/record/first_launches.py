@@ -40,7 +40,7 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def settings_known() -> Iterator[None]:
-    """Launch kernels without a benchmark inside the context, as in all steps but the first of a process."""
+    """Leave benchmarks of kernels out of a simulation inside the context. They run only in a first step."""
     _TIMED.append(False)
     try:
         yield

@@ -196,7 +196,8 @@ class _Written:
         """Blocks that the current forward pass allocated."""
 
     def add(self, like: _Step, grown: Grown) -> bool:
-        """Write a move like this one with its own numbers. Return False if a free has no such block."""
+        """Append a copy of a shallow model's move with the deep model's numbers. Return False if the block
+        that it frees does not exist."""
         if type(like) is _Placed:
             return self._free(like, grown)
         if isinstance(like, (Alloc, Kernel)):

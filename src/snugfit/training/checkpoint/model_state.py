@@ -225,9 +225,9 @@ def _read(folder: Path) -> Any:
 
 
 def load_model_state(model: torch.nn.Module, folder: Path) -> None:
-    """Load the files of `ModelState.write` into an existing model.
+    """Load the files of `ModelState.write` into an existing model, if the folder has them.
 
-    Raises `SnugfitError` for another model, and then changes nothing.
+    Raises `SnugfitError`, before any change, if adapters or frozen weights differ.
     """
     from safetensors.torch import load_file
 

@@ -49,7 +49,8 @@ class PipelinedRanks:
         self._step: PipelinedStep | None = None
 
     def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
-        """Return the seconds of a stage's step: those without any wait for other stages, and the waits."""
+        """Predict the step of a rank's pipeline stage. `step_seconds` is the whole pipeline's, `idle_seconds`
+        are the waits for other stages."""
         assert self._gpu is not None
         trace = next(one.trace for one in self._ranks if one.rank == rank)
         workers = self._setup.loader.workers

@@ -17,7 +17,8 @@ Moment = frozenset[int]
 
 
 class StreamOrder:
-    """The streams of one simulation by number; 0 is the computing stream."""
+    """The current stream of a simulation, and the waits of streams for each other. Streams have numbers; 0
+    computes."""
 
     def __init__(self, tell: Callable[[int], int]) -> None:
         self._tell = tell

@@ -501,7 +501,7 @@ class _Evaluator:
         return value
 
     def built_in(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
-        """Return the value of one of Python's own functions."""
+        """Call a built-in of Python, such as `int`. Return `Unknown` if the call fails."""
         try:
             return _BUILTINS[name](*positional)
         except (TypeError, ValueError, OverflowError):
