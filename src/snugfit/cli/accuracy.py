@@ -226,7 +226,10 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
     if name is None:
         raise GpuError("This machine has no GPU to measure on.")
     if find_gpu(name).key != find_gpu(result.gpu).key:
-        raise GpuError(f"{file} has predictions for {result.gpu}, but the GPU of this machine is {name}.")
+        raise GpuError(
+            f"{file} has predictions for {result.gpu}, but the GPU of this machine is {name}. Measure on a "
+            f"machine with {result.gpu}, or predict for this one: snugfit accuracy --job FILE --top 4."
+        )
     with show_progress("measuring") as tell:
         return measure_rest(result, file=file, tell=tell), file
 

@@ -44,7 +44,8 @@ def class_numbers(
         if type(value) is str and value not in number_of:
             raise UsageError(
                 f"{where(index)}: label {value!r} is not one of "
-                f"{', '.join(names[:12])}.{did_you_mean(value, names)}"
+                f"{', '.join(names[:12])}{', ...' if len(names) > 12 else ''}.{did_you_mean(value, names)} "
+                "These are the classes of the training data. Correct the label, or add a sample of it there."
             )
     classes = [number_of[value] if isinstance(value, str) else value for value in known]
     most = np.iinfo(np.int64).max

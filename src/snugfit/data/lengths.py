@@ -95,7 +95,10 @@ class Lengths:
         for length, samples in pairs:
             counts[length] += samples
         if sum(counts.values()) > MOST_SAMPLES:
-            raise UsageError(f"{source}: it has more than {MOST_SAMPLES:,} samples. Divide the counts.")
+            raise UsageError(
+                f"{source}: it has {sum(counts.values()):,} samples, and {MOST_SAMPLES:,} are allowed. "
+                "Divide the number of samples of each length by the same factor."
+            )
         return cls(counts=tuple(sorted((+counts).items())), source=source)
 
     @property

@@ -251,7 +251,8 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
             "which it reads versions such as 9.0 and no 9.0a."
         ) from error
     raise ModelError(
-        f"{model.name}: transformers cannot build it ({kind}): {one_line(error, 1000)}"
+        f"{model.name}: transformers cannot build it ({kind}): {one_line(error, 1000)} Correct the value in "
+        f"the config.json, or try another version than transformers {transformers_version()}."
     ) from error
 
 

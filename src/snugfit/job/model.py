@@ -195,7 +195,8 @@ class Model:
             )
         if lacking := {"name", "origin", "config"} - set(document):
             raise ModelError(
-                f"This is not a model document of snugfit: it has no {' and no '.join(sorted(lacking))}."
+                f"This is not a model document of snugfit: it has no {' and no '.join(sorted(lacking))}. "
+                "Give what Model.to_json() returned. For a config.json: Model.find('path/config.json')."
             )
         if document["origin"] == "python":
             raise JobError(

@@ -85,7 +85,10 @@ class Kept:
         for slot in self.asked:
             technique = self.slots[slot][0]
             if technique.needs_several_gpus and not self.several_gpus:
-                raise UsageError(f"keep: {technique} needs several GPUs. Add --gpus N (snugfit plan).")
+                raise UsageError(
+                    f"keep: {technique} needs several GPUs, and this plan is for one. Add --gpus N, or call "
+                    "plan_several_gpus in Python."
+                )
             if not technique.is_searched() and not (self.several_gpus and _is_axis(technique)):
                 raise UsageError(
                     f"keep: plans do not search with {technique}, since each of its recipes is simulated in "

@@ -78,7 +78,10 @@ def world(environment: Mapping[str, str] = os.environ) -> World | None:
         rank, size, local = -1, 0, -1
     if not 0 <= rank < size or local < 0:
         values = ", ".join(f"{name}={environment.get(name)}" for name in (*VARIABLES[:2], "LOCAL_RANK"))
-        raise UsageError(f"The environment has {values}. Start the processes with torchrun, or --gpus N.")
+        raise UsageError(
+            f"The environment has {values}. RANK must be from 0 to WORLD_SIZE - 1, and LOCAL_RANK 0 or more. "
+            "Start the processes with torchrun --nproc-per-node N. For --gpus N, unset these variables first."
+        )
     return World(rank=rank, size=size, local_rank=local)
 
 

@@ -244,8 +244,9 @@ class ParallelWish(SeveralProcesses):
             )
         if self.shards and (self.shards > data or data % self.shards):
             raise UsageError(
-                f"hsdp({self.shards}) spreads a copy of the weights over {self.shards} GPUs, and {data} GPUs "
-                f"make no such groups. Name a multiple of {self.shards}, or a divisor of {data} in its place."
+                f"hsdp({self.shards}) takes a multiple of {self.shards} GPUs that share the batch, and "
+                f"{gpus} GPUs make {data}. Set --gpus to a multiple of {self.shards * together}, or write "
+                f"hsdp(n) with a divisor n of {data} above 1."
             )
         return replace(self, ranks=gpus)
 

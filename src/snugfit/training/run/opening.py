@@ -120,7 +120,10 @@ def _model(
     def on_loaded(loaded: LoadedWeights) -> None:
         assert weights is not None
         if whole and (lost := set(loaded.new) - names_kept_beside(weights)):
-            raise SnugfitError(f"{weights} has no weights of this model: {min(lost)} is missing.")
+            raise SnugfitError(
+                f"{weights} lacks {min(lost)}, a weight of this model. Resume with the model that wrote it, "
+                "or start a new run."
+            )
         if checkpoint is None:
             for line in loaded.lines(weights):
                 tell(line)

@@ -417,7 +417,10 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
     given = {id(model.get_parameter(name)) for name in saved if name in dict(model.named_parameters())}
     tied = {n for n, value in model.named_parameters(remove_duplicate=False) if id(value) in given}
     if lost := sorted(missing - tied):
-        raise SnugfitError(f"{folder} has no weights of this model: {lost[0]} is missing.")
+        raise SnugfitError(
+            f"{folder} lacks {lost[0]}, a weight of this model. Resume with the model that wrote it, or "
+            "start a new run."
+        )
     load_model_state(model, folder)
 
 

@@ -211,7 +211,7 @@ class _Meaning:
         if len(main) > 1:
             lines = ", ".join(str(call.line) for call in main)
             raise UsageError(
-                f"{self.where}: TrainingArguments is called on the lines {lines}, and which call counts is "
+                f"{self.where}: {main[0].name} is called on the lines {lines}, and which call counts is "
                 "decided while the script runs. Keep one of them."
             )
         return main[0] if main else None
