@@ -31,10 +31,11 @@ def can_be_read(run: Mapping[str, Any]) -> bool:
     return are_in_roster(run["recipe"]) and run["job"]["task"] in (*heads(), "custom")
 
 
-def needs_techniques(recipe: str) -> None:
-    """Skip the running test where a technique of this recipe is in a feature that is not there."""
+def needs_techniques(recipe: str, *, allow_module_level: bool = False) -> None:
+    """Skip the running test, or the module, where a technique of this recipe is in a feature that is not there."""
     if missing := missing_techniques(recipe):
-        pytest.skip(f"the feature with {', '.join(missing)} is not there")
+        reason = f"the feature with {', '.join(missing)} is not there"
+        pytest.skip(reason, allow_module_level=allow_module_level)
 
 
 def needs_task(task: str) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+from in_roster import needs_techniques
 from small_models import small_job
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import FullCheck
@@ -75,6 +76,7 @@ def test_a_variant_is_the_candidate_of_the_changed_recipe() -> None:
 
 
 def test_what_is_compiled_alike_goes_to_one_worker() -> None:
+    needs_techniques("compiled")
     workers = Known(), Known()
     pool, state = WorkerPool(list(workers)), SearchState(space())
     known = screen(space(), pool, numbers=range(len(space().candidates)), state=state)

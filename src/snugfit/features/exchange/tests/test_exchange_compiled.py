@@ -9,12 +9,15 @@ import pytest
 import torch
 from test_exchange_export import STEPS, job_in, namespace, ours, samples
 
+from in_roster import needs_techniques
 from snugfit.errors import RecipeError, UsageError
 from snugfit.features.exchange.export import export
 from snugfit.features.exchange.read import read_arguments
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
+
+needs_techniques("compiled", allow_module_level=True)
 
 WHOLE = "compiled(what=model)"
 WITHIN = "compiled(what=model, autocast=within)"

@@ -75,7 +75,7 @@ def test_each_experiment_gets_the_fastest_recipe_within_its_own_memory() -> None
 
 
 def test_an_experiment_that_is_already_the_fastest_says_so() -> None:
-    needs_techniques("adafactor + adamw_8bit")
+    needs_techniques("adafactor + adamw_8bit + compiled")
     slow = PlannedJob(front=(on_front(guide_result_job(), "every_layer", 1, 100.0),))
     modern = with_modern(guide_result(), lambda job: slow)
     assert {row.why_none for row in modern.modern if row.name != "tf32"} == {
