@@ -32,7 +32,7 @@ def can_be_read(run: Mapping[str, Any]) -> bool:
 
 
 def needs_techniques(recipe: str, *, allow_module_level: bool = False) -> None:
-    """Skip the running test, or the module, where a technique of this recipe is in a feature that is not there."""
+    """Skip the running test, or the module, without the feature of a technique of this recipe."""
     if missing := missing_techniques(recipe):
         reason = f"the feature with {', '.join(missing)} is not there"
         pytest.skip(reason, allow_module_level=allow_module_level)
