@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -45,6 +46,8 @@ def test_wished_callables_exist_and_take_their_arguments_by_name(technique: type
     for call in callables(setup):
         assert callable(resolve(call))
         assert all(isinstance(name, str) for name in call.arguments)
+    if setup.optimizer.weight_decay:
+        assert "weight_decay" in inspect.signature(resolve(setup.optimizer.factory)).parameters
 
 
 def any_setting(technique: type) -> Any:

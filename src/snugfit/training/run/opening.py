@@ -121,8 +121,8 @@ def _model(
         assert weights is not None
         if whole and (lost := set(loaded.new) - names_kept_beside(weights)):
             raise SnugfitError(
-                f"{weights} lacks {min(lost)}, a weight of this model. Resume with the model that wrote it, "
-                "or start a new run."
+                f"{weights} does not have {min(lost)}, a weight of this model. Resume with the model that "
+                "wrote it, or start a new run."
             )
         if checkpoint is None:
             for line in loaded.lines(weights):

@@ -418,8 +418,8 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
     tied = {n for n, value in model.named_parameters(remove_duplicate=False) if id(value) in given}
     if lost := sorted(missing - tied):
         raise SnugfitError(
-            f"{folder} lacks {lost[0]}, a weight of this model. Resume with the model that wrote it, or "
-            "start a new run."
+            f"{folder} does not have {lost[0]}, a weight of this model. Resume with the model that wrote it, "
+            "or start a new run."
         )
     load_model_state(model, folder)
 

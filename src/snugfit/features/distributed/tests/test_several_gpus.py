@@ -56,7 +56,7 @@ def exchanges(trace: Trace, operator: str) -> list[Kernel]:
     [
         ("bf16", 2, "the recipe trains on one. Add a technique of the slot 'sharding'"),
         ("ddp", 1, "trains on several GPUs, and one was named"),
-        ("hsdp(4)", 6, "Name a multiple of 4, or a divisor of 6"),
+        ("hsdp(4)", 6, "multiple of 4, or write hsdp.n. with a divisor n of 6"),
         ("fsdp", 0, "must be a whole number from 1"),
         ("fsdp", 3, "cannot be shared evenly by 3 GPUs. Try 6 or 9"),
         ("tensor(2)", 4, "Add fsdp or ddp, which share the batch among 2 such groups"),
