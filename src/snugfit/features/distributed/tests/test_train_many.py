@@ -425,7 +425,7 @@ def test_torchs_launcher_logs_nothing_beside_our_line() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "part"),
-    [("plain", "2 GPUs were named"), ("hsdp(4)", "hsdp(4) spreads")],
+    [("plain", "2 GPUs were named"), ("hsdp(4)", "hsdp(4) takes")],
 )
 def test_what_cannot_be_is_told_by_the_first_alone(
     tmp_path: Path, forks: Forks, recipe: str, part: str
