@@ -59,7 +59,7 @@ USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
 _OF_GPU = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
 """Functions of torch, unsloth and transformers that are true on a GPU with bfloat16."""
 
-_PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
+PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 """Parsers that fill dataclasses from the command line."""
 
 
@@ -80,8 +80,6 @@ class Evaluation:
     """Calls of other libraries' functions and of objects' methods."""
     assignments: list[Assignment] = field(default_factory=list)
     """Attributes and elements of objects that are set."""
-    classes: list[Class] = field(default_factory=list)
-    """Classes of the script."""
     globals: Environment = field(default_factory=dict)
     """Names of the module at its end."""
     events: list[ForeignCall | Assignment] = field(default_factory=list)
@@ -172,7 +170,6 @@ class _Evaluator:
     def run_ClassDef(self, node: ast.ClassDef, names: Environment) -> None:
         script_class = Class(node, tuple(self.value(base, names) for base in node.bases), names)
         names[node.name] = script_class
-        self.done.classes.append(script_class)
         for one in node.body:
             if isinstance(one, ast.FunctionDef):
                 self.functions.append(Function(one, names))
@@ -489,7 +486,7 @@ class _Evaluator:
             value = self.of_gpu(node, True)
         elif function.dotted == "torch.cuda.is_available":
             value = True
-        elif function.last in ("ArgumentParser", *_PARSERS):
+        elif function.last in ("ArgumentParser", *PARSERS):
             self.done.calls.append(ForeignCall(function, tuple(positional), named, node.lineno, _text(node)))
             kinds = [] if function.last == "ArgumentParser" else [*positional, *named.values()][:1]
             several = bool(kinds) and isinstance(kinds[0], list | tuple)

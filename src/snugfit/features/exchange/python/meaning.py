@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.features.exchange.python.evaluate import Evaluation
+from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
 from snugfit.features.exchange.python.objects import (
     LIGER,
     LOADER,
@@ -202,7 +202,7 @@ class _Meaning:
         parsed = [
             value for value in used if isinstance(value, Member) and "of the command line" in value.name
         ]
-        of_parser = any(call.name in _PARSERS for call in self.calls)
+        of_parser = any(call.name in PARSERS for call in self.calls)
         if parsed or (not main and of_parser):
             raise UsageError(
                 f"{self.where}: this script reads its arguments from the command line. Give the shell file "
@@ -629,7 +629,6 @@ _LIGER_PARTS = (
     "fused_linear_cross_entropy",
     "cross_entropy",
 )
-_PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 
 
 def _word(name: Name) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.python.evaluate import evaluate
-from snugfit.features.exchange.python.meaning import Script, read_meaning
+from snugfit.features.exchange.python.meaning import NO_PLAIN_LOOP, Script, read_meaning
 
 
 def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Script:
@@ -25,7 +25,10 @@ def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Scrip
         if isinstance(error, SyntaxError):
             line, why = f", line {error.lineno}" if error.lineno else "", error.msg
         raise UsageError(f"{where}{line}: this is not valid Python ({why}).") from None
-    return read_meaning(done, where)
+    try:
+        return read_meaning(done, where)
+    except RecursionError:
+        raise UsageError(f"{where}: its objects depend on each other too deeply. {NO_PLAIN_LOOP}") from None
 
 
 def code_of_notebook(text: str, where: str) -> str:

@@ -266,6 +266,11 @@ def test_a_script_that_calls_itself_without_end_ends() -> None:
     assert read_script(text, "train.py").arguments["job.model"] == "gpt2"
 
 
+def test_a_model_that_is_moved_without_end_is_one_clear_error() -> None:
+    with pytest.raises(UsageError, match="too deeply"):
+        read_script(script(*["model = model.cuda()"] * 3000), "train.py")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"cells": 3}', "not json", '{"cells": [3]}'])
 def test_a_broken_notebook_is_one_clear_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"n\.ipynb: this is not a notebook"):
