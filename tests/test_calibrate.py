@@ -6,13 +6,14 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from small_models import small_job
 from snugfit.cli.calibrate import sentence_about_others
 from snugfit.cli.plan_cache import key_of
-from snugfit.comparison.calibrate import ATTEMPTS, MeasureSeconds, ProbeSeconds, calibrate
+from snugfit.comparison.calibrate import ATTEMPTS, MeasureSeconds, ProbeReading, ProbeSeconds, calibrate
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -76,6 +77,11 @@ def quiet(rates: Rates) -> MeasureSeconds:
     return lambda job, recipe, _: ProbeSeconds(machine(rates, job, recipe), 0.0)
 
 
+def rates_and_readings(*arguments: Any, **options: Any) -> tuple[Rates, tuple[ProbeReading, ...]]:
+    calibration = calibrate(*arguments, **options)
+    return calibration.rates, calibration.readings
+
+
 def other_machine() -> Rates:
     known = rates_for(GPU)
     products = {name: replace(rate, flops=rate.flops * 0.6) for name, rate in known.products.items()}
@@ -91,7 +97,7 @@ def other_machine() -> Rates:
 
 def test_another_machine_is_found() -> None:
     true = other_machine()
-    found, readings = calibrate(GPU, measure_seconds=quiet(true))
+    found, readings = rates_and_readings(GPU, measure_seconds=quiet(true))
     assert found.host.forward == pytest.approx(true.host.forward, rel=0.05)
     assert found.bandwidth == pytest.approx(true.bandwidth, rel=0.1)
     for name, rate in found.products.items():
@@ -112,7 +118,7 @@ def test_on_several_gpus_the_host_is_measured_while_all_work_and_exchanges_are_t
         step = step_on(true, job, recipe)
         return ProbeSeconds(step.step_seconds, 0.0, step.communication_seconds or None)
 
-    found, readings = calibrate(GPU, gpus=4, measure_seconds=measure_all)
+    found, readings = rates_and_readings(GPU, gpus=4, measure_seconds=measure_all)
     assert [reading.probe.corrects for reading in readings[-3:]] == ["sharding", ALL_REDUCE, ALL_GATHER]
     assert found.host.forward == pytest.approx(host.forward, rel=0.05)
     assert found.host.shard_hook == pytest.approx(host.shard_hook, rel=0.1)
@@ -132,7 +138,7 @@ def test_predictions_take_the_calibration_of_as_many_gpus_else_that_of_one() -> 
 
 def test_the_machine_that_is_known_changes_nothing() -> None:
     known = rates_for(GPU)
-    found, _ = calibrate(GPU, measure_seconds=quiet(known))
+    found, _ = rates_and_readings(GPU, measure_seconds=quiet(known))
     assert found.host.forward == pytest.approx(known.host.forward)
     assert found.products["bf16"] == known.products["bf16"]
 
@@ -142,7 +148,7 @@ def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) ->
     errors = {"host": 0.9, "bandwidth": 1.05, "fp32": 0.95, "tf32": 1.02, "bf16": 1.04}
     monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", errors)
     known, asked = rates_for(GPU), iter(("bandwidth", "host", "host", "host", "fp32", "tf32", "bf16"))
-    found, _ = calibrate(
+    found, _ = rates_and_readings(
         GPU,
         measure_seconds=lambda job, recipe, _: ProbeSeconds(
             machine(known, job, recipe) * errors[next(asked)]
@@ -163,7 +169,7 @@ def test_the_host_is_measured_again_while_others_use_it() -> None:
         calm = asked[key] == ATTEMPTS or job.model.config["num_hidden_layers"] < 16
         return ProbeSeconds(machine(known, job, recipe) * (1.0 if calm else 1.7), 0.0 if calm else 0.6)
 
-    found, readings = calibrate(GPU, measure_seconds=crowded)
+    found, readings = rates_and_readings(GPU, measure_seconds=crowded)
     assert found.host.forward == pytest.approx(known.host.forward)
     assert {reading.disturbed for reading in readings} == {0.0}
     assert sorted(asked.values()) == [1] * (len(readings) - 3) + [ATTEMPTS] * 3
@@ -177,7 +183,7 @@ def test_where_others_never_leave_the_least_disturbed_run_counts_and_it_is_said(
             return ProbeSeconds(machine(known, job, recipe))
         return ProbeSeconds(machine(known, job, recipe), next(shares))
 
-    _, readings = calibrate(GPU, measure_seconds=crowded)
+    _, readings = rates_and_readings(GPU, measure_seconds=crowded)
     assert [reading.disturbed for reading in readings if reading.probe.corrects == "host"] == [0.4] * 3
     assert "40 % of the checks" in sentence_about_others(readings)
     assert not sentence_about_others([replace(reading, disturbed=0.1) for reading in readings])
@@ -187,7 +193,7 @@ def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
     def dies(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
         raise SnugfitError("The probe's run ended with oom.")
 
-    found, readings = calibrate(GPU, measure_seconds=dies)
+    found, readings = rates_and_readings(GPU, measure_seconds=dies)
     assert found.host == rates_for(GPU).host
     assert all(reading.factor is None and "oom" in reading.why for reading in readings)
     assert len(readings) > 3
@@ -197,7 +203,7 @@ def test_a_probe_without_kernels_of_its_rate_corrects_nothing_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("snugfit.comparison.calibrate._seconds_of_rate", lambda *_: 0.0)
-    _, readings = calibrate(GPU, measure_seconds=quiet(other_machine()))
+    _, readings = rates_and_readings(GPU, measure_seconds=quiet(other_machine()))
     assert {reading.why for reading in readings} == {"no kernel of its step depends on this rate"}
 
 
@@ -230,7 +236,7 @@ def test_one_that_cannot_be_read_can_be_made_again() -> None:
     file.parent.mkdir(parents=True)
     known = rates_for(GPU)
     file.write_text("damaged")
-    found, _ = calibrate(GPU, measure_seconds=quiet(known))
+    found, _ = rates_and_readings(GPU, measure_seconds=quiet(known))
     assert found.host.forward == pytest.approx(known.host.forward)
 
 
@@ -242,5 +248,5 @@ def test_what_no_probe_told_is_not_called_measured(monkeypatch: pytest.MonkeyPat
     def dies(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
         raise SnugfitError("The probe's run ended with oom.")
 
-    found, _ = calibrate(find_gpu("a100-80gb"), measure_seconds=dies)
+    found, _ = rates_and_readings(find_gpu("a100-80gb"), measure_seconds=dies)
     assert not found.measured

@@ -18,6 +18,7 @@ from in_roster import needs_techniques
 from made_up import measurement, prediction
 from small_models import small_job
 from snugfit.cli.main import run
+from snugfit.comparison.calibrate import Calibration
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -72,7 +73,8 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.evaluation.peers.predict", predict)
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
-    monkeypatch.setattr("snugfit.comparison.calibrate.calibrate", lambda *_, **__: (rates_for(H200), ()))
+    calibration = Calibration(gpus=1, rates=rates_for(H200), readings=(), versions={})
+    monkeypatch.setattr("snugfit.comparison.calibrate.calibrate", lambda *_, **__: calibration)
     monkeypatch.setattr("snugfit.frontends.own.refuse_more_than_here", lambda *_: None)
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     monkeypatch.setattr(

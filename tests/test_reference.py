@@ -24,11 +24,20 @@ from kept import REST
 from made_up import measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
+from snugfit.comparison.calibrate import Calibration, ProbeReading
+from snugfit.comparison.compared_runs import Accuracy, ComparedRun
+from snugfit.comparison.probes import probes
+from snugfit.job.gpu import find_gpu
+from snugfit.measurement.doctor import GpuStatus, examine
 from snugfit.planning.fleet.cards import document_of_cards
 from snugfit.planning.fleet.prices import Prices, document
+from snugfit.prediction.rates import rates_for
 from snugfit.report.schema.json_schema import schema_of
 from snugfit.report.schema.tables import DOCUMENTS
-from snugfit.results.measurement import GpuClock, RankMeasured
+from snugfit.report.techniques import TechniqueList
+from snugfit.results.measurement import GpuClock, Measurement, RankMeasured
+from snugfit.results.prediction import Prediction
+from snugfit.techniques.roster import techniques
 from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
@@ -104,6 +113,35 @@ def answers() -> Iterator[tuple[str, Any]]:
     )
     yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
     yield "lengths --json", of_lengths()
+    yield from answers_about_machines(predicted, measured)
+    yield "techniques --json", TechniqueList.of(list(techniques())).to_json()
+
+
+def answers_about_machines(predicted: Prediction, measured: Measurement) -> Iterator[tuple[str, Any]]:
+    """Yield answers that need a GPU, made of known parts."""
+    h200 = find_gpu("h200")
+    update = probes(("bf16",))[0]
+    reading = ProbeReading(probe=update, predicted_seconds=0.1, measured_seconds=None, factor=None)
+    rates = rates_for(h200)
+    yield "calibrate --json", Calibration(gpus=1, rates=rates, readings=(reading,), versions={"torch": "2"})
+    run = ComparedRun(
+        number=0,
+        family="gpt2",
+        job=predicted.job,
+        recipe=predicted.recipe,
+        predicted=predicted.footprint,
+        outcome="ok",
+        measured=measured.footprint,
+        predicted_step_seconds=0.1,
+        step_seconds=0.1,
+        clock=GpuClock(mean_mhz=1700.4, lowest_mhz=1590, highest_mhz=1980, readings=40, reasons={}),
+    )
+    yield "accuracy --json", Accuracy(seed=1, gpu=h200.name, device=None, versions={}, runs=(run,))
+    card = GpuStatus(
+        name="H200", uuid="GPU-1", compute_capability=(9, 0), total_bytes=1, used_bytes=0, reserve_bytes=None,
+        processes=0,
+    )  # fmt: skip
+    yield "doctor --json", replace(examine(library=None), gpus=(card,))
 
 
 def cards_with_everything(kept_slots: Any, refused: Any) -> dict[str, Any]:

@@ -37,28 +37,20 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.rates import calibration_file
     from snugfit.report.text.terminal import show, show_json
-    from snugfit.versions import versions
 
     if gpus > 1:
         refuse_more_than_here(gpus, "cuda")
     gpu = find_gpu(name)
     with show_progress(f"calibrating {gpu.name}") as tell:
-        rates, readings = run(gpu, gpus=gpus, tell=tell)
-    document = {
-        "schema": 1,
-        "what": "calibration",
-        "gpus": gpus,
-        "rates": rates.to_json(),
-        "readings": [reading.to_json() for reading in readings],
-        "versions": versions(),
-    }
+        calibration = run(gpu, gpus=gpus, tell=tell)
+    document = calibration.to_json()
     file = calibration_file(gpu, gpus)
     _write(file, document)
     if as_json:
         show_json(document)
     else:
-        show(_table(rates, readings))
-        if sentence := sentence_about_others(readings):
+        show(_table(calibration.rates, calibration.readings))
+        if sentence := sentence_about_others(calibration.readings):
             typer.echo(sentence)
         typer.echo(f"Written: {file}")
 

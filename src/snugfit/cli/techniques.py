@@ -14,7 +14,7 @@ Word = Annotated[str | None, typer.Argument(help="Only techniques with this slot
 
 def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
     """List the techniques by slot, each with its settings, its fidelity and its requirements."""
-    from snugfit.report.techniques import document, render
+    from snugfit.report.techniques import TechniqueList, render
     from snugfit.report.text.terminal import show, show_json
     from snugfit.techniques.roster import techniques as everyone
 
@@ -30,6 +30,6 @@ def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
                 f"{', '.join(sorted(slots))}."
             )
     if as_json:
-        show_json(document(roster))
+        show_json(TechniqueList.of(roster).to_json())
     else:
         show(render(roster))

@@ -19,12 +19,13 @@ device's alone. The probes are rehearsed meanwhile, and a rehearsal takes a core
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.comparison.probes import BANDWIDTH, EXCHANGES, HOST, PROBE_ERRORS, SHARDING, Probe, probes
+from snugfit.documents import encode_fields
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
@@ -49,6 +50,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.wish import processes_of
+from snugfit.versions import versions
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
@@ -91,8 +93,9 @@ class ProbeReading:
 
     probe: Probe
     predicted_seconds: float
+    """Predicted seconds of a step."""
     measured_seconds: float | None
-    """None when the run died."""
+    """Measured seconds of a step; None when the run died."""
     factor: float | None
     """Overestimate of the rate (old rate / corrected rate); None without a correction."""
     why: str = ""
@@ -113,13 +116,31 @@ class ProbeReading:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The measured rates of this GPU and its host."""
+
+    gpus: int
+    """Number of GPUs that worked at once."""
+    rates: Rates
+    """Rates after the corrections."""
+    readings: tuple[ProbeReading, ...]
+    """The probes that corrected them."""
+    versions: Mapping[str, str]
+    """Versions of the packages that measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of `snugfit calibrate --json`, which the calibration file contains too."""
+        return {"schema": 1, "what": "calibration", **encode_fields(self)}
+
+
 def calibrate(
     gpu: Gpu,
     *,
     gpus: int = 1,
     measure_seconds: MeasureSeconds | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> tuple[Rates, tuple[ProbeReading, ...]]:
+) -> Calibration:
     """Return the rates of this GPU and its host while `gpus` GPUs work, and their readings.
 
     The start is the package's rates, either measured or scaled by the data sheet. Raises `GpuError` when the
@@ -135,7 +156,7 @@ def calibrate(
     if any(reading.factor for reading in readings):
         source = f"calibrated with torch {installed_versions()['torch']}"
         rates = replace(rates, source=source, measured=True)
-    return rates, tuple(readings)
+    return Calibration(gpus=gpus, rates=rates, readings=tuple(readings), versions=versions())
 
 
 class _ProbeRun(NamedTuple):

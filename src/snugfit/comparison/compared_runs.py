@@ -43,6 +43,7 @@ class ComparedRun:
     fits: bool | None = None
     """True for a predicted fit."""
     predicted_step_seconds: float | None = None
+    """Predicted seconds of a steady step."""
     bound: str | None = None
     """Predicted bottleneck of the step: `host`, or an operator group."""
     refused: str = ""
@@ -83,6 +84,7 @@ class ComparedRun:
     original: Footprint | None = None
     """First prediction of a rescored run."""
     original_step_seconds: float | None = None
+    """First predicted seconds of a step of a rescored run."""
 
     @property
     def job_id(self) -> str:

@@ -40,6 +40,7 @@ class Extra:
     name: str
     """Name as in `pip install "snugfit[name]"`."""
     techniques: tuple[str, ...]
+    """Techniques that need it."""
     off: str | None
     """Reason why the techniques are off, with the cure; None when they are on."""
 
@@ -53,6 +54,7 @@ class GpuStatus:
     compute_capability: tuple[int, int] | None
     """CUDA compute capability; None where the driver does not report it."""
     total_bytes: int | None
+    """Bytes of its memory."""
     used_bytes: int | None
     """Bytes in use by all processes, now."""
     reserve_bytes: int | None
@@ -78,6 +80,7 @@ class Doctor:
     packages: tuple[Package, ...]
     """Required packages first, then optional ones."""
     extras: tuple[Extra, ...]
+    """The extras that techniques need."""
     torch_cuda: str | None
     """The CUDA version of torch's build; None for a build without CUDA."""
     cuda_usable: bool

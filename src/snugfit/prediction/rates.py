@@ -270,6 +270,7 @@ class Rates:
     """Bytes per second and seconds to start, by operator, for those that are slower."""
 
     host: HostLaunchCosts
+    """Seconds of launches on the host."""
 
     source: str
     """Source of the figures."""

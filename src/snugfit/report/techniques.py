@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from rich.console import Group, RenderableType
 
 from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words
-from snugfit.techniques.roster import setting_lines
+from snugfit.techniques.roster import SettingLine, setting_lines
 from snugfit.techniques.technique import Technique
 
 
@@ -41,26 +42,57 @@ def _settings(technique: type[Technique]) -> str:
     return f"({', '.join(shown)})" if shown else ""
 
 
-def document(roster: Sequence[type[Technique]]) -> dict[str, Any]:
-    """Return the techniques as JSON, with every setting and source."""
-    return {
-        "schema": 1,
-        "what": "techniques",
-        "techniques": [
-            {
-                "name": technique.name,
-                "slot": str(technique.slot),
-                "plain": technique.plain,
-                "fidelity": str(technique.fidelity),
-                "summary": technique.summary(),
-                "source": technique.source,
-                "needs": list(technique.needs),
-                "missing": technique.missing_package(),
-                "settings": [
-                    {"name": line.name, "kind": line.kind, "default": line.default, "sentence": line.sentence}
-                    for line in setting_lines(technique)
-                ],
-            }
-            for technique in roster
-        ],
-    }
+@dataclass(frozen=True, kw_only=True)
+class DescribedTechnique:
+    """A technique with its settings, for programs."""
+
+    name: str
+    """Name in the recipe notation."""
+    slot: str
+    """Group of techniques of which a recipe has one."""
+    plain: bool
+    """True for the default of its slot."""
+    fidelity: str
+    """`same`, `rounds` or `learns`: the difference to the plain recipe's sums."""
+    summary: str
+    """Effect in one sentence."""
+    source: str
+    """Address of the documentation or of the paper."""
+    needs: tuple[str, ...]
+    """Packages that it needs."""
+    missing: str | None
+    """The needed package that is not installed; null if all are."""
+    settings: tuple[SettingLine, ...]
+    """Settings in the order in which they are written by position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TechniqueList:
+    """The techniques of the recipe notation."""
+
+    techniques: tuple[DescribedTechnique, ...]
+    """The listed techniques, sorted by slot."""
+
+    @classmethod
+    def of(cls, roster: Sequence[type[Technique]]) -> Self:
+        """Return the list of these techniques."""
+        return cls(
+            techniques=tuple(
+                DescribedTechnique(
+                    name=technique.name,
+                    slot=str(technique.slot),
+                    plain=technique.plain,
+                    fidelity=str(technique.fidelity),
+                    summary=technique.summary(),
+                    source=technique.source,
+                    needs=tuple(technique.needs),
+                    missing=technique.missing_package(),
+                    settings=setting_lines(technique),
+                )
+                for technique in roster
+            )
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of `snugfit techniques --json`."""
+        return {"schema": 1, "what": "techniques", **asdict(self)}

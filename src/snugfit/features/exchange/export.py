@@ -65,7 +65,7 @@ class Export:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, as the command prints it."""
-        return {"schema": 1, "what": "export", "to": self.to, "files": dict(self.files)}
+        return {"schema": 1, "what": "export", "to": self.to, "files": dict(self.files), "note": self.note}
 
 
 def check_target(job: Job, to: str) -> None:

@@ -29,6 +29,12 @@ class Exchange(Feature):
 
         return (check, export)
 
+    def documents(self) -> Mapping[str, type]:
+        """Return the document of `snugfit export`."""
+        from snugfit.features.exchange.export import Export
+
+        return {"export --json": Export}
+
     def options(self, command: str) -> Sequence[inspect.Parameter]:
         """Return `--arguments` and the gathered flags of transformers, and `--export` of one answer."""
         from snugfit.features.exchange.commands import options

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from snugfit.comparison.calibrate import Calibration, ProbeReading
 from snugfit.comparison.compare import Comparison
+from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.data.lengths import Lengths
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
+from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.cards import CardPlans, CardsCost, CardsOfKind
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost
@@ -23,6 +26,8 @@ from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.lengths.padding import Way
 from snugfit.planning.plan import Choice, Pace, Plan
 from snugfit.planning.several_gpus.plan import SeveralGpusPlan
+from snugfit.prediction.rates import HostLaunchCosts
+from snugfit.report.techniques import TechniqueList
 from snugfit.results.footprint import Moment
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
@@ -67,6 +72,10 @@ DOCUMENTS: dict[str, type] = {
     "measure --json": Measurement,
     "measure --predict --json": Comparison,
     "lengths --json": LengthPlan,
+    "calibrate --json": Calibration,
+    "accuracy --json": Accuracy,
+    "doctor --json": Doctor,
+    "techniques --json": TechniqueList,
 }
 """Documents of the core's commands. `plan --lengths` prints a plan with the key `lengths`."""
 
@@ -171,6 +180,23 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "longest": (int, ""),
         "histogram": (Mapping[str, int], "Samples by their tokens."),
     },
+    Calibration: heads(Literal["calibration"]),
+    ProbeReading: {
+        "corrects": (str, "The rate that the probe corrects."),
+        "recipe": (str, "Recipe of the probe."),
+    },
+    HostLaunchCosts: {"foreign": (float, "A kernel that a library launches from Python.")},
+    Accuracy: {
+        **heads(Literal["accuracy"]),
+        "band": (Mapping[str, float], "Largest relative error inside the band, by figure."),
+    },
+    ComparedRun: {
+        "job_id": (str, ""),
+        "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
+        "complaint": (str | None, ""),
+    },
+    Doctor: heads(Literal["doctor"]),
+    TechniqueList: heads(Literal["techniques"]),
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
 }
 """Keys that `to_json` adds to the fields. For an empty sentence, the docstring of the property is used."""
@@ -180,6 +206,8 @@ LEFT_OUT: dict[type, set[str]] = {
     Comparison: {"lines", "pace"},
     Model: {"facts", "module", "example", "batch_dims"},
     Lengths: {"counts"},
+    ProbeReading: {"probe"},
+    HostLaunchCosts: {"python_launched"},
 }
 """Fields that `to_json` omits."""
 

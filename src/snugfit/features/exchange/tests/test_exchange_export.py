@@ -16,6 +16,7 @@ from small_models import FAMILIES
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
 from snugfit.features.exchange.export import TARGETS, Export, export
+from snugfit.features.exchange.feature import Exchange
 from snugfit.features.exchange.read import read_arguments
 from snugfit.features.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Job
@@ -27,6 +28,7 @@ from snugfit.step.wishes.precision import matmul_precision
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.translate import write_arguments
+from test_reference import hold_to_schema
 from tiers import crossed, slow_but
 
 CPU = torch.device("cpu")
@@ -392,3 +394,9 @@ def test_only_training_is_exported(tmp_path: Path) -> None:
     for target in TARGETS:
         with pytest.raises(UsageError, match="is for training"):
             export(job, Recipe(), target)
+
+
+def test_exports_are_valid_against_the_schema() -> None:
+    """`snugfit schema export` describes each key."""
+    exported = Export(to="trl", files={"sft.py": "import trl\n"}, note="without packing")
+    hold_to_schema(Exchange().documents(), [("export --json", exported)])
