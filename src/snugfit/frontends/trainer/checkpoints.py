@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.data_facts import dataset_facts
-from snugfit.frontends.loader import count_of
+from snugfit.frontends.loader import DataPosition, count_of
 from snugfit.frontends.same_run import refuse_another_run
-from snugfit.frontends.trainer.data import DataPosition
 from snugfit.frontends.trainer.facts import run_facts, with_global_batch
 from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
 from snugfit.frontends.trainer.parts import trainer_parts

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.frontends.loader import DataPosition
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints, refuse_no_checkpoint
-from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
 from snugfit.frontends.trainer.plan import compared_job
 from snugfit.frontends.trainer.ranks import ranks_of
 from snugfit.frontends.trainer.step_state import StepState
@@ -23,6 +23,7 @@ from snugfit.training.module_tree import ModuleTree
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.recovery import Recovery, Unplanned
 from snugfit.training.rng import preserve_rng
+from snugfit.training.run.loader import Prefetcher
 from snugfit.training.step_logger import StepLogger
 from snugfit.training.stops import Stops
 
@@ -43,8 +44,11 @@ class FitRun:
     data: DataPosition
     """Position of the run in its data."""
 
-    prefetcher: StepPrefetcher
-    """The micro-batches of the next step."""
+    prefetcher: Prefetcher[Any] | None = None
+    """The micro-batches of the next step, and the Trainer's count of their items."""
+
+    epoch_iterator: Any = None
+    """The Trainer's iterator over the current epoch, from which they come."""
 
     ranks: Ranks = ALONE
     """This process among those that train together."""
@@ -100,7 +104,6 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
                 recovery=_recovery(trainer, journal),
                 timer=StepTimer(trainer.args.device, ranks.size),
                 data=data,
-                prefetcher=StepPrefetcher(),
                 ranks=ranks,
             )
             yield trainer.snugfit_run

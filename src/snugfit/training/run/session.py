@@ -49,6 +49,8 @@ from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, 
 from snugfit.training.step_logger import StepLogger
 from snugfit.training.stops import Stops
 
+MicroBatches = list[dict[str, Any]]
+
 TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
 
 
@@ -222,7 +224,7 @@ class Session:
         if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
             return outcome
         with contextlib.closing(active.batches()) as batches:
-            prefetcher = Prefetcher(batches)
+            prefetcher = Prefetcher(functools.partial(next, batches, None))
             began = time.perf_counter()
             while (micro_batches := self._next(prefetcher)) is not None:
                 rate = active.state.scheduler.get_last_lr()[0]
@@ -246,7 +248,7 @@ class Session:
     def _note(
         self,
         result: StepResult,
-        micro_batches: list[dict[str, Any]],
+        micro_batches: MicroBatches,
         learning_rate: float,
         seconds: float,
         stall_seconds: float,
@@ -266,7 +268,7 @@ class Session:
         if not self._active.step.unread:
             self._logger.write(self._active.step.norm)
 
-    def _next(self, prefetcher: Prefetcher) -> list[dict[str, Any]] | None:
+    def _next(self, prefetcher: Prefetcher[MicroBatches | None]) -> MicroBatches | None:
         """Return the next step's micro-batches. If loading fails, save the trained steps first."""
         try:
             return prefetcher.take()
@@ -276,7 +278,7 @@ class Session:
                 self._active.save()
             raise
 
-    def _meanwhile(self, prefetcher: Prefetcher) -> None:
+    def _meanwhile(self, prefetcher: Prefetcher[MicroBatches | None]) -> None:
         """Write the last step and fetch a batch during the device's backward pass."""
         self._logger.write(self._active.step.norm)
         prefetcher.fetch()
