@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
@@ -29,14 +30,7 @@ from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.journal import Journal
-from snugfit.training.recovery import (
-    Exhausted,
-    Unplanned,
-    compares_again,
-    cut_warning,
-    out_of_memory,
-    with_last_decision,
-)
+from snugfit.training.recovery import Exhausted, Recovery, out_of_memory
 from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loop import NonFinite, StepResult
 from snugfit.training.step_logger import StepLogger
@@ -74,13 +68,14 @@ class HandRun:
         journal: Journal,
         every: int,
     ) -> None:
-        self.job, self.recipe = job, recipe
+        self.recipe = recipe
+        self._recovery = Recovery(job, journal, next_recipe(state.device))
         self._state, self._step, self._batches = state, step, batches
         self._checkpoints = checkpoints
         predict = run_predictor(state.device)
         self._logger = StepLogger(journal, state.device, every=every, predict=predict)
         self._backward = BackwardWatch()
-        self._journal, self._taken = journal, 0
+        self._taken = 0
         self._begun = self._closed = self._resumed = False
         self._evaluations = EvaluationWatch(state, batches, checkpoints)
         if checkpoints is not None:
@@ -88,6 +83,11 @@ class HandRun:
         atexit.register(_close, weakref.ref(self))
 
     # ---- interface of the loop ---------------------------------------------------------------------------
+
+    @property
+    def job(self) -> Job:
+        """The job, with the last decision on cutting its batch."""
+        return self._recovery.job
 
     @property
     def model(self) -> Any:
@@ -253,12 +253,9 @@ class HandRun:
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
-        self.job = self._step.job_with_mixing(self.job, self.model)
-        smaller = next_recipe(self._state.device)(self.job, self.recipe, exhausted.cause)
-        unplanned = ""
-        if isinstance(smaller, Unplanned):
-            unplanned = f" (None could be planned: {smaller.why})"
-            smaller = smaller.recipe
+        self._recovery.job = self._step.job_with_mixing(self.job, self.model)
+        smaller, why = self._recovery.replan(self.recipe, exhausted.cause)
+        unplanned = f" (None could be planned: {why})" if why else ""
         intact = "No weight has changed, so run.save() can save this state"
         if exhausted.phase == "update":
             intact = "Some weights may have changed, so start from the last checkpoint"
@@ -273,13 +270,9 @@ class HandRun:
     def _compare_again(self, batch: Mapping[str, Any], *, is_cut: bool) -> None:
         """Compare pieces of this batch with the whole batch, after some of the steps."""
         self._taken += 1
-        if not is_cut or not compares_again(self.job, self.recipe.setup(), self._taken):
-            return
-        job = self._step.job_with_mixing(self.job, self.model, batch, again=True)
-        self.job = with_last_decision(self.job, job)
-        if self.job.mixes_samples:
-            for warning in cut_warning(self.job, self.recipe):
-                self._journal.tell("warning", text=warning["text"])
+        if is_cut:
+            compare = partial(self._step.job_with_mixing, model=self.model, batch=batch, again=True)
+            self._recovery.compare_again(self.recipe, self._taken, compare)
 
     def _log(self, result: StepResult, pieces: list[dict[str, Any]], seconds: float) -> None:
         stalled = 0.0 if self._step.device_was_busy else self._batches.fetching_seconds

@@ -17,10 +17,10 @@ from snugfit.frontends.items import join_pieces
 from snugfit.frontends.trainer.out_of_memory import go_on_with_less
 from snugfit.frontends.trainer.plan import compared_job
 from snugfit.training.interrupt import EvaluationStopped
-from snugfit.training.recovery import compares_again, cut_warning, with_last_decision
 
 if TYPE_CHECKING:
     from snugfit.frontends.trainer.fit_run import FitRun
+    from snugfit.job.job import Job
     from snugfit.step.trainer_hooks import StepEnd
 
 
@@ -32,15 +32,15 @@ def compare_again(trainer: Any, run: FitRun) -> None:
     plan = trainer.snugfit
     run.steps += 1
     cuts = plan.max_rows is not None or len(run.step.batches) > 1
-    setup = plan.recipe.setup()
-    if not cuts or run.ranks.are_many or not compares_again(plan.job, setup, run.steps - 1):
+    if not cuts or run.ranks.are_many:
         return
-    batch = join_pieces(run.step.batches, plan.job.model.batch_dims) or plan.samples
-    job = compared_job(trainer, plan.job, batch, pieces=setup.micro_batches, again=True)
-    job = with_last_decision(plan.job, job)
-    trainer.snugfit, run.recovery.job = replace(plan, job=job), job
-    for warning in cut_warning(job, plan.recipe) if job.mixes_samples else ():
-        plan.journal.tell("warning", text=warning["text"])
+
+    def compare(job: Job) -> Job:
+        batch = join_pieces(run.step.batches, job.model.batch_dims) or plan.samples
+        return compared_job(trainer, job, batch, pieces=plan.recipe.setup().micro_batches, again=True)
+
+    run.recovery.compare_again(plan.recipe, run.steps - 1, compare)
+    trainer.snugfit = replace(plan, job=run.recovery.job)
 
 
 def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:

@@ -46,7 +46,6 @@ from snugfit.training.checkpoint.state import (
     RunProgress,
     Snapshot,
     TrainState,
-    check_packable,
 )
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.rng import all_rng_states
@@ -114,7 +113,7 @@ class TrainerCheckpoints:
         self._asked = str(trainer.snugfit.recipe)
         self._parts = trainer_parts(trainer)
         self._begun = self._is_data_noted = False
-        self._is_update_checked = self._parts.is_spread  # only torch's own AdamW and SGD are sharded
+        self._manager.is_update_checked = self._parts.is_spread  # only torch's own AdamW and SGD are sharded
         self._goes_back = False
         self.finished: Any = None
         """Result of `train()`, if this very run has finished before."""
@@ -219,13 +218,8 @@ class TrainerCheckpoints:
             self._manager.go_back_to(self.resumed)
 
     def check_first_update(self) -> None:
-        """Check the optimizer's states after this process's first update, which creates them.
-
-        Raises `SnugfitError` for states that a checkpoint cannot store.
-        """
-        if not self._is_update_checked:
-            self._is_update_checked = True
-            check_packable(train_state_of(self._trainer))
+        """Check the optimizer's states (`CheckpointManager.check_first_update`)."""
+        self._manager.check_first_update(lambda: train_state_of(self._trainer))
 
     def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
         """Save a checkpoint of this step, unless one exists; `go_on` saves as the user's subclass does.

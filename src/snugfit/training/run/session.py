@@ -11,6 +11,7 @@ from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
+from snugfit.job.job import Job
 from snugfit.step.applier import after_evaluation, evaluation_context
 from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.recipe import Recipe
@@ -28,10 +29,8 @@ from snugfit.training.recovery import (
     Exhausted,
     Recovery,
     Replan,
-    compares_again,
     cut_warning,
     short_of_memory,
-    with_last_decision,
 )
 from snugfit.training.run.active_run import ActiveRun
 from snugfit.training.run.boundaries import is_due
@@ -143,18 +142,17 @@ class Session:
         if self._is_compared or self._active.step.passes is not None:  # a pipeline's stage has no loss
             return
         self._is_compared = True
-        self._compare_batch()
-
-    def _compare_batch(self, *, again: bool = False) -> None:
-        active = self._active
         before = self._recovery.job
-        samples = active.first_samples()
-        after = self._compare(before, active.step, active.state.model, samples, self._taken > 0)
-        after_evaluation(active.setup, active.state.model)
-        after = with_last_decision(before, after) if again else after
-        self._recovery.job = after
+        self._recovery.job = after = self._compared(before)
         for warning in cut_warning(after, self._recipe) if after is not before else ():
             self._journal.warn_once(warning["text"])
+
+    def _compared(self, job: Job) -> Job:
+        active = self._active
+        samples = active.first_samples()
+        after = self._compare(job, active.step, active.state.model, samples, self._taken > 0)
+        after_evaluation(active.setup, active.state.model)
+        return after
 
     def _cuts_alone(self) -> bool:
         """Return True if this process cuts its batch, and no other waits for it."""
@@ -236,8 +234,8 @@ class Session:
                 self._stragglers.note(self._progress.step, self._exchange.own_seconds + stalled)
                 self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
                 self._taken += 1
-                if self._cuts_alone() and compares_again(self._recovery.job, active.setup, self._taken):
-                    self._compare_batch(again=True)
+                if self._cuts_alone():
+                    self._recovery.compare_again(self._recipe, self._taken, self._compared)
                 if outcome := self._at_boundary():
                     return outcome
                 if self._logger.is_thrashing():
