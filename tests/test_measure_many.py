@@ -25,10 +25,9 @@ from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.experiment import run as run_room
-from snugfit.measurement.experiment.children import Children
 from snugfit.measurement.experiment.fabric import Fabric, FurtherSteps, KernelSpan, fabric_of
 from snugfit.measurement.experiment.request import MeasurementRequest
-from snugfit.measurement.experiment.run import rank_environment, run_experiment
+from snugfit.measurement.experiment.run import Children, rank_environment, run_experiment
 from snugfit.measurement.measure import measure
 from snugfit.measurement.process import ChildExit
 from snugfit.measurement.quiet_core import QuietCore

@@ -109,15 +109,15 @@ class Batches:
     def _state(self) -> Mapping[str, Any]:
         if self._saved is not None:  # no batch was yielded since the resume
             return self._saved
-        rng, marks, place = self._data.rng, self._data.marks, self.position
+        rng, marks, used = self._data.rng, self._data.marks, self.position
         began = rng.now if self._prefetcher is None else rng.at_epoch_start
-        following = marks[place].before if place in marks else rng.now
+        following = marks[used].before if used in marks else rng.now
         return {
             "epoch": self.epoch,
-            "place": place,
+            "place": used,
             "began": began,
-            "next": following if place else began,
-            "last": marks.get(place - 1) if place else None,
+            "next": following if used else began,
+            "last": marks.get(used - 1) if used else None,
         }
 
     def to_json(self, *, repeating: bool = False) -> dict[str, Any]:

@@ -16,10 +16,15 @@ from unittest.mock import patch
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
 from snugfit.frontends.loader import renew_workers
-from snugfit.frontends.trainer.boundary import compare_again, end_step, evaluate, repeat_evaluation
-from snugfit.frontends.trainer.finite_check import begin_step, raise_if_non_finite
-from snugfit.frontends.trainer.fit_plan import FitPlan
-from snugfit.frontends.trainer.fit_run import FitRun, open_run
+from snugfit.frontends.trainer.boundary import (
+    begin_step,
+    compare_again,
+    end_step,
+    evaluate,
+    raise_if_non_finite,
+    repeat_evaluation,
+)
+from snugfit.frontends.trainer.fit_run import FitPlan, FitRun, open_run
 from snugfit.frontends.trainer.loss import (
     is_users_own,
     problem_of_model_loss,

@@ -18,7 +18,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
-from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Stops
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
 from snugfit.training.ranks import ToldElsewhere, is_broken_exchange
@@ -33,7 +33,6 @@ from snugfit.training.recovery import (
     short_of_memory,
 )
 from snugfit.training.run.active_run import ActiveRun
-from snugfit.training.run.boundaries import is_due
 from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
 from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
@@ -46,7 +45,6 @@ from snugfit.training.run.start_again import MemoryRecord, end_of_several, recip
 from snugfit.training.run.stragglers import Stragglers
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
-from snugfit.training.stops import Stops
 
 MicroBatches = list[dict[str, Any]]
 
@@ -143,11 +141,11 @@ class Session:
             return
         self._is_compared = True
         before = self._recovery.job
-        self._recovery.job = after = self._compared(before)
+        self._recovery.job = after = self._compare_pieces(before)
         for warning in cut_warning(after, self._recipe) if after is not before else ():
             self._journal.warn_once(warning["text"])
 
-    def _compared(self, job: Job) -> Job:
+    def _compare_pieces(self, job: Job) -> Job:
         active = self._active
         samples = active.first_samples()
         after = self._compare(job, active.step, active.state.model, samples, self._taken > 0)
@@ -235,7 +233,7 @@ class Session:
                 self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
                 self._taken += 1
                 if self._cuts_alone():
-                    self._recovery.compare_again(self._recipe, self._taken, self._compared)
+                    self._recovery.compare_again(self._recipe, self._taken, self._compare_pieces)
                 if outcome := self._at_boundary():
                     return outcome
                 if self._logger.is_thrashing():
@@ -431,3 +429,16 @@ class Session:
         if outcome != STOPPED and (failure := self._checkpoints.failure) is not None:
             raise LastNotKept(failure, trained)
         return trained
+
+
+# ---- boundaries -------------------------------------------------------------------------------------------
+
+
+def is_due(strategy: str, every: int, step: int, steps: int, steps_per_epoch: int) -> bool:
+    """Return True if `strategy` includes the boundary after `step`, of a run of `steps` steps.
+
+    The run's end is included by each strategy but `no`.
+    """
+    if strategy == "no":
+        return False
+    return step == steps or step % (steps_per_epoch if strategy == "epoch" else every) == 0

@@ -33,7 +33,7 @@ from snugfit.step.applier import engine_context, run_context
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars
-from snugfit.training.interrupt import Interrupts
+from snugfit.training.interrupt import Interrupts, Stops
 from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
 from snugfit.training.recovery import Compare, Replan
@@ -42,7 +42,6 @@ from snugfit.training.run.run import Run, compare_runs, lengthens, moved_model
 from snugfit.training.run.session import Session
 from snugfit.training.run.start_again import forget, record_of
 from snugfit.training.run.trained import STOPPED, Trained
-from snugfit.training.stops import Stops
 
 BEGIN_ANEW = "with --restart (from Python restart=True)"
 

@@ -86,7 +86,7 @@ class MasterUpdates:
             torch.ops.triton.squares_of_gradient(gradient, self._sums)
         elif gradient.numel():
             with triton_named():
-                from snugfit.features.engine.masters.one_weight_kernel import launch_squares_of_one
+                from snugfit.features.engine.masters.kernel import launch_squares_of_one
             launch_squares_of_one(gradient, self._sums)
 
     def norm(self) -> torch.Tensor:
@@ -159,7 +159,7 @@ class MasterUpdates:
             torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
             return
         with triton_named():
-            from snugfit.features.engine.masters.one_weight_kernel import launch_update_of_one
+            from snugfit.features.engine.masters.kernel import launch_update_of_one
         places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
         launch_update_of_one(
             places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
