@@ -37,7 +37,7 @@ from snugfit.features.engine.masters.halves import (
 from snugfit.features.engine.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
 from snugfit.features.engine.masters.table import MOMENTS, WeightTable
 from snugfit.step.spread_tensors import clip_coefficient
-from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as
+from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as, move_moments
 
 
 class Numbers(NamedTuple):
@@ -324,11 +324,9 @@ def update(
     exact: torch.Tensor, slope: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: Numbers
 ) -> None:
     """Make AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
-    exact.mul_(numbers.keep)
-    first.lerp_(slope, numbers.first_share)
-    second.mul_(numbers.second_keep).addcmul_(slope, slope, value=numbers.second_share)
-    spread = second.sqrt().div_(numbers.root).add_(numbers.eps)
-    exact.addcdiv_(first, spread, value=numbers.rate)
+    keep, *of_moments, rate = numbers
+    exact.mul_(keep)
+    exact.addcdiv_(first, move_moments(first, second, slope, *of_moments), value=rate)
 
 
 def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

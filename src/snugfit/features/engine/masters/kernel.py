@@ -94,6 +94,25 @@ def update_any(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def update_up_to(  # type: ignore[no-untyped-def]
+    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Update a whole block, or the first `left` elements of one, with a mask."""
+    if left >= BLOCK:
+        update_any(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+    else:
+        update_any(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def update_block(  # type: ignore[no-untyped-def]
     places, owners, which, numbers, block, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
@@ -112,16 +131,10 @@ def update_block(  # type: ignore[no-untyped-def]
         first_scales, second_scales = first, second
         if GROUP:
             first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
-        if left >= BLOCK:
-            update_any(
-                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-                coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-            )  # fmt: skip
-        else:
-            update_any(
-                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-                coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-            )  # fmt: skip
+        update_up_to(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -239,16 +252,10 @@ def update_one(  # type: ignore[no-untyped-def]
     if goes_on:
         begin = tl.program_id(0).to(tl.int64) * BLOCK
         left = count - begin
-        if left >= BLOCK:
-            update_any(
-                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-                coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-            )  # fmt: skip
-        else:
-            update_any(
-                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-                coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-            )  # fmt: skip
+        update_up_to(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
