@@ -17,6 +17,6 @@ ATTENTION = OwnAttention(
     enter=Call(path=f"{_FOLDER}.hooks:drop_padding"),
     leave=Call(path=f"{_FOLDER}.hooks:keep_padding"),
     pieces=Call(path=f"{_FOLDER}.rows:rows_of_step"),
-    on_cpu=Call(path="snugfit.step.shapes_on_cpu:shapes_on_cpu"),
+    on_cpu=Call(path="snugfit.features.kernels.shapes_on_cpu:shapes_on_cpu"),
 )
 """Attention within each sequence of one row."""

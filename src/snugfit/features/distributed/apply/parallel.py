@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts
 from snugfit.features.distributed.fields import PARALLEL, ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
 from snugfit.step.checkpointing import layer_names, layer_stacks
-from snugfit.step.spread_tensors import optimizer_groups
+from snugfit.step.spread_tensors import mesh, split
 from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.precision import MIXED
@@ -410,3 +410,11 @@ def _why_not(wish: ParallelWish, target: str) -> str:
     if wish.weights == "sharded" and wish.reshard == "all":
         return "accelerate keeps what is in no layer gathered until it was used. Try reshard=layers"
     return ""
+
+
+def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
+    """Split parameters, or groups of them, into groups that are each sharded over the same ranks."""
+    if not groups or not isinstance(groups[0], dict):
+        parts = split(groups, mesh)
+        return [{"params": part} for part in parts] if len(parts) > 1 else list(groups)
+    return [{**group, "params": part} for group in groups for part in split(group["params"], mesh)]

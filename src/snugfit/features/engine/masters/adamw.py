@@ -36,7 +36,6 @@ from snugfit.features.engine.masters.halves import (
 )
 from snugfit.features.engine.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
 from snugfit.features.engine.masters.table import MOMENTS, WeightTable
-from snugfit.step.spread_tensors import clip_coefficient
 from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as, move_moments
 
 
@@ -73,7 +72,7 @@ class MasterAdamW(OwnAdamW):
     """
 
     clips_inside: ClassVar = True
-    """True: it has `gradient_norm` and `clip_by` (`mesh/spread_tensors.py`)."""
+    """True: it has `gradient_norm` and `clip_by` (`step/spread_tensors.py`)."""
 
     generation = 0
     """Counter of address changes of weights or states. A CUDA graph with an earlier launch updates the old
@@ -327,6 +326,13 @@ def update(
     keep, *of_moments, rate = numbers
     exact.mul_(keep)
     exact.addcdiv_(first, move_moments(first, second, slope, *of_moments), value=rate)
+
+
+def clip_coefficient(norm: torch.Tensor, most: float) -> torch.Tensor:
+    """Return the clipping factor of gradients of this norm, a scalar
+    (`torch.nn.utils.clip_grads_with_norm_`).
+    """
+    return (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

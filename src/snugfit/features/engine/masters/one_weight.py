@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, is_refused
+from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, clip_coefficient, is_refused
 from snugfit.features.engine.masters.block import NORM_PROGRAMS, NUMBERS
 from snugfit.features.engine.masters.device_copy import DeviceCopy
 from snugfit.features.engine.masters.halves import lower_bits
@@ -24,7 +24,6 @@ from snugfit.features.engine.masters.launches import (
     triton_named,
     writes_in_place,
 )
-from snugfit.step.spread_tensors import clip_coefficient
 from snugfit.step.wishes.own_adamw import STEP, laid_out_as
 
 OPERATORS.define(
