@@ -149,43 +149,35 @@ class MasterAdamW(OwnAdamW):
             table.find()
 
     def count_step(self) -> None:
-        """Count a step, after `find_gradients`. `launch` or `forget_step` follows."""
+        """Count a step, after `find_gradients`. `launch` follows."""
         rows: dict[tuple[int, int], int] = {}
-        self._counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
+        counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
         for table, groups in zip(self._tables or (), self._groups_of_tables, strict=True):
             chosen = []
             for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
                 row = 0
                 if has_one:
-                    self._counted.append(state)
+                    counted.append(state)
                     row = rows.setdefault((group, state[STEP] + 1), len(rows))
                 chosen.append(row)
             table.number_rows(chosen)
-        for state in self._counted:
+        for state in counted:
             state[STEP] += 1
         if rows:
             self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
-    def forget_step(self) -> None:
-        """Undo a counted step that was not launched, or that changed nothing because the norm was not
-        finite.
-        """
-        for state in self._counted:
-            state[STEP] -= 1
-        self._counted = []
-
     # ---- the device's half -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, stop: torch.Tensor | None = None) -> None:
+    def launch(self) -> None:
         """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. A
-        non-zero scalar `stop` on the device, or a non-finite norm to clip by, leaves everything unchanged.
+        non-finite norm to clip by leaves everything unchanged.
         """
         clip, self._clip = self._clip, None
         norm, most = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
-            update_weights(table, self._numbers.value, norm, most, stop)
-        if not self._plain or is_refused(norm, stop):
+            update_weights(table, self._numbers.value, norm, most)
+        if not self._plain or is_refused(norm):
             return
         coefficient = None if norm is None else clip_coefficient(norm, most)
         for weight, group in self._plain:
@@ -308,10 +300,9 @@ class MasterAdamW(OwnAdamW):
             split(exact, high, low)
 
 
-def is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
+def is_refused(norm: torch.Tensor | None) -> bool:
     """Return whether an update must not be made. Kernels check it themselves; on shapes it is False."""
-    stopped = stop is not None and not stop.is_meta and bool(stop != 0)
-    return stopped or (norm is not None and not norm.is_meta and not bool(norm.isfinite()))
+    return norm is not None and not norm.is_meta and not bool(norm.isfinite())
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:

@@ -139,19 +139,17 @@ def update_block(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_weights(  # type: ignore[no-untyped-def]
-    places, owners, which, numbers, norm, stop, blocks, most,
-    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, STOPS: tl.constexpr,
+    places, owners, which, numbers, norm, blocks, most,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Update the blocks of a program, unless the norm is not finite or `stop` is not 0."""
+    """Update the blocks of a program, unless the norm is not finite."""
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
         coefficient = clip_coefficient(length, most)
         goes_on = is_finite(length)
-    if STOPS:
-        goes_on = goes_on & (tl.load(stop) == 0)
     if goes_on:
         program = tl.program_id(0)
         if LOOPS:
@@ -202,18 +200,16 @@ def launch_update(
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
     most: float,
-    stop: torch.Tensor | None,
 ) -> None:
     """Update the weights of this table by rows of numbers (N, 8). With a norm, a scalar in fp32, gradients
-    are clipped to the norm `most`. A non-zero scalar `stop` skips the update.
+    are clipped to the norm `most`.
     """
     settings, aligned = table.settings, table.is_aligned
     programs = min(settings.programs or table.blocks, table.blocks)
     update_weights[(programs,)](
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
-        numbers if stop is None else stop, table.blocks, float(most),
+        table.blocks, float(most),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
-        STOPS=stop is not None,
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
         LOOPS=programs < table.blocks, num_warps=settings.warps,

@@ -112,7 +112,7 @@ class MasterUpdates:
             rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
             self._numbers.write([rows[one] for one in steps])
             return
-        self._is_refused = is_refused(norm, None)
+        self._is_refused = is_refused(norm)
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
     def has_states(self, weight: torch.Tensor) -> bool:
