@@ -54,10 +54,9 @@ class Interrupts:
         folder: Path | None,
         *,
         stop_seconds: float | None = None,
-        at_once: Callable[[int], Any] = os._exit,
     ) -> None:
         self._trigger = None if folder is None else folder / TRIGGER
-        self._stop_seconds, self._at_once = stop_seconds, at_once
+        self._stop_seconds = stop_seconds
         self._stopping: signal.Signals | None = None
         self._deadline = float("inf")
         self._wants_checkpoint = False
@@ -83,7 +82,7 @@ class Interrupts:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._stopping is not None:
-            self._at_once(AT_ONCE[signal.Signals(number)])
+            os._exit(AT_ONCE[signal.Signals(number)])
         self._stopping = signal.Signals(number)
         self._begin_deadline()
         self.watch_modules(self._look)

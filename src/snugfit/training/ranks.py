@@ -22,7 +22,7 @@ one has ended. That one, or its launcher, reports the reason.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -66,9 +66,10 @@ class World:
     """The rank of this process on its host, which is the index of its GPU."""
 
 
-def world(environment: Mapping[str, str] = os.environ) -> World | None:
+def world() -> World | None:
     """Read the variables of torch's launcher; return None without a launcher. Raises `UsageError` for invalid
     numbers."""
+    environment = os.environ
     if not all(environment.get(name) for name in VARIABLES):
         return None
     try:
