@@ -161,6 +161,9 @@ class Feature:
     def trainer_parts(self, trainer: Any) -> Any:
         """Return the code for the processes of a user's Trainer (`frontends/trainer/parts.py`)."""
 
+    def measured_ranks(self, request: Mapping[str, Any], device: Any) -> Any:
+        """Return the joined ranks of a measured run, of this process's view (`measurement/child.py`)."""
+
     # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:

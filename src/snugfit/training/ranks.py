@@ -4,7 +4,7 @@ torchrun starts them, or `snugfit train --gpus N`, which calls torch's launcher.
 and the number of processes from the environment. They form three groups:
 
 - default: gradients and weights. NCCL between GPUs, gloo for tensors on the CPU. torch's own DDP and FSDP2
-  use it. As in most scripts it is bound to no device when it is made (`measurement/experiment/group.py`).
+  use it. As in most scripts it is bound to no device when it is made.
 - host: common decisions, such as sums and the results of the first process. A few numbers a step over gloo,
   so that no process waits for a GPU.
 - writing: checkpoints, which a thread writes while the steps use the other two groups.

@@ -50,6 +50,12 @@ class Distributed(Feature):
 
         return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
 
+    def measured_ranks(self, request: Mapping[str, Any], device: Any) -> Any:
+        """Return the process group of a measured run."""
+        from snugfit.features.distributed.measured_ranks import RankGroup
+
+        return RankGroup(request, device)
+
     # ---- the command line ----
 
     def read_mesh(self, recipe: Recipe, text: str) -> tuple[Recipe, int]:
