@@ -15,6 +15,7 @@ from snugfit.job.job import Job
 from snugfit.step.applier import after_evaluation, evaluation_context
 from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
@@ -42,7 +43,6 @@ from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
 from snugfit.training.run.start_again import MemoryRecord, end_of_several, recipe_to_go_on_with
-from snugfit.training.run.stragglers import Stragglers
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
 
@@ -69,8 +69,10 @@ class Session:
         self._run, self._checkpoints, self._journal = run, checkpoints, journal
         self._stops, self._reports = stops, reports
         self._exchange = StepExchange(run.ranks, stops)
-        self._stragglers = Stragglers(run.ranks, journal, every=run.options.logging_steps)
-        self._logger = StepLogger(journal, run.device, every=run.options.logging_steps, predict=predict)
+        every = run.options.logging_steps
+        watches = hooks("watch_ranks") if run.ranks.are_many else ()
+        self._rank_watches = [watch(run.ranks, journal, every) for watch in watches]
+        self._logger = StepLogger(journal, run.device, every=every, predict=predict)
         self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
@@ -229,7 +231,8 @@ class Session:
                     return result
                 self._last = result
                 stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
-                self._stragglers.note(self._progress.step, self._exchange.own_seconds + stalled)
+                for watch in self._rank_watches:
+                    watch.note(self._progress.step, self._exchange.own_seconds + stalled)
                 self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
                 self._taken += 1
                 if self._cuts_alone():

@@ -22,7 +22,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import fields
 from types import FrameType
 from typing import Any
@@ -30,9 +29,6 @@ from typing import Any
 from snugfit.errors import SnugfitError
 from snugfit.frontends.one_of_several import CAN_START_AGAIN, LAUNCHED, STARTED_AGAIN
 from snugfit.training.interrupt import AT_ONCE, EXIT_CODES
-
-COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
-"""Arguments of the running command, without the program's name."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
