@@ -165,6 +165,9 @@ class Feature:
         """Run this command in `processes` processes on this host; return their exit code."""
         raise NotImplementedError
 
+    def restarts(self) -> Any:
+        """Return the module of the record by which processes start again with less memory."""
+
     def watch_ranks(self, ranks: Any, journal: Any, every: int) -> Any:
         """Return an object whose `note(step, seconds)` compares the processes of a run after each step."""
 

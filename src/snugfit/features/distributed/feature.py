@@ -56,6 +56,12 @@ class Distributed(Feature):
 
         return launch(processes, command_line)
 
+    def restarts(self) -> Any:
+        """Return the module of the record of exhausted memory."""
+        from snugfit.features.distributed import start_again
+
+        return start_again
+
     def watch_ranks(self, ranks: Any, journal: Any, every: int) -> Any:
         """Return the detection of a slow process."""
         from snugfit.features.distributed.stragglers import Stragglers

@@ -6,7 +6,7 @@ It equals `torchrun --nproc-per-node N -m snugfit ...`, with four additions.
   longer. A second signal ends the run at once.
 - The processes' ends are summarized in one message and one exit code.
 - The processors are shared: each process gets its share of the cores as threads.
-- When one process runs out of memory and records that the run can continue (`training/run/start_again.py`),
+- When one process runs out of memory and records that the run can continue (`start_again.py`),
   all are started again. Each recipe needs less memory than the last, until none is left.
 
 No other error starts the processes again: the same command resumes the run.

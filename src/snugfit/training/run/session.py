@@ -42,7 +42,6 @@ from snugfit.training.run.opening import not_built, open_run
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
-from snugfit.training.run.start_again import MemoryRecord, end_of_several, recipe_to_go_on_with
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
 
@@ -78,10 +77,10 @@ class Session:
         self._last: StepResult | None = None
         self._sync_to = self._taken = 0
         self._is_compared = False
-        self._ran_out: MemoryRecord | None = None
+        self._ran_out: Any = None
         checkpoints.is_too_late = lambda: stops.too_late
 
-    def train(self, checkpoint: Checkpoint | None, ran_out: MemoryRecord | None = None) -> Trained:
+    def train(self, checkpoint: Checkpoint | None, ran_out: Any = None) -> Trained:
         """Train to the end, from `checkpoint` or from the beginning.
 
         `ran_out` is the record of exhausted memory that ended all processes of the previous run.
@@ -119,13 +118,13 @@ class Session:
                 raise
             raise not_built(self._run, recipe, cause) from fault
 
-    def _open_after(self, ran_out: MemoryRecord, checkpoint: Checkpoint | None) -> None:
+    def _open_after(self, ran_out: Any, checkpoint: Checkpoint | None) -> None:
         """Open the run of several processes under another recipe, after memory ran out in one of them."""
         self._ran_out, ranks, before = ran_out, self._run.ranks, ran_out.recipe
         mixes = True
         while mixes:
             job = self._recovery.job
-            chosen = ranks.first_answers(lambda: recipe_to_go_on_with(self._run, self._recovery, ran_out))
+            chosen = ranks.first_answers(lambda: ran_out.next_recipe(self._run, self._recovery))
             self._open_smaller(chosen, checkpoint, ran_out.exhausted, ran_out.step)
             if self._active.setup.micro_batches > before.setup().micro_batches:
                 self._compare_cut()
@@ -358,7 +357,8 @@ class Session:
         """
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
-            raise end_of_several(self._run, exhausted, before, step, self._ran_out)
+            (restarts,) = hooks("restarts")
+            raise restarts().end_of_several(self._run, exhausted, before, step, self._ran_out)
         if exhausted.phase != "update":
             self._active.check_weights()
         self._compare_cut()
