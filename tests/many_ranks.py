@@ -287,8 +287,8 @@ def warm() -> None:
     from packaging import requirements, tags  # noqa: F401
     from torch.utils import serialization  # noqa: F401
 
+    from snugfit.features.kernels.head import deferred_logits  # noqa: F401
     from snugfit.features.offload import activations  # noqa: F401
-    from snugfit.step.head import deferred_logits  # noqa: F401
     from snugfit.step.wishes import flash  # noqa: F401
 
     roster.techniques()

@@ -7,7 +7,7 @@ changed later. A user's model exists already, and is changed by its own switches
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.job.build import no_package_asked_for
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import CheckpointWish, LogitsWish, Setup
+    from snugfit.techniques.setup import CheckpointWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -159,30 +159,6 @@ def dtype_of(model: Any) -> str:
     """Return the dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "mixed"
-
-
-class LogitsHandler(Handler):
-    """Logits that are never whole."""
-
-    wish, slot, stage = "logits", Slot.HEAD, InstallStage.HEAD
-    refused: ClassVar[Mapping[str, str]] = {
-        "script": "snugfit does it with its own code, which a script without snugfit does not have"
-    }
-
-    def wrap(self, value: LogitsWish | None, model: Any) -> None:
-        """Make the head return deferred logits."""
-        from snugfit.step.head.deferred_logits import defer_logits
-
-        if value is not None:
-            defer_logits(model, value)
-
-    def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """Change the head as in a new model, also if it was changed before."""
-        from snugfit.step.head.deferred_logits import defer_logits
-
-        defer_logits(live.model, value)
-        if value is not None:
-            yield f"logits are those of {live.technique(self.slot)}"
 
 
 class CheckpointHandler(Handler):
