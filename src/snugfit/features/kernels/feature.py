@@ -23,10 +23,10 @@ tries may spill registers to memory.
 
 
 class Kernels(Feature):
-    """Add the techniques `padding_free`, `fused`, `liger` and `chunked_loss`, and three handlers."""
+    """Add the techniques `padding_free`, `flash`, `fused`, `liger` and `chunked_loss`, and three handlers."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
-        Slot.ATTENTION: ("padding_free",),
+        Slot.ATTENTION: ("flash", "padding_free"),
         Slot.KERNELS: ("fused", "liger"),
         Slot.HEAD: ("chunked_loss",),
     }

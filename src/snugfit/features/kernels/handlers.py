@@ -50,7 +50,7 @@ class FusedHandler(KernelsHandler):
 
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
         """Run plain torch in a simulation of a CPU."""
-        from snugfit.features.kernels.shapes_on_cpu import shapes_on_cpu
+        from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
         return None if value is None or on_gpu else shapes_on_cpu
 

@@ -15,7 +15,7 @@ from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
-from snugfit.step.wishes.own_attention import own_attentions
+from snugfit.step.wishes.own_attention import own_attentions, package_attentions
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
@@ -64,19 +64,15 @@ class AttentionHandler(Handler):
         """Return the context of a rehearsal: a CPU has no such kernels, and those of a package have no
         shapes.
         """
-        from snugfit.step.wishes.flash import FLASH, on_shapes
-
-        if value == FLASH:
-            return on_shapes
+        if package := package_attentions().get(value):
+            return package.on_shapes.resolve()
         own = own_attentions().get(value)
         return None if own is None or on_gpu else own.on_cpu.resolve()
 
     def set_process(self, value: str, device: torch.device) -> None:
         """Raise an error for a missing package before the model is built."""
-        from snugfit.step.wishes.flash import FLASH, refuse_without_package
-
-        if value == FLASH:
-            refuse_without_package(device)
+        if package := package_attentions().get(value):
+            package.refuse.run(device)
 
     def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
         """Yield an objection for a user's own model without a switch for it."""
