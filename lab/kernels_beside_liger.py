@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from snugfit.documents import write_document
+from snugfit.features.kernels.head.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.features.kernels.operations.add_norm import add_norm
 from snugfit.features.kernels.operations.attention_inputs import Projections, attention_inputs
 from snugfit.features.kernels.operations.bias_gelu import bias_gelu
@@ -28,7 +29,6 @@ from snugfit.features.kernels.operations.gated_mlp import gated_mlp
 from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads
-from snugfit.step.head.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.versions import versions
 
 CUDA, HALF = torch.device("cuda", 0), torch.bfloat16

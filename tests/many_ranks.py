@@ -287,9 +287,9 @@ def warm() -> None:
     from packaging import requirements, tags  # noqa: F401
     from torch.utils import serialization  # noqa: F401
 
+    from snugfit.features.kernels.head import deferred_logits  # noqa: F401
+    from snugfit.features.kernels.without_padding import flash_attn  # noqa: F401
     from snugfit.features.offload import activations  # noqa: F401
-    from snugfit.step.head import deferred_logits  # noqa: F401
-    from snugfit.step.wishes import flash  # noqa: F401
 
     roster.techniques()
     for family in NO_DROPOUT:

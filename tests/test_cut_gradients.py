@@ -16,7 +16,7 @@ from fitted import classified, model_of, padded, spoken, trainer_of
 from small_models import small_job
 from snugfit import accelerate, fit, train
 from snugfit.errors import OutOfMemory
-from snugfit.frontends.cut_samples import chosen_samples
+from snugfit.frontends.cut_loss import chosen_samples
 from snugfit.job.batch_layout import BatchLayout
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model

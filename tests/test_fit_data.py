@@ -19,7 +19,7 @@ from small_runs import assert_same_weights
 from small_streams import RESUMABLE, SAMPLES, Drawing, Entropy, Masking, ReadOnce, seed_all
 from snugfit import fit
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.frontends.trainer.data import DataPosition
+from snugfit.frontends.loader import DataPosition
 from test_fit_keeping import At, die
 from tiers import slow_but
 

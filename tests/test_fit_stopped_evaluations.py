@@ -206,7 +206,7 @@ def test_the_checkpoint_of_a_signal_stays_where_the_limit_is_one(tmp_path: Path)
 @pytest.fixture
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the list of this process's folders, as if another process ran."""
-    monkeypatch.setattr("snugfit.frontends.trainer.finished.FOLDERS_OF_THIS_PROCESS", NoFolders())
+    monkeypatch.setattr("snugfit.frontends.trainer.checkpoints.FOLDERS_OF_THIS_PROCESS", NoFolders())
 
 
 class NoFolders(set[Path]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snugfit.measurement.kept_peaks import PEAKS, keep_peaks, with_kept
+from snugfit.measurement.child import PEAKS, keep_peaks, with_kept
 
 
 def test_a_peak_before_the_counters_were_set_back_is_the_run_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ They were measured before the loop freed the memory of whole weights. Paged stat
 `predict`.
 
 DeepSpeed reset the allocator's counters after the peak while it built the engine of the run with `zero2`.
-`measurement/kept_peaks.py` has preserved the peak since then. NVML shows it.
+`measurement/child.py` has preserved the peak since then. NVML shows it.
 """
 
 

@@ -21,26 +21,19 @@ from forked_children import forked_children
 from snugfit.comparison.compare import compare
 from snugfit.documents import read_document
 from snugfit.errors import RecipeError, UsageError
-from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.experiment import run as run_room
-from snugfit.measurement.experiment.children import Children
-from snugfit.measurement.experiment.fabric import Fabric, FurtherSteps, KernelSpan, fabric_of
 from snugfit.measurement.experiment.request import MeasurementRequest
-from snugfit.measurement.experiment.run import rank_environment, run_experiment
+from snugfit.measurement.experiment.run import Children, rank_environment, run_experiment
 from snugfit.measurement.measure import measure
 from snugfit.measurement.process import ChildExit
 from snugfit.measurement.quiet_core import QuietCore
-from snugfit.measurement.stopwatch import Stopwatch
 from snugfit.measurement.target import open_targets
 from snugfit.prediction.predict import predict
 from snugfit.report.measurement import render
 from snugfit.results.measurement import Measurement
-from snugfit.step.plain_loop import PlainStep
-from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Setup
 from snugfit.units import MIB
 from test_measure import gone, script, tiny_job
 from tiers import slow_but
@@ -420,80 +413,3 @@ def test_each_rank_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -
     assert rank_environment({"OMP_NUM_THREADS": "2"}, 1, 4)["OMP_NUM_THREADS"] == "2"
     halves = [set(QuietCore((rank, 2))._candidates) for rank in range(2)]
     assert halves == [set(range(0, 16, 2)), set(range(1, 16, 2))]
-
-
-def test_exchange_is_what_runs_beside_no_other_kernel() -> None:
-    """In two steps, NCCL's kernels take 3 s, of which 1.5 s overlap no other kernel."""
-    spans = [
-        KernelSpan("ampere_gemm", 0.0, 1.0),
-        KernelSpan(
-            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.5, 1.5
-        ),  # 0.5 alone
-        KernelSpan("nccl:all_gather", 0.5, 1.5),  # torch's annotation is no kernel
-        KernelSpan("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 3.0, 5.0),  # 3.0 to 3.5, 4.5 to 5.0
-        KernelSpan("Memcpy DtoD (Device -> Device)", 3.5, 4.2),
-        KernelSpan("vectorized_elementwise_kernel", 4.0, 4.5),
-    ]
-    assert fabric_of(spans, 2) == Fabric(pytest.approx(1.5), pytest.approx(0.75))
-    assert fabric_of(spans[:1], 2) is None
-
-
-def test_steps_after_the_timed_ones_are_not_timed() -> None:
-    """The child reads the peaks after the timed steps; the profiler's steps follow."""
-    events: list[str] = []
-
-    class Timed(Observer):
-        def step_begins(self, index: int) -> None:
-            events.append(f"begins {index}")
-
-        def step_ends(self, index: int) -> None:
-            events.append(f"ends {index}")
-
-        def phase(self, name: str) -> None:
-            events.append(name)
-
-    class Profiler:
-        def begin(self) -> None:
-            events.append("profiler")
-
-        def step_ends(self) -> None:
-            events.append("profiled")
-
-    watch = FurtherSteps(Timed(), 1, lambda: events.append("peaks"), Profiler())  # type: ignore[arg-type]
-    for index in range(4):
-        watch.step_begins(index)
-        watch.phase("forward")
-        watch.step_ends(index)
-    timed = ["begins 0", "forward", "ends 0", "begins 1", "forward", "ends 1"]
-    assert events == [*timed, "peaks", "profiler", "profiled", "profiled"]
-
-
-@pytest.mark.whole
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_run_goes_on_for_the_profiler_and_without_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A profiler without a GPU records no communication, and a failed one reports the reason; both runs
-    complete."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
-    request = {"rank": 0, "device": "cpu", "uuid": None}
-
-    def run() -> ChildResult:
-        cpu = torch.device("cpu")
-        step = PlainStep(tiny_job(), Setup(), cpu)
-        return child_room._run_with_further_steps(step, 3, Stopwatch(cpu, 1), request)
-
-    seen = run()
-    assert (len(seen.seconds), seen.fabric_seconds) == (2, None)
-    assert seen.peaks_at is not None
-    assert seen.peaks_at < time.monotonic()
-
-    def fail(self: torch.profiler.profile) -> None:
-        raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
-
-    monkeypatch.setattr(torch.profiler.profile, "start", fail)
-    seen = run()
-    assert (len(seen.seconds), seen.fabric_seconds) == (2, None)
-    assert "not measured: CUPTI_ERROR_NOT_INITIALIZED" in capfd.readouterr().err

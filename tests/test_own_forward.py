@@ -14,8 +14,8 @@ import torch
 
 from small_models import small_job
 from snugfit.errors import SnugfitError
+from snugfit.features.kernels.head.deferred_logits import defer_logits
 from snugfit.job.build import instantiate
-from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.step.own_forward import OwnForward, forward_of
 from snugfit.techniques.setup import LogitsWish
 
@@ -56,7 +56,7 @@ def test_what_another_has_put_there_is_left() -> None:
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.filterwarnings("ignore::snugfit.step.head.deferred_logits.LogitsComputedWhole")
+@pytest.mark.filterwarnings("ignore::snugfit.features.kernels.head.deferred_logits.LogitsComputedWhole")
 def test_a_copy_of_a_model_computes_with_its_own_weights(way: str) -> None:
     model = instantiate(small_job("llama", 1), dtype=None, attention="sdpa")
     defer_logits(model, LogitsWish())

@@ -24,9 +24,8 @@ from kept import REST
 from made_up import measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.comparison.calibrate import Calibration, ProbeReading
+from snugfit.comparison.calibrate import Calibration, ProbeReading, probes
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
-from snugfit.comparison.probes import probes
 from snugfit.job.gpu import find_gpu
 from snugfit.measurement.doctor import GpuStatus, examine
 from snugfit.planning.fleet.cards import document_of_cards

@@ -88,7 +88,7 @@ def test_who_does_not_want_it_is_not_told(tmp_path: Path) -> None:
 
 def test_many_jumps_are_told_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([1.0] * 12 + [9.0, 1.0] * 10)
-    monkeypatch.setattr("snugfit.training.run.finite_check.FiniteCheck.loss", lambda self: next(given))
+    monkeypatch.setattr("snugfit.training.run.loop.FiniteCheck.loss", lambda self: next(given))
     train(small_run(tmp_path, max_steps=24))
     told = warnings(tmp_path)
     assert len(told) == 3

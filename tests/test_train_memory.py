@@ -27,7 +27,8 @@ from clean_forks import Forks, forks_of
 from many_ranks import fault_told, run_of, trained, weights_in
 from small_runs import bert_job, events, losses, rows, small_run
 from snugfit.errors import OutOfMemory
-from snugfit.frontends import launch
+from snugfit.features.distributed import launch
+from snugfit.features.distributed.start_again import RECORD, MemoryRanOut, end_of_several, record_of
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.one_of_several import STARTED_AGAIN, _record, is_started_again
 from snugfit.frontends.predicted import begin_to_import, run_predictor
@@ -40,7 +41,6 @@ from snugfit.training.ranks import Ranks
 from snugfit.training.recovery import PLANNING, Exhausted
 from snugfit.training.run import opening
 from snugfit.training.run.run import Run
-from snugfit.training.run.start_again import RECORD, MemoryRanOut, end_of_several, record_of
 from snugfit.training.run.train import train
 from tiers import slow_but
 from tolerance import same_losses, same_parameters
@@ -308,7 +308,7 @@ with short_of_memory() if os.environ["RANK"] == "1" else __import__("contextlib"
 
 LAUNCHER = """
 import sys
-from snugfit.frontends import launch
+from snugfit.features.distributed import launch
 launch.ENTRY = ("-c", ENTRY)
 sys.exit(launch.launch(2, sys.argv[1:]))
 """

@@ -23,8 +23,8 @@ from snugfit.frontends.own import options_of
 from snugfit.step.build import build_model, decay_groups
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import SCHEDULES
-from snugfit.training.run.boundaries import is_due
 from snugfit.training.run.opening import schedule
+from snugfit.training.run.session import is_due
 
 STEPS = 12
 

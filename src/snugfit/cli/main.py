@@ -40,8 +40,7 @@ from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins
-from snugfit.frontends.launch import COMMAND_LINE
-from snugfit.frontends.one_of_several import one_of_several
+from snugfit.frontends.one_of_several import COMMAND_LINE, one_of_several
 from snugfit.techniques.registry import features, hooks
 from snugfit.training.ranks import ToldElsewhere
 

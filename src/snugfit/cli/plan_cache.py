@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from snugfit.cli.progress import show_progress
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import GpuError, SnugfitError, UsageError, did_you_mean
-from snugfit.frontends.launch import COMMAND_LINE
+from snugfit.frontends.one_of_several import COMMAND_LINE
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 

@@ -18,9 +18,9 @@ from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
 from snugfit.errors import NothingFits, UsageError
-from snugfit.frontends.launch import COMMAND_LINE, launch
-from snugfit.frontends.one_of_several import is_started_again
+from snugfit.frontends.one_of_several import COMMAND_LINE, is_started_again
 from snugfit.measurement.target import gpu_here
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks, world
 
@@ -171,7 +171,8 @@ def _launch(request: Request, processes: int) -> int:
     job_of_rank(request.job, setup)
     refuse_training(request.recipe, setup)
     refuse_more_than_here(processes, request.training.get("device"))
-    return launch(processes, COMMAND_LINE.get())
+    (launch,) = hooks("launch")
+    return int(launch(processes, COMMAND_LINE.get()))
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:

@@ -3,7 +3,7 @@
 With torchrun, each process runs the whole command. The first process reports errors common to all (a mistake
 in the job file), with its exit code. An error of one process alone is reported by that process, with its
 rank. Either error is also written to the file that torch's launcher reads (`TORCHELASTIC_ERROR_FILE`). With
-our own `--gpus N`, only the launcher reports it, once (`launch.py`).
+our own `--gpus N`, only the launcher reports it, once (`Feature.launch`).
 
 When the launcher dies, the kernel kills its processes, as each has requested.
 """
@@ -17,16 +17,20 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from snugfit.errors import SnugfitError, escape_controls
 from snugfit.training.ranks import ToldElsewhere, world
 
+COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
+"""Arguments of the running command, without the program's name."""
+
 LAUNCHED = "SNUGFIT_LAUNCHED"
-"""Environment variable of processes that `launch.py` started."""
+"""Environment variable of processes that `--gpus N` started."""
 
 STARTED_AGAIN = "SNUGFIT_STARTED_AGAIN"
-"""Environment variable of processes that `launch.py` started again for the same run."""
+"""Environment variable of processes that it started again for the same run."""
 
 CAN_START_AGAIN = "can_start_again"
 """Attribute of an error, and key in the launcher's file, for a command that can start again."""

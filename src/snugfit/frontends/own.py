@@ -5,7 +5,7 @@
 
 A second start with the same arguments resumes the run. When memory runs out, the run switches to the fastest
 recipe that needs less. It keeps the global batch and repeats the failed step (`next_recipe.py`). Several
-processes switch when all are started again (`training/run/start_again.py`).
+processes switch when all are started again (`Feature.restarts`).
 """
 
 from __future__ import annotations

@@ -69,13 +69,12 @@ def cpu_name() -> str:
     return name[1].strip() if name else platform.processor() or platform.machine() or "CPU"
 
 
-def spill_to_host(system: str | None = None, release: str | None = None) -> str | None:
+def spill_to_host() -> str | None:
     """Return a warning about drivers of Windows that move memory to the host when the GPU is full.
 
     They run under Windows itself, and under WSL, which is recognised by its kernel's release. None elsewhere.
     """
-    system, release = system or platform.system(), release or platform.release()
-    if system != "Windows" and "microsoft" not in release.lower():
+    if platform.system() != "Windows" and "microsoft" not in platform.release().lower():
         return None
     return (
         "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it. "

@@ -25,7 +25,6 @@ from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.model import (
     AttentionHandler,
     CheckpointHandler,
-    LogitsHandler,
     WeightsDtypeHandler,
 )
 from snugfit.step.wishes.optimizer import OptimizerHandler
@@ -52,7 +51,6 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     AttentionHandler(),  # before the weights: of a live model it may still be refused
     WeightsDtypeHandler(),
     MatmulHandler(),
-    LogitsHandler(),
     CheckpointHandler(),
     OptimizerHandler(),
     AutocastHandler(),

@@ -1,18 +1,8 @@
-"""Copies between a device and the host's memory, asynchronous to the computation.
-
-On CUDA a separate stream runs them. Page-locked memory is allocated once and used again in each step. A copy
-out begins after the device has computed everything launched before it. Memory that a copy back fills belongs
-to the computing stream, as every other tensor does. So the allocations and their order do not depend on the
-speed of the link, and are the same in every run.
-
-On the CPU a copy is synchronous. On `meta` no bytes are copied, and a rehearsal's observer records each copy.
-"""
+"""The host's memory beside a device: its extents, and the observer of copies in a rehearsal."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from snugfit.units import MIB
 
@@ -113,126 +103,8 @@ class LinkObserver:
         """Record `nbytes` of them on the host, of which `pinned` are page-locked."""
 
 
-class Link:
-    """Copies between device and host, in order. This base class is the CPU's: its copies are synchronous."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.slabs = Slabs()
-        self._memory: list[torch.Tensor] = []
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Extent], Any]:
-        """Copy the storages of these tensors to the host; return their extents, and an event to wait for."""
-        extents = [self.slabs.take(tensor.untyped_storage().nbytes()) for tensor in tensors]
-        return extents, self._send(tensors, extents)
-
-    def fetch(
-        self, extents: Sequence[Extent], dtypes: Sequence[torch.dtype]
-    ) -> tuple[list[torch.Tensor], Any]:
-        """Copy these extents back into new tensors; return the tensors and an event to wait for."""
-        import torch
-
-        tensors = [
-            torch.empty(extent.nbytes // dtype.itemsize, dtype=dtype, device=self.device)
-            for extent, dtype in zip(extents, dtypes, strict=True)
-        ]
-        return tensors, self._fetch(tensors, extents)
-
-    def wait(self, event: Any) -> None:
-        """Make the device wait for this copy."""
-
-    def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
-        for tensor, extent in zip(tensors, extents, strict=True):
-            self._host(extent).copy_(_bytes_of(tensor), non_blocking=True)
-
-    def _fetch(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
-        for tensor, extent in zip(tensors, extents, strict=True):
-            _bytes_of(tensor).copy_(self._host(extent), non_blocking=True)
-
-    def _host(self, extent: Extent) -> torch.Tensor:
-        """Return the host's bytes at this extent, in slabs that are allocated at their first use."""
-        for nbytes in self.slabs.sizes[len(self._memory) :]:
-            self._memory.append(self._take(nbytes))
-        return self._memory[extent.slab][extent.start : extent.start + extent.nbytes]
-
-    def _take(self, nbytes: int) -> torch.Tensor:
-        """Allocate host memory outside of torch's allocator, which represents the device's memory."""
-        import torch
-
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-
-
-class CudaLink(Link):
-    """A stream of a GPU that only copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
-
-    def wait(self, event: Any) -> None:
-        """Make work that is launched later wait for the copy; the host does not wait."""
-        import torch
-
-        torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
-        return self._beside(super()._send, tensors, extents)
-
-    def _fetch(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
-        return self._beside(super()._fetch, tensors, extents)
-
-    def _beside(self, copy: Any, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
-        import torch
-
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            copy(tensors, extents)
-            return self._stream.record_event()
-
-    def _take(self, nbytes: int) -> torch.Tensor:
-        import torch
-
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-class MetaLink(Link):
-    """Takes extents and copies nothing."""
+class MetaLink:
+    """The link of shapes on `meta`, of which only the observer exists."""
 
     observer: ClassVar[LinkObserver] = LinkObserver()
     """Observer of each copy; a rehearsal sets it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._copies = 0
-
-    def wait(self, event: Any) -> None:
-        """Wait for a copy; the event is its number."""
-        self.observer.await_copy(self._copies - event)
-
-    def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
-        return self._count(extents, out=True)
-
-    def _fetch(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
-        return self._count(extents, out=False)
-
-    def _count(self, extents: Sequence[Extent], *, out: bool) -> int:
-        self._copies += len(extents)
-        copy = self.observer.copy_out if out else self.observer.copy_back
-        for extent in extents:
-            copy(extent.nbytes)
-        return self._copies
-
-
-def link_to_host(device: torch.device) -> Link:
-    """Return the link of this kind of device."""
-    kinds = {"cuda": CudaLink, "meta": MetaLink}
-    return kinds.get(device.type, Link)(device)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage, as bytes."""
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

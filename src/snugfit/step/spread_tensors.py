@@ -8,7 +8,7 @@ of all gradients is that of the norms of each. If all are alike, torch's functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.hub_kernels import quiet
@@ -35,14 +35,6 @@ def mesh(tensor: Any) -> Any:
 def spread(tensor: Any) -> Any:
     """Over which ranks, and how."""
     return mesh(tensor), getattr(tensor, "placements", None)
-
-
-def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
-    """Split parameters, or groups of them, into groups that are each sharded over the same ranks."""
-    if not groups or not isinstance(groups[0], dict):
-        parts = split(groups, mesh)
-        return [{"params": part} for part in parts] if len(parts) > 1 else list(groups)
-    return [{**group, "params": part} for group in groups for part in split(group["params"], mesh)]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,10 +91,3 @@ def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, opti
         return
     for part in split(weights, mesh):
         torch.nn.utils.clip_grads_with_norm_(part, most, norm)
-
-
-def clip_coefficient(norm: torch.Tensor, most: float) -> torch.Tensor:
-    """Return the clipping factor of gradients of this norm, a scalar
-    (`torch.nn.utils.clip_grads_with_norm_`).
-    """
-    return (most / (norm + 1e-6)).clamp(max=1.0)

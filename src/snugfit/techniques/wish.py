@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast, get_args
 
@@ -97,10 +97,6 @@ class SeveralProcesses:
     def is_wider_than(self, rival: SeveralProcesses) -> bool:
         """Return whether larger groups work on the same samples, with otherwise equal sharing."""
         return False
-
-    def groups_in_words(self) -> Iterable[str]:
-        """Return the work of each group of GPUs in words."""
-        return ()
 
     @property
     def data_ranks(self) -> int:

@@ -4,7 +4,7 @@ torchrun starts them, or `snugfit train --gpus N`, which calls torch's launcher.
 and the number of processes from the environment. They form three groups:
 
 - default: gradients and weights. NCCL between GPUs, gloo for tensors on the CPU. torch's own DDP and FSDP2
-  use it. As in most scripts it is bound to no device when it is made (`measurement/experiment/group.py`).
+  use it. As in most scripts it is bound to no device when it is made.
 - host: common decisions, such as sums and the results of the first process. A few numbers a step over gloo,
   so that no process waits for a GPU.
 - writing: checkpoints, which a thread writes while the steps use the other two groups.
@@ -22,7 +22,7 @@ one has ended. That one, or its launcher, reports the reason.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -66,9 +66,10 @@ class World:
     """The rank of this process on its host, which is the index of its GPU."""
 
 
-def world(environment: Mapping[str, str] = os.environ) -> World | None:
+def world() -> World | None:
     """Read the variables of torch's launcher; return None without a launcher. Raises `UsageError` for invalid
     numbers."""
+    environment = os.environ
     if not all(environment.get(name) for name in VARIABLES):
         return None
     try:

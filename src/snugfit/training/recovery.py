@@ -111,11 +111,6 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
     return steps in AGAIN_AFTER and not setup.records_graphs and not mixing_of(job).reason
 
 
-def with_last_decision(before: Job, after: Job) -> Job:
-    """Return the job of the repeated comparison, unless that was inconclusive."""
-    return before if after.unclear_cut else after
-
-
 @final
 class Recovery:
     """A finder of the recipe that a run continues with."""
@@ -123,6 +118,11 @@ class Recovery:
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
         self._planning_seconds = 0.0
+
+    def replan(self, recipe: Recipe, cause: str) -> tuple[Recipe | None, str]:
+        """Return the recipe to continue with, or None, and the reason if no plan could be made."""
+        chosen = self._replan(self.job, recipe, cause)
+        return (chosen.recipe, chosen.why) if isinstance(chosen, Unplanned) else (chosen, "")
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
         """Return the recipe that follows this one after `step` steps.
@@ -136,11 +136,10 @@ class Recovery:
         text = f"Step {step + (not is_short)}: {what} ({exhausted.cause}) under '{recipe}'. {PLANNING}"
         self._journal.tell("note", text=text)
         began = time.monotonic()
-        chosen = self._replan(self.job, recipe, exhausted.cause)
-        if isinstance(chosen, Unplanned):
-            instead = f" '{chosen.recipe}' is tried instead." if chosen.recipe else ""
-            self._journal.tell("note", text=f"No recipe could be planned: {chosen.why}{instead}")
-            chosen = chosen.recipe
+        chosen, unplanned = self.replan(recipe, exhausted.cause)
+        if unplanned:
+            instead = f" '{chosen}' is tried instead." if chosen else ""
+            self._journal.tell("note", text=f"No recipe could be planned: {unplanned}{instead}")
         self._planning_seconds = time.monotonic() - began
         cuts = (kind for kind in roster.techniques() if kind.slot is Slot.BATCHING)
         uncut = next(filter(None, (kind.planning_objection(self.job) for kind in cuts)), "")
@@ -154,6 +153,18 @@ class Recovery:
             text = f"{what}, and there is no other recipe to try. The run continues, but slowly."
             self._journal.tell("warning", text=text)
         return chosen
+
+    def compare_again(self, recipe: Recipe, steps: int, compare: Callable[[Job], Job]) -> None:
+        """Compare pieces of a batch with the whole again, if `steps` are among `AGAIN_AFTER`.
+
+        An inconclusive result changes nothing, and another one replaces the job.
+        """
+        before = self.job
+        if not compares_again(before, recipe.setup(), steps) or (after := compare(before)).unclear_cut:
+            return
+        self.job = after
+        for warning in cut_warning(after, recipe):
+            self._journal.warn_once(warning["text"])
 
     def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
         """Write the event of a change of recipe before step `step`."""

@@ -7,7 +7,7 @@ memory.
   is known; on a GPU every `logging_steps` the allocator's peaks.
 - `ended`: outcome, step, step_seconds, the peaks.
 
-Without a check before the update, a step's norm reaches the host one step later (`finite_check.py`). A step
+Without a check before the update, a step's norm reaches the host one step later (`run/loop.py`). A step
 is therefore noted when it is done and written when its norm is known. A step that turns out to be wrong is
 not written at all.
 

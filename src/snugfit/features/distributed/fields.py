@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,16 +204,6 @@ class ParallelWish(SeveralProcesses):
             name: getattr(rival, name) for name in ("tensor", "context", "stages", "experts", "schedule")
         }
         return replace(self, **alike, **more)
-
-    def groups_in_words(self) -> Iterator[str]:
-        """Yield the work of each group of GPUs in words."""
-        if self.tensor > 1:
-            experts = f", each GPU with 1/{self.experts} of its experts" if self.experts > 1 else ""
-            yield f"groups of {self.tensor} GPUs compute each layer together{experts}"
-        if self.context > 1:
-            yield f"groups of {self.context} GPUs take each sequence together"
-        if self.stages > 1:
-            yield f"the layers are put in {self.stages} stages, one after the other"
 
     def on(self, gpus: int) -> ParallelWish:
         """Return the wish for this number of GPUs, which the axes must multiply to."""

@@ -1,8 +1,8 @@
-"""The attention of batches without padding."""
+"""Attentions without padding: our own, and that of the package flash-attn."""
 
 from __future__ import annotations
 
-from snugfit.step.wishes.own_attention import OwnAttention
+from snugfit.step.wishes.own_attention import OwnAttention, PackageAttention
 from snugfit.techniques.wish import Call
 
 PADDING_FREE = "padding_free"
@@ -17,6 +17,13 @@ ATTENTION = OwnAttention(
     enter=Call(path=f"{_FOLDER}.hooks:drop_padding"),
     leave=Call(path=f"{_FOLDER}.hooks:keep_padding"),
     pieces=Call(path=f"{_FOLDER}.rows:rows_of_step"),
-    on_cpu=Call(path="snugfit.step.shapes_on_cpu:shapes_on_cpu"),
+    on_cpu=Call(path="snugfit.features.kernels.operations.shapes_on_cpu:shapes_on_cpu"),
 )
 """Attention within each sequence of one row."""
+
+FLASH_ATTENTION = PackageAttention(
+    name="flash_attention_2",
+    refuse=Call(path=f"{_FOLDER}.flash_attn:refuse_without_package"),
+    on_shapes=Call(path=f"{_FOLDER}.flash_attn:on_shapes"),
+)
+"""FlashAttention-2, by transformers' name."""

@@ -23,18 +23,19 @@ tries may spill registers to memory.
 
 
 class Kernels(Feature):
-    """Add the techniques `padding_free`, `fused` and `liger`, and two handlers."""
+    """Add the techniques `padding_free`, `flash`, `fused`, `liger` and `chunked_loss`, and three handlers."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
-        Slot.ATTENTION: ("padding_free",),
+        Slot.ATTENTION: ("flash", "padding_free"),
         Slot.KERNELS: ("fused", "liger"),
+        Slot.HEAD: ("chunked_loss",),
     }
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of both fields."""
-        from snugfit.features.kernels.handlers import FusedHandler, LigerHandler
+        """Return the handlers of both fields, and of the core's field `logits`."""
+        from snugfit.features.kernels.handlers import FusedHandler, LigerHandler, LogitsHandler
 
-        return FusedHandler(), LigerHandler()
+        return FusedHandler(), LigerHandler(), LogitsHandler()
 
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any

@@ -15,9 +15,9 @@ import torch
 
 from snugfit.errors import RecipeError
 from snugfit.features.kernels import decoders, encoders
+from snugfit.features.kernels.head.chunked_loss import LOSS_KERNEL
 from snugfit.features.kernels.operations.cross_entropy import CrossEntropyKernel
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
-from snugfit.step.head.chunked_loss import LOSS_KERNEL
 
 
 def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Other kernels in the modules of a live or built model."""
+"""Other kernels and another head in a live or built model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from snugfit.features.kernels.fields import FusedWish, LigerWish
     from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
+    from snugfit.techniques.setup import LogitsWish
 
 
 class KernelsHandler(Handler):
@@ -49,7 +50,7 @@ class FusedHandler(KernelsHandler):
 
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
         """Run plain torch in a simulation of a CPU."""
-        from snugfit.step.shapes_on_cpu import shapes_on_cpu
+        from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
         return None if value is None or on_gpu else shapes_on_cpu
 
@@ -92,3 +93,27 @@ class LigerHandler(KernelsHandler):
                 f"_apply_liger_kernel_to_instance(model=model{options})",
             )
         }
+
+
+class LogitsHandler(Handler):
+    """Logits that are never whole."""
+
+    wish, slot, stage = "logits", Slot.HEAD, InstallStage.HEAD
+    refused: ClassVar[Mapping[str, str]] = {
+        "script": "snugfit does it with its own code, which a script without snugfit does not have"
+    }
+
+    def wrap(self, value: LogitsWish | None, model: Any) -> None:
+        """Make the head return deferred logits."""
+        from snugfit.features.kernels.head.deferred_logits import defer_logits
+
+        if value is not None:
+            defer_logits(model, value)
+
+    def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
+        """Change the head as in a new model, also if it was changed before."""
+        from snugfit.features.kernels.head.deferred_logits import defer_logits
+
+        defer_logits(live.model, value)
+        if value is not None:
+            yield f"logits are those of {live.technique(self.slot)}"

@@ -26,8 +26,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RecipeError
+from snugfit.features.offload.host_link import link_to_host
 from snugfit.step.checkpointing import layer_stacks
-from snugfit.step.host_link import link_to_host
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.features.offload.fields import OffloadWish
-    from snugfit.step.host_link import Extent, Link
+    from snugfit.features.offload.host_link import Link
+    from snugfit.step.host_link import Extent
 
 LEAST_BYTES = 1 << 20
 """Least size of an offloaded storage (chosen).

@@ -94,7 +94,7 @@ class RunCheckpoints:
         self._manager.about = _about(job, recipe, state, batches, code)
         check_packable(state)
         self._manager.prepare(state)
-        self._begun = self._closed = self._is_update_checked = False
+        self._begun = self._closed = False
         self.repeated_loss: float | None = None
         """Loss of the step before a resume, if that step is to be repeated."""
 
@@ -105,13 +105,8 @@ class RunCheckpoints:
             self._manager.set_aside_earlier()
 
     def check_first_update(self) -> None:
-        """Check the optimizer's states after this process's first update, which creates them.
-
-        Raises `SnugfitError` for states that a checkpoint cannot store.
-        """
-        if not self._is_update_checked:
-            self._is_update_checked = True
-            check_packable(self._state)
+        """Check the optimizer's states (`CheckpointManager.check_first_update`)."""
+        self._manager.check_first_update(lambda: self._state)
 
     def save(self, *, repeated_loss: float | None = None) -> None:
         """Save a checkpoint of this step, unless one exists; it is written while the next steps run.

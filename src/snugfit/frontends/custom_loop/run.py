@@ -2,6 +2,16 @@
 
 Unlike in the other front-ends, a failed step does not switch to another recipe. The surrounding loop is the
 user's, and so is the decision. The step raises, with every weight unchanged.
+
+The loop is the user's, so an evaluation is recognized by its forward passes. A module runs without gradients,
+or in evaluation mode. After a signal, a checkpoint is saved and the loop ends there. The checkpoint stores
+the state and the generators of the last step's end, and marks that step for repetition. A resumed run yields
+its batch again, and `run.step` returns the same loss without training. The loop's code after the step, with
+the evaluation, then runs again.
+
+An evaluation of other weights, such as an average copied into the model, must not be saved. So samples of the
+model's values and the optimizer's settings are compared with those after the step. If they differ, the run
+ends before its next step.
 """
 
 from __future__ import annotations
@@ -11,6 +21,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
@@ -18,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints
-from snugfit.frontends.custom_loop.evaluation import EvaluationWatch, Stopped
 from snugfit.frontends.custom_loop.step import CustomStep
 from snugfit.frontends.items import pieces_of, samples_in, write_batch
 from snugfit.frontends.next_recipe import next_recipe
@@ -29,19 +39,14 @@ from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.journal import Journal
-from snugfit.training.recovery import (
-    Exhausted,
-    Unplanned,
-    compares_again,
-    cut_warning,
-    out_of_memory,
-    with_last_decision,
-)
-from snugfit.training.rng import rng_states, set_rng_states
+from snugfit.training.recovery import Exhausted, Recovery, out_of_memory
+from snugfit.training.rng import all_rng_states, restore_all_rng_states, rng_states, set_rng_states
 from snugfit.training.run.loop import NonFinite, StepResult
 from snugfit.training.step_logger import StepLogger
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
 
@@ -74,13 +79,14 @@ class HandRun:
         journal: Journal,
         every: int,
     ) -> None:
-        self.job, self.recipe = job, recipe
+        self.recipe = recipe
+        self._recovery = Recovery(job, journal, next_recipe(state.device))
         self._state, self._step, self._batches = state, step, batches
         self._checkpoints = checkpoints
         predict = run_predictor(state.device)
         self._logger = StepLogger(journal, state.device, every=every, predict=predict)
         self._backward = BackwardWatch()
-        self._journal, self._taken = journal, 0
+        self._taken = 0
         self._begun = self._closed = self._resumed = False
         self._evaluations = EvaluationWatch(state, batches, checkpoints)
         if checkpoints is not None:
@@ -88,6 +94,11 @@ class HandRun:
         atexit.register(_close, weakref.ref(self))
 
     # ---- interface of the loop ---------------------------------------------------------------------------
+
+    @property
+    def job(self) -> Job:
+        """The job, with the last decision on cutting its batch."""
+        return self._recovery.job
 
     @property
     def model(self) -> Any:
@@ -253,12 +264,9 @@ class HandRun:
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
-        self.job = self._step.job_with_mixing(self.job, self.model)
-        smaller = next_recipe(self._state.device)(self.job, self.recipe, exhausted.cause)
-        unplanned = ""
-        if isinstance(smaller, Unplanned):
-            unplanned = f" (None could be planned: {smaller.why})"
-            smaller = smaller.recipe
+        self._recovery.job = self._step.job_with_mixing(self.job, self.model)
+        smaller, why = self._recovery.replan(self.recipe, exhausted.cause)
+        unplanned = f" (None could be planned: {why})" if why else ""
         intact = "No weight has changed, so run.save() can save this state"
         if exhausted.phase == "update":
             intact = "Some weights may have changed, so start from the last checkpoint"
@@ -273,13 +281,9 @@ class HandRun:
     def _compare_again(self, batch: Mapping[str, Any], *, is_cut: bool) -> None:
         """Compare pieces of this batch with the whole batch, after some of the steps."""
         self._taken += 1
-        if not is_cut or not compares_again(self.job, self.recipe.setup(), self._taken):
-            return
-        job = self._step.job_with_mixing(self.job, self.model, batch, again=True)
-        self.job = with_last_decision(self.job, job)
-        if self.job.mixes_samples:
-            for warning in cut_warning(self.job, self.recipe):
-                self._journal.tell("warning", text=warning["text"])
+        if is_cut:
+            compare = partial(self._step.job_with_mixing, model=self.model, batch=batch, again=True)
+            self._recovery.compare_again(self.recipe, self._taken, compare)
 
     def _log(self, result: StepResult, pieces: list[dict[str, Any]], seconds: float) -> None:
         stalled = 0.0 if self._step.device_was_busy else self._batches.fetching_seconds
@@ -340,3 +344,100 @@ class HandRun:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise UsageError("This run is closed.")
+
+
+# ---- evaluations ------------------------------------------------------------------------------------------
+
+
+TENSORS, NUMBERS = 8, 64
+"""Number of compared tensors of a model, and of values in each. A choice.
+
+An average, a merge or other weights change all or most tensors, and so few values take no time.
+"""
+
+
+class Stopped(SystemExit):
+    """Exit between two steps after a signal and a saved checkpoint; `code` is 75 or 130."""
+
+    repeats_step = False
+    """True if the resumed run yields the last step again, because the code after it was abandoned.
+
+    State that the loop saves itself, such as an average of the weights, must then date from before that step.
+    """
+
+
+@final
+class EvaluationWatch:
+    """Stops an evaluation between two steps of one run after a signal."""
+
+    def __init__(self, state: TrainState, batches: Batches, checkpoints: RunCheckpoints | None) -> None:
+        self._state, self._batches, self._checkpoints = state, batches, checkpoints
+        self._tensors = _sampled_tensors(state.model)
+        self._loss = 0.0
+
+    def watch(self, loss: float) -> None:
+        """Watch modules from the end of a step with this loss."""
+        if self._checkpoints is None:
+            return
+        self._loss = loss
+        self._left = self._numbers(), _settings(self._state.optimizer)
+        self._generators = all_rng_states(self._state.device)
+        self._checkpoints.interrupts.watch_modules(self._look)
+
+    def end(self) -> None:
+        """Stop watching, before the next step."""
+        if self._checkpoints is not None:
+            self._checkpoints.interrupts.watch_modules(None)
+
+    def _look(self, module: Any) -> None:
+        checkpoints = self._checkpoints
+        if checkpoints is None or not is_evaluation(module):
+            return
+        self.end()
+        stopping = checkpoints.interrupts.stopping
+        if stopping is not None and self._batches.can_repeat and self._is_as_the_step_left_it():
+            restore_all_rng_states(self._generators, self._state.device)
+            checkpoints.save(repeated_loss=self._loss)
+            checkpoints.wait()
+            stopped = Stopped(EXIT_CODES[stopping])
+            stopped.repeats_step = True
+            raise stopped
+        text = (
+            "A signal was received. The run ends before its next step, because its model has changed "
+            "meanwhile."
+        )
+        checkpoints.journal.tell("warning", text=text)
+
+    def _is_as_the_step_left_it(self) -> bool:
+        """Return True if the sampled values and the optimizer's settings are unchanged."""
+        import torch
+
+        numbers, settings = self._left
+        return torch.equal(numbers, self._numbers()) and settings == _settings(self._state.optimizer)
+
+    def _numbers(self) -> torch.Tensor:
+        """Return the first values of some tensors, (at most TENSORS x NUMBERS,) of float32."""
+        import torch
+
+        rows = [tensor.detach()[(0,) * (tensor.dim() - 1)] for tensor in self._tensors]
+        return torch.cat([row.reshape(-1)[:NUMBERS].float() for row in rows])
+
+
+def is_evaluation(module: Any) -> bool:
+    """Return True if this module runs without training."""
+    import torch
+
+    return not (torch.is_grad_enabled() and module.training)
+
+
+def _sampled_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
+    count = min(TENSORS, len(tensors))
+    return [tensors[index * (len(tensors) - 1) // max(1, count - 1)] for index in range(count)]
+
+
+def _settings(optimizer: Any) -> str:
+    groups = [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+    return repr(groups)

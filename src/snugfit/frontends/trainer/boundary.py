@@ -5,22 +5,36 @@ arrive at any of these moments. A checkpoint of the current step is then saved w
 evaluation. It contains the Trainer's state and the random generators from before that evaluation, and marks
 it as pending. A resumed run evaluates first. After a stop within an epoch, its end is not processed until the
 run is resumed there.
+
+transformers continues, logs a loss of 0 and leaves NaN weights. Here the step's loss and the norm of its
+gradients are copied to the host together, once a step. Overflows of a gradient scaler are handled by the
+scaler.
+
+Nothing else in a step waits for the GPU. The plain Trainer waits twice. It waits for the copy of a batch,
+which follows the whole previous step. It also waits for the loss at the end of the backward pass, as here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.frontends.items import join_pieces
+from snugfit.errors import SnugfitError
+from snugfit.frontends.items import join_pieces, write_batch
 from snugfit.frontends.trainer.out_of_memory import go_on_with_less
 from snugfit.frontends.trainer.plan import compared_job
+from snugfit.frontends.trainer.step_timer import StepFigures
+from snugfit.step.transformers_internals import loss_since_log
 from snugfit.training.interrupt import EvaluationStopped
-from snugfit.training.recovery import compares_again, cut_warning, with_last_decision
+from snugfit.training.rng import rng_states, set_rng_states
+from snugfit.training.run.loop import NonFinite
 
 if TYPE_CHECKING:
     from snugfit.frontends.trainer.fit_run import FitRun
+    from snugfit.frontends.trainer.step_timer import StepState
+    from snugfit.job.job import Job
     from snugfit.step.trainer_hooks import StepEnd
 
 
@@ -32,15 +46,15 @@ def compare_again(trainer: Any, run: FitRun) -> None:
     plan = trainer.snugfit
     run.steps += 1
     cuts = plan.max_rows is not None or len(run.step.batches) > 1
-    setup = plan.recipe.setup()
-    if not cuts or run.ranks.are_many or not compares_again(plan.job, setup, run.steps - 1):
+    if not cuts or run.ranks.are_many:
         return
-    batch = join_pieces(run.step.batches, plan.job.model.batch_dims) or plan.samples
-    job = compared_job(trainer, plan.job, batch, pieces=setup.micro_batches, again=True)
-    job = with_last_decision(plan.job, job)
-    trainer.snugfit, run.recovery.job = replace(plan, job=job), job
-    for warning in cut_warning(job, plan.recipe) if job.mixes_samples else ():
-        plan.journal.tell("warning", text=warning["text"])
+
+    def compare(job: Job) -> Job:
+        batch = join_pieces(run.step.batches, job.model.batch_dims) or plan.samples
+        return compared_job(trainer, job, batch, pieces=plan.recipe.setup().micro_batches, again=True)
+
+    run.recovery.compare_again(plan.recipe, run.steps - 1, compare)
+    trainer.snugfit = replace(plan, job=run.recovery.job)
 
 
 def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
@@ -104,3 +118,65 @@ def repeat_evaluation(trainer: Any, run: FitRun) -> None:
     except EvaluationStopped:
         _stop_where_asked(trainer, run)
     run.checkpoints.state.note_generators()
+
+
+# ---- start of a step, and its check before the update -----------------------------------------------------
+
+
+LEFT_OVER = (
+    "The data of an epoch ends within a batch: the last {n} of {count} micro-batches are left out, because "
+    "they do not fill a step. transformers would add their gradients to the first step of the next epoch."
+)
+
+
+def begin_step(trainer: Any, step: StepState) -> None:
+    """Save the state to which a step returns, before its first micro-batch.
+
+    Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
+    """
+    if step.pending_micro_batches:
+        trainer.model.zero_grad(set_to_none=True)
+        loss_since_log(trainer).copy_(step.logged_loss_at_start)
+        count = trainer.args.gradient_accumulation_steps
+        trainer.snugfit.journal.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
+    step.pending_micro_batches = len(step.batches)
+    step.rng_at_step_start = rng_states(trainer.args.device)
+    step.logged_loss_at_start = loss_since_log(trainer).clone()
+
+
+def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
+    """Raise `SnugfitError` when this step's loss or norm is NaN or infinite.
+
+    Its batch is written to disk, and a checkpoint from before the step is saved.
+    """
+    import torch
+
+    step = run.step
+    step.pending_micro_batches = 0
+    if step.loss_sum is None:
+        return
+    total, tokens = step.loss_sum, run.timer.tokens
+    run.backward.raise_if_updated()
+    scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
+    loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
+    if run.ranks.are_many:  # one NaN makes the mean NaN, in all processes
+        loss, count = run.ranks.sum([loss / run.ranks.size, count])
+    step.figures = StepFigures(loss, size, int(count))
+    has_scaler = trainer.accelerator.scaler is not None  # the scaler skips overflows
+    if math.isfinite(loss) and (has_scaler or math.isfinite(size)):
+        return
+    trainer.model.zero_grad(set_to_none=True)
+    number = trainer.state.global_step + 1
+    file = write_batch(run.checkpoints.root, number, step.batches, rank=run.ranks.rank)
+    set_rng_states(step.rng_at_step_start, trainer.args.device)
+    loss_since_log(trainer).copy_(step.logged_loss_at_start)
+    run.data.unuse(len(step.batches))
+    run.checkpoints.save()
+    run.checkpoints.wait()
+    of_all = " Those of other processes have their numbers." if run.ranks.are_many else ""
+    raise run.ranks.alike(
+        SnugfitError(
+            f"Step {number}: {NonFinite(loss, size)} The step's batch is in {file}.{of_all} Look at it, or "
+            "use a smaller learning rate or another precision."
+        )
+    )

@@ -12,43 +12,40 @@ Checkpoints are taken when the Trainer would save, atomically, and written while
 complete one is resumed; broken ones are reported and renamed. The data continues at its position. The order
 of an epoch is drawn from a saved seed, and the data's generators are saved too (`data.py`). Weights are
 loaded into the existing model, because it is the user's and other objects refer to it.
+
+A scheduler that restarts a job runs the same script in the same folder. This would train again, or take one
+step too many. At the end of training `finished.json` is written into the run's folder. It contains the run's
+facts, the result of `train()`, the Trainer's state, and the checkpoint with the final weights. It is valid
+only for the same run. A run that continues or starts again removes it first.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError
+from snugfit.documents import BadDocument, read_document, write_document
+from snugfit.errors import SnugfitError, UsageError
 from snugfit.frontends.data_facts import dataset_facts
-from snugfit.frontends.loader import count_of
+from snugfit.frontends.loader import DataPosition, count_of
 from snugfit.frontends.same_run import refuse_another_run
-from snugfit.frontends.trainer.data import DataPosition
 from snugfit.frontends.trainer.facts import run_facts, with_global_batch
-from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
 from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.frontends.trainer.state_files import StateFiles, check_trainer_state
 from snugfit.frontends.trainer.users_files import UsersFiles
 from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
+from snugfit.step.transformers_internals import restore_callbacks
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.checkpoint.facts import (
-    FACTS,
-    Facts,
-    compare_facts,
-    optimizer_facts,
-    schedule_facts,
-)
-from snugfit.training.checkpoint.manager import CheckpointManager, Writable, named_step
-from snugfit.training.checkpoint.manifest import Checkpoint
+from snugfit.training.checkpoint.facts import FACTS, Facts, compare_facts, optimizer_facts, schedule_facts
+from snugfit.training.checkpoint.manager import CheckpointManager, Writable, differences, named_step
+from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
-from snugfit.training.checkpoint.state import (
-    RunProgress,
-    Snapshot,
-    TrainState,
-    check_packable,
-)
+from snugfit.training.checkpoint.packed_state import pack, unpack
+from snugfit.training.checkpoint.state import RunProgress, Snapshot, TrainState
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.rng import all_rng_states
 from snugfit.versions import versions
@@ -58,8 +55,8 @@ if TYPE_CHECKING:
 
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.store import Store
+    from snugfit.training.interrupt import Stops
     from snugfit.training.journal import Journal
-    from snugfit.training.stops import Stops
 
 FINISHED_TEXT = (
     "Nothing is left to train: this run finished after step {step:,}. Its result is returned. "
@@ -115,7 +112,7 @@ class TrainerCheckpoints:
         self._asked = str(trainer.snugfit.recipe)
         self._parts = trainer_parts(trainer)
         self._begun = self._is_data_noted = False
-        self._is_update_checked = self._parts.is_spread  # only torch's own AdamW and SGD are sharded
+        self._manager.is_update_checked = self._parts.is_spread  # only torch's own AdamW and SGD are sharded
         self._goes_back = False
         self.finished: Any = None
         """Result of `train()`, if this very run has finished before."""
@@ -220,13 +217,8 @@ class TrainerCheckpoints:
             self._manager.go_back_to(self.resumed)
 
     def check_first_update(self) -> None:
-        """Check the optimizer's states after this process's first update, which creates them.
-
-        Raises `SnugfitError` for states that a checkpoint cannot store.
-        """
-        if not self._is_update_checked:
-            self._is_update_checked = True
-            check_packable(train_state_of(self._trainer))
+        """Check the optimizer's states (`CheckpointManager.check_first_update`)."""
+        self._manager.check_first_update(lambda: train_state_of(self._trainer))
 
     def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
         """Save a checkpoint of this step, unless one exists; `go_on` saves as the user's subclass does.
@@ -323,3 +315,104 @@ def _order_seed(trainer: Any) -> int:
 
     given = trainer.args.data_seed
     return int(torch.random.initial_seed() if given is None else given)
+
+
+# ---- a finished run ---------------------------------------------------------------------------------------
+
+
+FINISHED_RUN = "finished.json"
+
+SAME = ("trainer", "asked", "batch_size", "samples", "length")
+"""Entries that are compared besides the facts, with the run's length.
+
+The number of processes is not compared: the run is finished for any.
+"""
+
+FOLDERS_OF_THIS_PROCESS: set[Path] = set()
+"""Folders of earlier runs in this process; a second `train()` there is intended to train again."""
+
+
+def forget_finished(root: Path) -> None:
+    """Remove the result of a finished run before a run continues or starts in this folder."""
+    FOLDERS_OF_THIS_PROCESS.add(root.resolve())
+    with suppress(OSError):
+        (root / FINISHED_RUN).unlink()
+
+
+def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: Any) -> None:
+    """Write the result of `train()`, if a checkpoint contains its final weights."""
+    best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
+    step = best or trainer.state.global_step
+    if not (root / f"checkpoint-{step}").is_dir():
+        return
+    state, _ = pack({"state": asdict(trainer.state), "loss": output.training_loss, "metrics": output.metrics})
+    document = {"about": {**about, "length": _length(trainer)}, "checkpoint": step, "result": state}
+    with suppress(OSError):  # a full disk: the next start resumes the last checkpoint
+        write_document(root / FINISHED_RUN, document)
+
+
+def finished_output(
+    trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None, ranks: Ranks
+) -> Any:
+    """Return the result of this very run's `train()`, if it finished in this folder.
+
+    The trainer gets its model and its state. None for an unfinished run, or one to be trained again. The
+    first of several processes decides.
+    """
+    from transformers import TrainerState
+    from transformers.trainer_utils import TrainOutput
+
+    now = {**about, "length": _length(trainer)}
+    finished = ranks.first_answers(lambda: _finished_run(root, now, resume_from))
+    if finished is None:
+        return None
+    result, weights = finished
+    parts = trainer_parts(trainer)
+    parts.spread_model()
+    parts.load_weights(trainer.model, weights, ranks)
+    trainer.state = TrainerState(**result["state"])
+    restore_callbacks(trainer)
+    return TrainOutput(trainer.state.global_step, result["loss"], result["metrics"])
+
+
+def _finished_run(
+    root: Path, now: Mapping[str, Any], resume_from: str | bool | None
+) -> tuple[dict[str, Any], Path] | None:
+    """Return the stored result of the run `now` and the checkpoint with its weights.
+
+    None for an unfinished or different run, or if it was not requested.
+    """
+    import torch
+    from transformers import TrainerState
+
+    try:
+        document = read_document(root / FINISHED_RUN)
+        before, step = document["about"], document["checkpoint"]
+        if (
+            not _asks_for_it(root, resume_from)
+            or differences(with_global_batch(before), with_global_batch(now), SAME)
+            or compare_facts(before, now)
+        ):
+            return None
+        result: dict[str, Any] = unpack(document["result"], {}, torch.device("cpu"))
+        TrainerState(**result["state"])
+        return result, verify(root / f"checkpoint-{step}", step).folder
+    except (BadDocument, OSError, LookupError, TypeError, ValueError, AttributeError, SnugfitError):
+        return None
+
+
+def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
+    """Return True if the folder's newest state is requested; the default requests it only in a new
+    process."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    if resume_from is None:
+        return root.resolve() not in FOLDERS_OF_THIS_PROCESS
+    if isinstance(resume_from, bool):
+        return resume_from
+    newest = get_last_checkpoint(root)
+    return newest is not None and Path(resume_from).resolve() == Path(newest).resolve()
+
+
+def _length(trainer: Any) -> list[float]:
+    return [trainer.args.max_steps, trainer.args.num_train_epochs]

@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from snugfit.errors import escape_controls
-from snugfit.frontends.trainer.fit_plan import FitPlan
+from snugfit.frontends.trainer.fit_run import FitPlan
 from snugfit.frontends.trainer.job import job_of, several_samples
 from snugfit.frontends.trainer.plan import choose, compared_job
 from snugfit.frontends.trainer.setup import (

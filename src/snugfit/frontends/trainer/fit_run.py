@@ -1,30 +1,34 @@
-"""One call of a fitted trainer's `train()`: its folder, its checkpoints, its journal and its step."""
+"""One call of a fitted trainer's `train()`: its folder, its checkpoints, its journal and its step.
+
+The plan is an attribute of the trainer (`trainer.snugfit`) and immutable; when memory runs out another one
+replaces it. State that changes from step to step is in the `StepState` of the run (`fit_run.py`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.frontends.loader import DataPosition
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints, refuse_no_checkpoint
-from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
+from snugfit.frontends.trainer.loss import LossTraits
 from snugfit.frontends.trainer.plan import compared_job
 from snugfit.frontends.trainer.ranks import ranks_of
-from snugfit.frontends.trainer.step_state import StepState
-from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
+from snugfit.frontends.trainer.step_timer import StepState, StepTimer, logger_for
 from snugfit.techniques.technique import Slot
 from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.manager import open_shared_store
-from snugfit.training.interrupt import Interrupts
+from snugfit.training.interrupt import Interrupts, Stops
 from snugfit.training.module_tree import ModuleTree
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.recovery import Recovery, Unplanned
 from snugfit.training.rng import preserve_rng
+from snugfit.training.run.loader import Prefetcher
 from snugfit.training.step_logger import StepLogger
-from snugfit.training.stops import Stops
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -43,8 +47,11 @@ class FitRun:
     data: DataPosition
     """Position of the run in its data."""
 
-    prefetcher: StepPrefetcher
-    """The micro-batches of the next step."""
+    prefetcher: Prefetcher[Any] | None = None
+    """The micro-batches of the next step, and the Trainer's count of their items."""
+
+    epoch_iterator: Any = None
+    """The Trainer's iterator over the current epoch, from which they come."""
 
     ranks: Ranks = ALONE
     """This process among those that train together."""
@@ -100,7 +107,6 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
                 recovery=_recovery(trainer, journal),
                 timer=StepTimer(trainer.args.device, ranks.size),
                 data=data,
-                prefetcher=StepPrefetcher(),
                 ranks=ranks,
             )
             yield trainer.snugfit_run
@@ -123,3 +129,35 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
 
     recovery = Recovery(plan.job, journal, replan)
     return recovery
+
+
+# ---- the plan of a fitted trainer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPlan:
+    """Job, recipe and journal of a fitted trainer."""
+
+    job: Job
+    recipe: Recipe
+    user_slots: frozenset[Slot]
+    """Slots that stay under the user's control."""
+
+    journal: Journal
+    """Sends events to the listener, and to the run's folder during `train()`."""
+
+    compare_code: bool = True
+    """Resume a run only with unchanged code."""
+
+    samples: Mapping[str, Any] | None = None
+    """A host batch for comparisons during a run; None where the job's example is one."""
+
+    loss: LossTraits = field(default_factory=LossTraits)
+    """Properties of the model's loss."""
+
+    max_rows: int | None = None
+    """Most samples of each piece, if the loader's micro-batches are split again after memory ran out."""
+
+    def cut_finer(self, recipe: Recipe) -> FitPlan:
+        """Return the plan under this recipe, which splits the batch finer than the loader."""
+        return replace(self, recipe=recipe, max_rows=self.job.batch_size // recipe.setup().micro_batches)

@@ -27,7 +27,7 @@ from snugfit.training.rng import preserve_rng
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.frontends.trainer.step_state import StepState
+    from snugfit.frontends.trainer.step_timer import StepState
     from snugfit.training.ranks import Ranks
 
 

@@ -19,8 +19,7 @@ from snugfit.training.rng import set_rng_states
 
 if TYPE_CHECKING:
     from snugfit.errors import OutOfMemory
-    from snugfit.frontends.trainer.fit_plan import FitPlan
-    from snugfit.frontends.trainer.fit_run import FitRun
+    from snugfit.frontends.trainer.fit_run import FitPlan, FitRun
 
 
 NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under another recipe."

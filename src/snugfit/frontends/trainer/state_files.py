@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.frontends.trainer.data import DataPosition, position_of
+from snugfit.frontends.loader import DataPosition, position_of
 from snugfit.step.trainer_hooks import StepEnd
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.training.checkpoint.state import as_written, restore_frozen, restore_rng

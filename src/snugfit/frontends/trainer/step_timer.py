@@ -11,7 +11,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from snugfit.frontends.items import samples_in
 from snugfit.frontends.predicted import run_predictor
@@ -25,7 +26,6 @@ from snugfit.training.step_logger import StepLogger
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.frontends.trainer.step_state import StepState
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
     from snugfit.training.journal import Journal
@@ -60,7 +60,7 @@ class StepTimer:
         self._samples, self._processes = 0, processes
         self.tokens: torch.Tensor | int = 0
         """Number of tokens of the step, on the batch's device; read together with its loss
-        (`finite_check.py`)."""
+        (`boundary.py`)."""
         self._unwritten = False
 
     def begin(self) -> None:
@@ -105,3 +105,57 @@ class StepTimer:
         )
         logger.write(step.figures.norm)
         return True
+
+
+# ---- state of a step --------------------------------------------------------------------------------------
+
+
+class StepFigures(NamedTuple):
+    """Figures of one step, read from the device before its update."""
+
+    loss: float
+    norm: float
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """One optimizer step, from its micro-batches to its figures."""
+
+    batches: list[Any] = field(default_factory=list)
+    """The step's micro-batches, as the loader yields them."""
+
+    micro_batch_index: int = 0
+    """Number of started micro-batches."""
+
+    item_counts: list[int] = field(default_factory=list)
+    """Number of items in each micro-batch, once counted."""
+
+    shares: torch.Tensor | None = None
+    """Weights of the micro-batches, (n,) on the device, when several processes share one batch."""
+
+    share: float | torch.Tensor | None = None
+    """Weight of the current micro-batch among the batch's items; None in an evaluation."""
+
+    loss_sum: torch.Tensor | None = None
+    """The weighted losses of the micro-batches so far, () on the device."""
+
+    pending_micro_batches: int = 0
+    """Micro-batches of a started step without an update so far; 0 without such a step."""
+
+    rng_at_step_start: tuple[torch.Tensor, ...] = ()
+    """States of the generators of a forward pass at the start of the step."""
+
+    logged_loss_at_start: torch.Tensor | None = None
+    """The Trainer's losses since its last log at the start of the step, () on the device."""
+
+    figures: StepFigures | None = None
+    """Figures of the step; None before the end of its last micro-batch."""
+
+    def following(self, batches: list[Any]) -> StepState:
+        """Return the next step, with the count of this one's micro-batches that got no update."""
+        return StepState(
+            batches=batches,
+            pending_micro_batches=self.pending_micro_batches,
+            logged_loss_at_start=self.logged_loss_at_start,
+        )

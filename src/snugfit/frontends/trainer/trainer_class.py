@@ -16,10 +16,15 @@ from unittest.mock import patch
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
 from snugfit.frontends.loader import renew_workers
-from snugfit.frontends.trainer.boundary import compare_again, end_step, evaluate, repeat_evaluation
-from snugfit.frontends.trainer.finite_check import begin_step, raise_if_non_finite
-from snugfit.frontends.trainer.fit_plan import FitPlan
-from snugfit.frontends.trainer.fit_run import FitRun, open_run
+from snugfit.frontends.trainer.boundary import (
+    begin_step,
+    compare_again,
+    end_step,
+    evaluate,
+    raise_if_non_finite,
+    repeat_evaluation,
+)
+from snugfit.frontends.trainer.fit_run import FitPlan, FitRun, open_run
 from snugfit.frontends.trainer.loss import (
     is_users_own,
     problem_of_model_loss,
@@ -38,6 +43,7 @@ from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases
 from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
 from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
+from snugfit.training.run.loader import Prefetcher
 from snugfit.training.run.trained import FINISHED, STOPPED
 
 
@@ -116,7 +122,10 @@ class FittedTrainer(TrainerHooks):
                 return get_batch_samples(epoch_iterator, *arguments, **keywords)
 
         run.timer.begin()
-        samples, items = run.prefetcher.take(epoch_iterator, fetch)
+        if run.prefetcher is None or run.epoch_iterator is not epoch_iterator:
+            run.prefetcher, run.epoch_iterator = Prefetcher(fetch), epoch_iterator
+        run.prefetcher.make = fetch
+        samples, items = run.prefetcher.take()
         run.timer.count(samples, self.snugfit.job.model.batch_dims)
         run.data.use(len(samples))
         run.step = run.step.following(samples)
@@ -216,7 +225,7 @@ class FittedTrainer(TrainerHooks):
         """
         run = self._fit_run
         last = self.state.global_step + 1 >= self.state.max_steps
-        if not last and not self.accelerator.gradient_state.end_of_dataloader:
+        if run.prefetcher and not last and not self.accelerator.gradient_state.end_of_dataloader:
             run.timer.record_launched()
             run.prefetcher.fetch()
         raise_if_non_finite(self, run, norm)

@@ -2,6 +2,14 @@
 
 The bytes are those of the rank that needs the most, the seconds those of the slowest rank.
 `Measurement.ranks` has the values of all ranks.
+
+Processes that exchange tensors wait for each other. When one of them dies, the rest would wait until NCCL's
+own limit of ten minutes. Here the first bad exit ends all. The rest have a second to report their own failure
+(all may have run out of memory), and are then killed. Some may fail only because of the first, for example
+when a connection closes. So each process reports the time of its failure, and the earliest is the cause. A
+process that was killed from outside reports nothing and counts as the earliest.
+
+A sleeping thread waits for each process (`process.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +18,25 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import UsageError
 from snugfit.measurement import causes, contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.contamination import GpuBaseline
-from snugfit.measurement.experiment.children import Children
 from snugfit.measurement.experiment.rank import RankRun, quiet_on_all, slowest_of, worst_of
 from snugfit.measurement.experiment.request import MeasurementRequest
-from snugfit.measurement.process import ChildExit
+from snugfit.measurement.process import Child, ChildExit
 from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.target import Target, child_environment
 from snugfit.results.measurement import Measurement
@@ -210,3 +221,81 @@ def _output(exits: Sequence[ChildExit]) -> str:
     if len(exits) == 1:
         return exits[0].tail
     return "\n".join(f"--- rank {rank} ---\n{exited.tail}" for rank, exited in enumerate(exits))
+
+
+# ---- child processes --------------------------------------------------------------------------------------
+
+
+GRACE_SECONDS = 1.0
+"""Seconds between the first bad exit and the kill of the rest. A choice."""
+
+
+class Children:
+    """Child processes that end together; a context manager that leaves no process behind."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
+        self._children = [
+            Child(command, environment=environment)
+            for command, environment in zip(commands, environments, strict=True)
+        ]
+        self._open = ExitStack()
+        self._change = threading.Condition()
+        self.failed: list[int] = []
+        """The numbers of the children that failed by themselves, in the order of detection."""
+        self._ended, self._killing = 0, False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            for child in self._children:
+                opened.enter_context(child)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def owns(self, pid: int) -> bool:
+        """Return True for a process in a session of one of the children."""
+        return any(child.owns(pid) for child in self._children)
+
+    def wait(self, deadline_seconds: float) -> list[ChildExit]:
+        """Sleep until all have exited, one has failed, or the deadline has passed. No child is alive
+        afterwards."""
+        if len(self._children) == 1:
+            return [self._children[0].wait(deadline_seconds)]
+        with ThreadPoolExecutor(len(self._children)) as threads:
+            waits = [
+                threads.submit(self._wait_for, number, deadline_seconds)
+                for number in range(len(self._children))
+            ]
+            try:
+                return [wait.result() for wait in waits]
+            except BaseException:  # Ctrl-C too: the threads must not continue to wait
+                self._kill()
+                raise
+
+    def first_cause(self, failed_at: Callable[[int], float | None]) -> int | None:
+        """Return the number of the child that failed first by `failed_at`; None without a failure."""
+        return min(self.failed, key=lambda number: failed_at(number) or 0.0, default=None)
+
+    def _wait_for(self, number: int, deadline_seconds: float) -> ChildExit:
+        exited = self._children[number].wait(deadline_seconds)
+        with self._change:
+            killed = self._killing and exited.returncode < 0
+            self._ended += 1
+            self._change.notify_all()
+            if exited.returncode == 0 or killed:
+                return exited
+            if not exited.timed_out:
+                self.failed.append(number)
+                self._change.wait_for(lambda: self._ended == len(self._children), GRACE_SECONDS)
+        self._kill()
+        return exited
+
+    def _kill(self) -> None:
+        with self._change:
+            self._killing = True
+        for child in self._children:
+            child.kill()

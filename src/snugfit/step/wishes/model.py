@@ -7,7 +7,7 @@ changed later. A user's model exists already, and is changed by its own switches
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.job.build import no_package_asked_for
@@ -15,7 +15,7 @@ from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
-from snugfit.step.wishes.own_attention import own_attentions
+from snugfit.step.wishes.own_attention import own_attentions, package_attentions
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import CheckpointWish, LogitsWish, Setup
+    from snugfit.techniques.setup import CheckpointWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -64,19 +64,15 @@ class AttentionHandler(Handler):
         """Return the context of a rehearsal: a CPU has no such kernels, and those of a package have no
         shapes.
         """
-        from snugfit.step.wishes.flash import FLASH, on_shapes
-
-        if value == FLASH:
-            return on_shapes
+        if package := package_attentions().get(value):
+            return package.on_shapes.resolve()
         own = own_attentions().get(value)
         return None if own is None or on_gpu else own.on_cpu.resolve()
 
     def set_process(self, value: str, device: torch.device) -> None:
         """Raise an error for a missing package before the model is built."""
-        from snugfit.step.wishes.flash import FLASH, refuse_without_package
-
-        if value == FLASH:
-            refuse_without_package(device)
+        if package := package_attentions().get(value):
+            package.refuse.run(device)
 
     def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
         """Yield an objection for a user's own model without a switch for it."""
@@ -159,30 +155,6 @@ def dtype_of(model: Any) -> str:
     """Return the dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "mixed"
-
-
-class LogitsHandler(Handler):
-    """Logits that are never whole."""
-
-    wish, slot, stage = "logits", Slot.HEAD, InstallStage.HEAD
-    refused: ClassVar[Mapping[str, str]] = {
-        "script": "snugfit does it with its own code, which a script without snugfit does not have"
-    }
-
-    def wrap(self, value: LogitsWish | None, model: Any) -> None:
-        """Make the head return deferred logits."""
-        from snugfit.step.head.deferred_logits import defer_logits
-
-        if value is not None:
-            defer_logits(model, value)
-
-    def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """Change the head as in a new model, also if it was changed before."""
-        from snugfit.step.head.deferred_logits import defer_logits
-
-        defer_logits(live.model, value)
-        if value is not None:
-            yield f"logits are those of {live.technique(self.slot)}"
 
 
 class CheckpointHandler(Handler):

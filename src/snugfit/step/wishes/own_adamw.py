@@ -33,6 +33,25 @@ class OwnAdamW(torch.optim.Optimizer):
         super().__init__(params, {**numbers, **self.further, **further})
 
 
+def move_moments(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    slope: torch.Tensor,
+    first_share: float,
+    second_keep: float,
+    second_share: float,
+    root: float,
+    eps: float,
+) -> torch.Tensor:
+    """Move both moments by these gradients, operation by operation as torch's (`_single_tensor_adam`).
+
+    Return the divisor of the update. `root` is that of the second moment's bias correction.
+    """
+    first.lerp_(slope, first_share)
+    second.mul_(second_keep).addcmul_(slope, slope, value=second_share)
+    return second.sqrt().div_(root).add_(eps)
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor in the order of its memory, without a copy. Raises `RecipeError` for
     one that has gaps there, or an element twice."""

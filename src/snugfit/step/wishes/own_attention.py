@@ -1,4 +1,4 @@
-"""Attentions that features add to those of transformers.
+"""Attentions that features add to those of transformers, or whose packages they bring.
 
 The module `attentions.py` of a feature has one object for each. The field `attention` of `Setup` holds its
 name.
@@ -31,6 +31,23 @@ class OwnAttention:
     """Returns host micro-batches in the form that it needs, from the plain loop, its model and these."""
     on_cpu: Call
     """Context manager of the rehearsal of a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageAttention:
+    """An attention of transformers whose kernels come with a package of their own."""
+
+    name: str
+    refuse: Call
+    """Raises `RecipeError` for a device on which its kernels cannot run."""
+    on_shapes: Call
+    """Context manager of a rehearsal."""
+
+
+@functools.cache
+def package_attentions() -> Mapping[str, PackageAttention]:
+    """Return the attentions of packages, by transformers' name."""
+    return {one.name: one for one in feature_objects("attentions", PackageAttention)}
 
 
 @functools.cache

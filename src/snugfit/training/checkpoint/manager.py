@@ -24,7 +24,7 @@ from snugfit.training.checkpoint.lock import hold_folder
 from snugfit.training.checkpoint.manifest import BrokenCheckpoint, Checkpoint, SaveStopped, verify
 from snugfit.training.checkpoint.save_failed import SaveFailed
 from snugfit.training.checkpoint.staging import Staging
-from snugfit.training.checkpoint.state import TrainState, tensor_bytes
+from snugfit.training.checkpoint.state import TrainState, check_packable, tensor_bytes
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.ranks import ALONE, Ranks, ToldElsewhere
 
@@ -136,7 +136,18 @@ class CheckpointManager:
         """The description of the run in every checkpoint, as JSON values."""
         self.saved_step: int | None = None
         """The step of the newest checkpoint, or of the one that the run was resumed from."""
+        self.is_update_checked = False
+        """True after `check_first_update`; set for optimizers that need no check."""
         self._failure: Exception | None = None
+
+    def check_first_update(self, state: Callable[[], TrainState]) -> None:
+        """Check the optimizer's states after this process's first update, which creates them.
+
+        Raises `SnugfitError` for states that a checkpoint cannot contain.
+        """
+        if not self.is_update_checked:
+            self.is_update_checked = True
+            check_packable(state())
 
     # ---- saving ------------------------------------------------------------------------------------------
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.training.checkpoint.model_state import beginning_of
-from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
+from snugfit.training.checkpoint.model_state import beginning_of, frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (
     optimizer_state,
     parameters_of,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from snugfit.errors import SnugfitError
 from snugfit.step.applier import engine_of, loader_arguments
 from snugfit.training.checkpoint.parts import state_parts
-from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
+from snugfit.training.checkpoint.state import RunProgress, TrainState, snapshot
 from snugfit.training.recovery import Exhausted
 from snugfit.training.rng import all_rng_states, preserve_rng, rng_states, set_rng_states
 from snugfit.training.run.loader import collate_for, feed
@@ -75,7 +75,7 @@ class ActiveRun:
         self.step.start_runner()
         self._is_sharded = state_parts().is_spread(self.state)
         self._is_ended = self._has_stepped = self._is_told = False
-        self._is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
+        checkpoints.is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
         if run.options.save_strategy != "no" and (run.ranks.is_first or self._is_sharded):
@@ -139,9 +139,7 @@ class ActiveRun:
         if isinstance(result, StepResult):
             self._count(result.updated)
             self._spikes.remember(result.loss, self.progress)
-            if not self._is_update_checked:  # the optimizer has its states now
-                self._is_update_checked = True
-                check_packable(self.state)
+            self._checkpoints.check_first_update(lambda: self.state)
         return result
 
     def _warn_of_runner(self) -> None:

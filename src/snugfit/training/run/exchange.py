@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from snugfit.job.batch import tokens_of
+from snugfit.training.interrupt import Stops
 from snugfit.training.ranks import Ranks
-from snugfit.training.stops import Stops
 
 
 @final

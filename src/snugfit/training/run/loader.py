@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, final
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.step.batches import cast_inputs
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 Collate = Callable[[list[Any]], dict[str, Any]]
+Fetched = TypeVar("Fetched")
 
 PREFETCH_STEPS = 2
 """Number of steps whose batches the workers prepare ahead of the current step."""
@@ -94,35 +95,38 @@ def feed(
 
 
 @final
-class Prefetcher:
-    """A reader of a feed that fetches the next batches during other work."""
+class Prefetcher(Generic[Fetched]):
+    """A reader that fetches the next step's batches during other work, for every front-end."""
 
-    def __init__(self, batches: Iterator[list[dict[str, torch.Tensor]]]) -> None:
-        self._batches = batches
-        self._fetched: list[list[dict[str, torch.Tensor]] | None] = []
+    def __init__(self, make: Callable[[], Fetched]) -> None:
+        self.make = make
+        """Function that creates the next batches."""
+        self._fetched: list[Fetched] = []
         self._fault: Exception | None = None
         self.fetching_seconds = 0.0
         """Seconds of the last fetch."""
 
     def fetch(self) -> None:
-        """Wait for the next step's micro-batches and store them.
+        """Create the next batches and store them, unless they are ready.
 
         An error is stored too and raised by `take`, because the current step has not caused it.
         """
+        if self._fetched or self._fault is not None:
+            return
         began = time.perf_counter()
         try:
-            self._fetched.append(next(self._batches, None))
+            self._fetched.append(self.make())
         except Exception as fault:
             self._fault = fault
         self.fetching_seconds = time.perf_counter() - began
 
-    def take(self) -> list[dict[str, torch.Tensor]] | None:
-        """Return the next step's micro-batches; None after the last."""
-        if not self._fetched and self._fault is None:
-            self.fetch()
+    def take(self) -> Fetched:
+        """Return the next batches: the stored ones, or those of `make()`."""
+        self.fetch()
         if self._fault is not None:
-            raise self._fault
-        return self._fetched.pop(0)
+            fault, self._fault = self._fault, None
+            raise fault
+        return self._fetched.pop()
 
 
 def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tuple[int, int]]]:

@@ -11,13 +11,15 @@ from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
+from snugfit.job.job import Job
 from snugfit.step.applier import after_evaluation, evaluation_context
 from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
-from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Stops
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
 from snugfit.training.ranks import ToldElsewhere, is_broken_exchange
@@ -28,13 +30,10 @@ from snugfit.training.recovery import (
     Exhausted,
     Recovery,
     Replan,
-    compares_again,
     cut_warning,
     short_of_memory,
-    with_last_decision,
 )
 from snugfit.training.run.active_run import ActiveRun
-from snugfit.training.run.boundaries import is_due
 from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
 from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
@@ -43,11 +42,10 @@ from snugfit.training.run.opening import not_built, open_run
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
-from snugfit.training.run.start_again import MemoryRecord, end_of_several, recipe_to_go_on_with
-from snugfit.training.run.stragglers import Stragglers
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
-from snugfit.training.stops import Stops
+
+MicroBatches = list[dict[str, Any]]
 
 TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
 
@@ -70,17 +68,19 @@ class Session:
         self._run, self._checkpoints, self._journal = run, checkpoints, journal
         self._stops, self._reports = stops, reports
         self._exchange = StepExchange(run.ranks, stops)
-        self._stragglers = Stragglers(run.ranks, journal, every=run.options.logging_steps)
-        self._logger = StepLogger(journal, run.device, every=run.options.logging_steps, predict=predict)
+        every = run.options.logging_steps
+        watches = hooks("watch_ranks") if run.ranks.are_many else ()
+        self._rank_watches = [watch(run.ranks, journal, every) for watch in watches]
+        self._logger = StepLogger(journal, run.device, every=every, predict=predict)
         self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
         self._sync_to = self._taken = 0
         self._is_compared = False
-        self._ran_out: MemoryRecord | None = None
+        self._ran_out: Any = None
         checkpoints.is_too_late = lambda: stops.too_late
 
-    def train(self, checkpoint: Checkpoint | None, ran_out: MemoryRecord | None = None) -> Trained:
+    def train(self, checkpoint: Checkpoint | None, ran_out: Any = None) -> Trained:
         """Train to the end, from `checkpoint` or from the beginning.
 
         `ran_out` is the record of exhausted memory that ended all processes of the previous run.
@@ -118,13 +118,13 @@ class Session:
                 raise
             raise not_built(self._run, recipe, cause) from fault
 
-    def _open_after(self, ran_out: MemoryRecord, checkpoint: Checkpoint | None) -> None:
+    def _open_after(self, ran_out: Any, checkpoint: Checkpoint | None) -> None:
         """Open the run of several processes under another recipe, after memory ran out in one of them."""
         self._ran_out, ranks, before = ran_out, self._run.ranks, ran_out.recipe
         mixes = True
         while mixes:
             job = self._recovery.job
-            chosen = ranks.first_answers(lambda: recipe_to_go_on_with(self._run, self._recovery, ran_out))
+            chosen = ranks.first_answers(lambda: ran_out.next_recipe(self._run, self._recovery))
             self._open_smaller(chosen, checkpoint, ran_out.exhausted, ran_out.step)
             if self._active.setup.micro_batches > before.setup().micro_batches:
                 self._compare_cut()
@@ -141,18 +141,17 @@ class Session:
         if self._is_compared or self._active.step.passes is not None:  # a pipeline's stage has no loss
             return
         self._is_compared = True
-        self._compare_batch()
-
-    def _compare_batch(self, *, again: bool = False) -> None:
-        active = self._active
         before = self._recovery.job
-        samples = active.first_samples()
-        after = self._compare(before, active.step, active.state.model, samples, self._taken > 0)
-        after_evaluation(active.setup, active.state.model)
-        after = with_last_decision(before, after) if again else after
-        self._recovery.job = after
+        self._recovery.job = after = self._compare_pieces(before)
         for warning in cut_warning(after, self._recipe) if after is not before else ():
             self._journal.warn_once(warning["text"])
+
+    def _compare_pieces(self, job: Job) -> Job:
+        active = self._active
+        samples = active.first_samples()
+        after = self._compare(job, active.step, active.state.model, samples, self._taken > 0)
+        after_evaluation(active.setup, active.state.model)
+        return after
 
     def _cuts_alone(self) -> bool:
         """Return True if this process cuts its batch, and no other waits for it."""
@@ -222,7 +221,7 @@ class Session:
         if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
             return outcome
         with contextlib.closing(active.batches()) as batches:
-            prefetcher = Prefetcher(batches)
+            prefetcher = Prefetcher(functools.partial(next, batches, None))
             began = time.perf_counter()
             while (micro_batches := self._next(prefetcher)) is not None:
                 rate = active.state.scheduler.get_last_lr()[0]
@@ -231,11 +230,12 @@ class Session:
                     return result
                 self._last = result
                 stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
-                self._stragglers.note(self._progress.step, self._exchange.own_seconds + stalled)
+                for watch in self._rank_watches:
+                    watch.note(self._progress.step, self._exchange.own_seconds + stalled)
                 self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
                 self._taken += 1
-                if self._cuts_alone() and compares_again(self._recovery.job, active.setup, self._taken):
-                    self._compare_batch(again=True)
+                if self._cuts_alone():
+                    self._recovery.compare_again(self._recipe, self._taken, self._compare_pieces)
                 if outcome := self._at_boundary():
                     return outcome
                 if self._logger.is_thrashing():
@@ -246,7 +246,7 @@ class Session:
     def _note(
         self,
         result: StepResult,
-        micro_batches: list[dict[str, Any]],
+        micro_batches: MicroBatches,
         learning_rate: float,
         seconds: float,
         stall_seconds: float,
@@ -266,7 +266,7 @@ class Session:
         if not self._active.step.unread:
             self._logger.write(self._active.step.norm)
 
-    def _next(self, prefetcher: Prefetcher) -> list[dict[str, Any]] | None:
+    def _next(self, prefetcher: Prefetcher[MicroBatches | None]) -> MicroBatches | None:
         """Return the next step's micro-batches. If loading fails, save the trained steps first."""
         try:
             return prefetcher.take()
@@ -276,7 +276,7 @@ class Session:
                 self._active.save()
             raise
 
-    def _meanwhile(self, prefetcher: Prefetcher) -> None:
+    def _meanwhile(self, prefetcher: Prefetcher[MicroBatches | None]) -> None:
         """Write the last step and fetch a batch during the device's backward pass."""
         self._logger.write(self._active.step.norm)
         prefetcher.fetch()
@@ -357,7 +357,8 @@ class Session:
         """
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
-            raise end_of_several(self._run, exhausted, before, step, self._ran_out)
+            (restarts,) = hooks("restarts")
+            raise restarts().end_of_several(self._run, exhausted, before, step, self._ran_out)
         if exhausted.phase != "update":
             self._active.check_weights()
         self._compare_cut()
@@ -431,3 +432,16 @@ class Session:
         if outcome != STOPPED and (failure := self._checkpoints.failure) is not None:
             raise LastNotKept(failure, trained)
         return trained
+
+
+# ---- boundaries -------------------------------------------------------------------------------------------
+
+
+def is_due(strategy: str, every: int, step: int, steps: int, steps_per_epoch: int) -> bool:
+    """Return True if `strategy` includes the boundary after `step`, of a run of `steps` steps.
+
+    The run's end is included by each strategy but `no`.
+    """
+    if strategy == "no":
+        return False
+    return step == steps or step % (steps_per_epoch if strategy == "epoch" else every) == 0

@@ -30,19 +30,18 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.step.applier import engine_context, run_context
+from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars
-from snugfit.training.interrupt import Interrupts
+from snugfit.training.interrupt import Interrupts, Stops
 from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
 from snugfit.training.recovery import Compare, Replan
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run, compare_runs, lengthens, moved_model
 from snugfit.training.run.session import Session
-from snugfit.training.run.start_again import forget, record_of
 from snugfit.training.run.trained import STOPPED, Trained
-from snugfit.training.stops import Stops
 
 BEGIN_ANEW = "with --restart (from Python restart=True)"
 
@@ -97,12 +96,24 @@ def train(
             stops = Stops(interrupts, ranks)
             session = Session(run, checkpoints, journal, stops, reports, **asked)
             try:
-                trained = session.train(checkpoint, ranks.first_answers(lambda: record_of(run, checkpoint)))
+                trained = session.train(
+                    checkpoint, ranks.first_answers(lambda: _memory_record(run, checkpoint))
+                )
             finally:
                 reports.end(None)
         if ranks.is_first and trained.outcome != STOPPED:
-            forget(run.folder)
+            _forget_memory_record(run)
         return trained
+
+
+def _memory_record(run: Run, checkpoint: Checkpoint | None) -> Any:
+    """Return the record of exhausted memory that ended all processes of this run, or None."""
+    return next((module().record_of(run, checkpoint) for module in hooks("restarts")), None)
+
+
+def _forget_memory_record(run: Run) -> None:
+    for module in hooks("restarts"):
+        module().forget(run.folder)
 
 
 def _start(
@@ -114,7 +125,7 @@ def _start(
     """
     if restart:
         checkpoints.store.restart()
-        forget(run.folder)
+        _forget_memory_record(run)
     checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
     for note in (*run.data.notes, *(run.recipe.lines_on_cpu() if run.device.type == "cpu" else ())):
         journal.tell("note", text=note)

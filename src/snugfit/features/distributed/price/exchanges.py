@@ -1,31 +1,95 @@
-"""Figures of a step that several processes, or DeepSpeed's engine, take."""
+"""Figures of a step that several processes, or DeepSpeed's engine, take.
+
+Code that uses a tensor of one stream in another marks it (`record_stream`). DeepSpeed does so for weights
+that one stream gathers and another computes with. It also does so for gradients that it averages during the
+backward pass. When such a tensor is dropped, the allocator records an event in those streams. The block is
+free at the first allocation that finds these events completed (`insert_events`, `process_events` of
+`CUDACachingAllocator.cpp`).
+
+So the host's lead over the device decides which further bytes are reserved, and the times are those of the
+simulated queue. From the drop on, torch no longer counts the block as allocated. It counts as requested until
+it is free.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import GpuError
+from snugfit.features.distributed.apply.stages import EMBEDDING, HEAD, layers_at
 from snugfit.features.distributed.fields import PARALLEL, SHARDING
 from snugfit.features.distributed.price.communication import (
     communication_bytes,
     doubts_about_exchanges,
     interconnect_of,
 )
-from snugfit.features.distributed.price.late_frees import late_frees
-from snugfit.features.distributed.price.pipelined import PipelinedRanks, weights_of_stages
-from snugfit.features.distributed.price.stages import FURTHER, IN_TURN, rank_of, stages_to_rehearse
+from snugfit.features.distributed.price.stages import (
+    FURTHER,
+    IN_TURN,
+    PipelinedStep,
+    pipelined_step,
+    rank_of,
+    stages_to_rehearse,
+    stand_in,
+    without_other_stages,
+)
 from snugfit.features.distributed.price.streams import SimulatedStreams
 from snugfit.prediction.exchanges import Exchanges, weight_bytes
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.timeline import time_kernels
+from snugfit.rehearsal.trace.trace import RECEIVE, SEND
+from snugfit.results.footprint import Kind
+from snugfit.results.prediction import RankPredicted
+from snugfit.results.step_seconds import PIPELINE, StepSeconds
 from snugfit.step.applier import group_bytes
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
+    from snugfit.features.distributed.fields import ParallelWish
     from snugfit.features.distributed.price.few_stages import StagesQuestion
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.exchanges import ForeseenRank
+    from snugfit.prediction.rates import Rates
+    from snugfit.prediction.timeline import TimedKernel
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
+
+
+def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
+    """Return the late frees of the trace's last step, in the form of `Frees` (`last_step.py`).
+
+    The result is empty if the trace has none, or if no rates of the GPU are known.
+    """
+    if gpu is None or not trace.awaited:
+        return {}
+    try:
+        rates = rates or rates_for(gpu, ranks_of(setup))
+    except GpuError:
+        return {}
+    connected = interconnect_of(gpu, rates)
+    return _by_moments(trace, time_kernels(trace, rates, connected, workers=setup.loader.workers))
+
+
+def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
+    ends = [kernel.start + kernel.device_seconds for kernel in timed]
+    launches = [kernel.launch for kernel in timed]
+    late = {}
+    for event, number in enumerate(trace.events):
+        awaited = trace.awaited.get(-number - 1) if number < 0 else None
+        if not awaited:
+            continue
+        done = max(ends[kernel] for kernel in awaited)
+        first = bisect.bisect_left(launches, done)  # of the kernels that are launched after that
+        back = trace.launched[first - 1] if 0 < first < len(launches) else len(trace.events) * bool(first)
+        if back > event:
+            late[event] = back
+    return late
 
 
 class DistributedExchanges(Exchanges):
@@ -86,3 +150,83 @@ class DistributedExchanges(Exchanges):
         if wish is None or wish.stages == 1:
             return super().micro_batches_in_full(setup)
         return wish.stages + FURTHER + 1 if wish.schedule in IN_TURN else math.inf
+
+
+# ---- pipelines --------------------------------------------------------------------------------------------
+
+
+PIPELINE_BOUND_ABOVE = 0.15
+"""Share of the step in which a GPU waits for other stages, above which the step is called bound by that. A
+choice, as for the host."""
+
+
+class PipelinedRanks:
+    """Ranks that each have a stage of the layers (`DifferingRanks`)."""
+
+    def __init__(self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None) -> None:
+        wish = PARALLEL.of(setup)
+        assert wish is not None
+        self._ranks, self._job, self._setup, self._gpu, self._wish = ranks, job, setup, gpu, wish
+        stages = stages_to_rehearse(self._wish, job.model.layers)
+        self._stages = {one.rank: stage for one, stage in zip(ranks, stages, strict=True)}
+        self._step: PipelinedStep | None = None
+
+    def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
+        """Predict the step of a rank's pipeline stage. `step_seconds` is the whole pipeline's, `idle_seconds`
+        are the waits for other stages."""
+        assert self._gpu is not None
+        trace = next(one.trace for one in self._ranks if one.rank == rank)
+        workers = self._setup.loader.workers
+        alone = step_seconds(
+            without_other_stages(trace), self._gpu, batch_size=batch_size, rates=rates, workers=workers
+        )
+        link = interconnect_of(self._gpu, rates)
+        sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
+        self._step = step = pipelined_step(
+            {self._stages[one.rank]: one.trace for one in self._ranks},
+            self._wish,
+            self._job.model.layers,
+            self._gpu,
+            rates,
+            micro_batches=self._setup.micro_batches,
+            workers=workers,
+            tied=self._job.ties_embeddings(),
+        )
+        length, idle = step.step_seconds, step.idle[self._stages[rank]]
+        waits = idle > max(length - idle - alone.device_seconds, PIPELINE_BOUND_ABOVE * length)
+        return replace(
+            alone,
+            step_seconds=length,
+            samples_per_second=batch_size / length if length else 0.0,
+            bound=PIPELINE if waits else alone.bound,
+            communication_seconds=alone.communication_seconds + sent,
+            exposed_communication_seconds=alone.exposed_communication_seconds + step.exposed_seconds,
+            idle_seconds=idle,
+            bubble=step.bubble,
+        )
+
+    def predictions(self) -> tuple[RankPredicted, ...]:
+        """Return the prediction of each rank. Waits are those of the last call of `seconds`."""
+        return tuple(
+            RankPredicted(
+                rank=one.rank,
+                stage=self._stages[one.rank],
+                layers=len(layers_at(self._stages[one.rank], self._wish, self._job.model.layers)),
+                requested_bytes=one.after.requested_peak,
+                allocated_bytes=one.after.allocated_peak,
+                reserved_bytes=one.after.reserved_peak,
+                nvml_bytes=one.needed_bytes if one.context else None,
+                idle_seconds=self._step.idle[self._stages[one.rank]] if self._step else None,
+            )
+            for one in self._ranks
+        )
+
+
+def weights_of_stages(job: Job, wish: ParallelWish, traces: Sequence[Trace]) -> int:
+    """Return the bytes of the weights of all stages. A matrix that two stages share counts once."""
+    own = map(weight_bytes, traces)
+    by_stage = dict(zip(stages_to_rehearse(wish, job.model.layers), own, strict=True))
+    last = [block for block in traces[-1].blocks if block.kind == Kind.WEIGHTS]
+    copies = [block.nbytes for block in last if block.module.endswith((EMBEDDING, HEAD))]
+    twice = sum(copies) if job.ties_embeddings() else 0
+    return sum(by_stage[stand_in(stage, wish, job.model.layers)] for stage in range(wish.stages)) - twice

@@ -22,7 +22,7 @@ from snugfit.features.distributed.apply.stages import layers_of
 from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.price.communication import communication_bytes
 from snugfit.features.distributed.price.evidence import evidence
-from snugfit.features.distributed.price.pipelined import weights_of_stages
+from snugfit.features.distributed.price.exchanges import weights_of_stages
 from snugfit.features.distributed.price.stages import (
     BACKWARD,
     FORWARD,

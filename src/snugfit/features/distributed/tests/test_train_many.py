@@ -34,14 +34,14 @@ from small_models import small_job
 from small_runs import events, losses, rows
 from snugfit.cli.train import _processes
 from snugfit.errors import UsageError
-from snugfit.frontends.launch import RankFailed, _ending, _error_of
+from snugfit.features.distributed.launch import RankFailed, _ending, _error_of
+from snugfit.features.distributed.stragglers import ROUNDS, Stragglers
 from snugfit.frontends.one_of_several import LAUNCHED, one_of_several
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.journal import Journal
 from snugfit.training.ranks import Ranks, ToldElsewhere, world
 from snugfit.training.run.order import SampleOrder
-from snugfit.training.run.stragglers import ROUNDS, Stragglers
 from tiers import slow_but
 from tolerance import same_losses, same_parameters
 
@@ -406,7 +406,7 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
 
 
 ENDS_WITHOUT_A_WORD = """
-from snugfit.frontends import launch
+from snugfit.features.distributed import launch
 launch.ENTRY = ("-c", "raise SystemExit(3)")
 try:
     launch.launch(1, [])

@@ -22,7 +22,7 @@ from rank_events import to_last_birth, unheard, without_own
 from snugfit.errors import UsageError
 from snugfit.features.distributed.engine.config import engine_config
 from snugfit.features.distributed.price.evidence import evidence
-from snugfit.features.distributed.price.late_frees import late_frees
+from snugfit.features.distributed.price.exchanges import late_frees
 from snugfit.job.gpu import find_gpu
 from snugfit.measurement import causes
 from snugfit.measurement.measure import measure

@@ -36,8 +36,7 @@ from snugfit.features.engine.masters.halves import (
 )
 from snugfit.features.engine.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
 from snugfit.features.engine.masters.table import MOMENTS, WeightTable
-from snugfit.step.spread_tensors import clip_coefficient
-from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as
+from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as, move_moments
 
 
 class Numbers(NamedTuple):
@@ -73,7 +72,7 @@ class MasterAdamW(OwnAdamW):
     """
 
     clips_inside: ClassVar = True
-    """True: it has `gradient_norm` and `clip_by` (`mesh/spread_tensors.py`)."""
+    """True: it has `gradient_norm` and `clip_by` (`step/spread_tensors.py`)."""
 
     generation = 0
     """Counter of address changes of weights or states. A CUDA graph with an earlier launch updates the old
@@ -150,43 +149,35 @@ class MasterAdamW(OwnAdamW):
             table.find()
 
     def count_step(self) -> None:
-        """Count a step, after `find_gradients`. `launch` or `forget_step` follows."""
+        """Count a step, after `find_gradients`. `launch` follows."""
         rows: dict[tuple[int, int], int] = {}
-        self._counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
+        counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
         for table, groups in zip(self._tables or (), self._groups_of_tables, strict=True):
             chosen = []
             for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
                 row = 0
                 if has_one:
-                    self._counted.append(state)
+                    counted.append(state)
                     row = rows.setdefault((group, state[STEP] + 1), len(rows))
                 chosen.append(row)
             table.number_rows(chosen)
-        for state in self._counted:
+        for state in counted:
             state[STEP] += 1
         if rows:
             self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
-    def forget_step(self) -> None:
-        """Undo a counted step that was not launched, or that changed nothing because the norm was not
-        finite.
-        """
-        for state in self._counted:
-            state[STEP] -= 1
-        self._counted = []
-
     # ---- the device's half -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, stop: torch.Tensor | None = None) -> None:
+    def launch(self) -> None:
         """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. A
-        non-zero scalar `stop` on the device, or a non-finite norm to clip by, leaves everything unchanged.
+        non-finite norm to clip by leaves everything unchanged.
         """
         clip, self._clip = self._clip, None
         norm, most = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
-            update_weights(table, self._numbers.value, norm, most, stop)
-        if not self._plain or is_refused(norm, stop):
+            update_weights(table, self._numbers.value, norm, most)
+        if not self._plain or is_refused(norm):
             return
         coefficient = None if norm is None else clip_coefficient(norm, most)
         for weight, group in self._plain:
@@ -309,10 +300,9 @@ class MasterAdamW(OwnAdamW):
             split(exact, high, low)
 
 
-def is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
+def is_refused(norm: torch.Tensor | None) -> bool:
     """Return whether an update must not be made. Kernels check it themselves; on shapes it is False."""
-    stopped = stop is not None and not stop.is_meta and bool(stop != 0)
-    return stopped or (norm is not None and not norm.is_meta and not bool(norm.isfinite()))
+    return norm is not None and not norm.is_meta and not bool(norm.isfinite())
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
@@ -324,11 +314,16 @@ def update(
     exact: torch.Tensor, slope: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: Numbers
 ) -> None:
     """Make AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
-    exact.mul_(numbers.keep)
-    first.lerp_(slope, numbers.first_share)
-    second.mul_(numbers.second_keep).addcmul_(slope, slope, value=numbers.second_share)
-    spread = second.sqrt().div_(numbers.root).add_(numbers.eps)
-    exact.addcdiv_(first, spread, value=numbers.rate)
+    keep, *of_moments, rate = numbers
+    exact.mul_(keep)
+    exact.addcdiv_(first, move_moments(first, second, slope, *of_moments), value=rate)
+
+
+def clip_coefficient(norm: torch.Tensor, most: float) -> torch.Tensor:
+    """Return the clipping factor of gradients of this norm, a scalar
+    (`torch.nn.utils.clip_grads_with_norm_`).
+    """
+    return (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,9 @@ An update of a weight in halves, computed in fp32, reads 14 bytes an element and
 takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
 is 7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a
 weight in fp32. Moments with 32 bits come with 16 alone.
+
+The addresses are arguments of the launch. A gradient has an address only once it exists, so a table on the
+device would have to be written for each. Elements are updated as in `kernel.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from snugfit.features.engine.masters.block import NORM_WARPS, NUMBERS, LaunchTable
+from snugfit.features.engine.masters.block import NORM_WARPS, NUMBERS, SETTINGS, LaunchSettings, LaunchTable
 from snugfit.features.engine.masters.compact_kernel import update_compact
 from snugfit.features.engine.masters.elements import (
     adamw,
@@ -91,6 +94,25 @@ def update_any(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def update_up_to(  # type: ignore[no-untyped-def]
+    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Update a whole block, or the first `left` elements of one, with a mask."""
+    if left >= BLOCK:
+        update_any(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+    else:
+        update_any(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def update_block(  # type: ignore[no-untyped-def]
     places, owners, which, numbers, block, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
@@ -109,33 +131,25 @@ def update_block(  # type: ignore[no-untyped-def]
         first_scales, second_scales = first, second
         if GROUP:
             first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
-        if left >= BLOCK:
-            update_any(
-                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-                coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-            )  # fmt: skip
-        else:
-            update_any(
-                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-                coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-            )  # fmt: skip
+        update_up_to(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_weights(  # type: ignore[no-untyped-def]
-    places, owners, which, numbers, norm, stop, blocks, most,
-    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, STOPS: tl.constexpr,
+    places, owners, which, numbers, norm, blocks, most,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Update the blocks of a program, unless the norm is not finite or `stop` is not 0."""
+    """Update the blocks of a program, unless the norm is not finite."""
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
         coefficient = clip_coefficient(length, most)
         goes_on = is_finite(length)
-    if STOPS:
-        goes_on = goes_on & (tl.load(stop) == 0)
     if goes_on:
         program = tl.program_id(0)
         if LOOPS:
@@ -186,18 +200,16 @@ def launch_update(
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
     most: float,
-    stop: torch.Tensor | None,
 ) -> None:
     """Update the weights of this table by rows of numbers (N, 8). With a norm, a scalar in fp32, gradients
-    are clipped to the norm `most`. A non-zero scalar `stop` skips the update.
+    are clipped to the norm `most`.
     """
     settings, aligned = table.settings, table.is_aligned
     programs = min(settings.programs or table.blocks, table.blocks)
     update_weights[(programs,)](
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
-        numbers if stop is None else stop, table.blocks, float(most),
+        table.blocks, float(most),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
-        STOPS=stop is not None,
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
         LOOPS=programs < table.blocks, num_warps=settings.warps,
@@ -216,3 +228,83 @@ def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
 def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
     """Write the norm, a scalar, from sums of squares."""
     root_of_sums[(1,)](sums, norm, sums.numel(), WIDTH=triton.next_power_of_2(sums.numel()), num_warps=8)
+
+
+# ---- one weight -------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def update_one(  # type: ignore[no-untyped-def]
+    weight, residual, first, second, gradient, first_scales, second_scales, own, norm, most, count,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Update a program's block of a weight with `count` elements, unless the norm is not finite."""
+    coefficient, goes_on = 1.0, True
+    if CLIPS:
+        length = tl.load(norm)
+        coefficient = clip_coefficient(length, most)
+        goes_on = is_finite(length)
+    if goes_on:
+        begin = tl.program_id(0).to(tl.int64) * BLOCK
+        left = count - begin
+        update_up_to(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def add_squares(  # type: ignore[no-untyped-def]
+    gradient, sums, count, HALVES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Add the squares of a program's blocks of a gradient to the program's sum, in fp32."""
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    while begin < count:
+        if HALVES:
+            slopes = pointer(gradient, tl.bfloat16, ALIGNED) + begin + at
+        else:
+            slopes = pointer(gradient, tl.float32, ALIGNED) + begin + at
+        slope = tl.load(slopes, mask=at < count - begin, other=0.0).to(tl.float32)
+        total += slope * slope
+        begin += tl.num_programs(0).to(tl.int64) * BLOCK
+    own = sums + tl.program_id(0)
+    tl.store(own, tl.load(own) + tl.sum(total, 0))
+
+
+def launch_update_of_one(
+    addresses: list[int],
+    count: int,
+    own: torch.Tensor,
+    norm: torch.Tensor | None,
+    most: float,
+    *,
+    halves: int,
+    group: int,
+    settings: LaunchSettings,
+) -> None:
+    """Update the weight at these addresses by its row of numbers (8,).
+
+    The addresses are those of the weight, its residual or 0, both moments, its gradient, and with a group
+    both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
+    bits of a residual, 0 without one.
+    """
+    aligned = not any(address % WIDE for address in addresses)
+    update_one[(-(-count // settings.block),)](
+        *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
+        own if norm is None else norm, float(most), count,
+        HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,
+        ALIGNED=WIDE if aligned else 1, NARROW=settings.narrow if aligned else 1, EVICT=settings.evict,
+        EXACT=settings.exact, num_warps=settings.warps,
+    )  # fmt: skip
+
+
+def launch_squares_of_one(gradient: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add a gradient's squares to sums (programs,) in fp32, those of its blocks in turn to each."""
+    address, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
+    add_squares[(min(sums.numel(), -(-count // block)),)](
+        address, sums, count, HALVES=gradient.dtype is torch.bfloat16, BLOCK=block,
+        ALIGNED=1 if address % WIDE else WIDE, num_warps=NORM_WARPS,
+    )  # fmt: skip

@@ -63,12 +63,11 @@ def update_weights(
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
     most: float,
-    stop: torch.Tensor | None,
 ) -> None:
     """Make AdamW's step of this table's weights (`kernel.launch_update`)."""
     if not numbers.is_meta:
         with triton_named():
-            table.launch(numbers, norm, most, stop)
+            table.launch(numbers, norm, most)
         torch.autograd.graph.increment_version(table.weights)
         table.forget_copies()
         return

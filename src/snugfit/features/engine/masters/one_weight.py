@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, is_refused
+from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, clip_coefficient, is_refused
 from snugfit.features.engine.masters.block import NORM_PROGRAMS, NUMBERS
 from snugfit.features.engine.masters.device_copy import DeviceCopy
 from snugfit.features.engine.masters.halves import lower_bits
@@ -24,7 +24,6 @@ from snugfit.features.engine.masters.launches import (
     triton_named,
     writes_in_place,
 )
-from snugfit.step.spread_tensors import clip_coefficient
 from snugfit.step.wishes.own_adamw import STEP, laid_out_as
 
 OPERATORS.define(
@@ -86,7 +85,7 @@ class MasterUpdates:
             torch.ops.triton.squares_of_gradient(gradient, self._sums)
         elif gradient.numel():
             with triton_named():
-                from snugfit.features.engine.masters.one_weight_kernel import launch_squares_of_one
+                from snugfit.features.engine.masters.kernel import launch_squares_of_one
             launch_squares_of_one(gradient, self._sums)
 
     def norm(self) -> torch.Tensor:
@@ -113,7 +112,7 @@ class MasterUpdates:
             rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
             self._numbers.write([rows[one] for one in steps])
             return
-        self._is_refused = is_refused(norm, None)
+        self._is_refused = is_refused(norm)
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
     def has_states(self, weight: torch.Tensor) -> bool:
@@ -159,7 +158,7 @@ class MasterUpdates:
             torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
             return
         with triton_named():
-            from snugfit.features.engine.masters.one_weight_kernel import launch_update_of_one
+            from snugfit.features.engine.masters.kernel import launch_update_of_one
         places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
         launch_update_of_one(
             places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,

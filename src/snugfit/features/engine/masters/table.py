@@ -126,13 +126,11 @@ class WeightTable:
             self._rows = list(rows)
             self._which.write(rows)
 
-    def launch(
-        self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float, stop: torch.Tensor | None
-    ) -> None:
+    def launch(self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float) -> None:
         """Launch the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
         from snugfit.features.engine.masters.kernel import launch_update
 
-        launch_update(self.as_launched(), numbers, norm, most, stop)
+        launch_update(self.as_launched(), numbers, norm, most)
 
 
 def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:

@@ -143,26 +143,6 @@ def captured(optimizer: MasterAdamW, weights: Any, most: float | None) -> Any:
     return graph
 
 
-def compare_stop(device: str) -> None:
-    """Check that a stop flag other than 0 leaves all states unchanged."""
-    both = two_models(device, torch.bfloat16)
-    optimizer = MasterAdamW(both[0], lr=1e-2)
-    for stop in (0.0, 1.0, 1.0):
-        for weight in both[0]:
-            weight.grad = torch.ones_like(weight)
-        with updated_by(True):
-            optimizer.prepare()
-            optimizer.launch(torch.tensor(stop, device=device))
-        if stop:
-            optimizer.forget_step()
-    for weight in both[1]:
-        weight.grad = torch.ones_like(weight)
-    with updated_by(False):
-        plain = MasterAdamW(both[1], lr=1e-2)
-        plain.step()
-    compare_states("stopped", list(zip(*reversed(both), strict=True)), plain, optimizer)
-
-
 # ---- seconds ---------------------------------------------------------------------------------------------
 
 MODELS = {
@@ -292,7 +272,6 @@ if __name__ == "__main__":
         for turn, kind in enumerate((torch.bfloat16, torch.float32)):
             if asks_all(asked) or (place == at and at % 2 == turn):  # each setting, norm and dtype
                 compare_steps(asked, kind, chosen, largest_norm)
-    compare_stop(asked)
     if asked == "cuda":
         for largest_norm in (None, 0.5):
             compare_steps(asked, torch.bfloat16, SETTINGS[0], largest_norm, graph=True)

@@ -108,25 +108,21 @@ def test_clipping_inside_is_scaling_before_but_for_a_rounding_of_each_gradient()
 @pytest.mark.whole
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_norm_that_is_no_number_leaves_everything_as_it_is(bad: float) -> None:
-    """A stop flag also leaves everything unchanged. The next step continues as if the dropped step never
-    was."""
+    """The next step has the weights and moments of before."""
     models = two_models()
     ours, theirs = (MasterAdamW(model, lr=1e-2) for model in models)
-    for seed, refused in enumerate((False, True, True, False)):
+    for seed, refused in enumerate((False, True, False)):
         give_gradients(models, seed, 0.01)
         if not refused:
             theirs.step()
             clip(models[0], 1e6, ours)
             ours.step()
-        elif seed == 1:
+        else:
             models[0][0].grad[3] = bad  # type: ignore[index]
             clip(models[0], 1e6, ours)
             ours.step()
-            ours.forget_step()
-        else:
-            ours.prepare()
-            ours.launch(torch.ones(()))
-            ours.forget_step()
+            for state in ours.state.values():  # a loop goes back to a checkpoint, with its counts
+                state["step"] -= 1
     assert same(ours, theirs)
     assert ours.state[models[0][0]]["step"] == 2
 

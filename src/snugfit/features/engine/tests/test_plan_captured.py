@@ -13,7 +13,7 @@ import torch
 
 from kept import kept
 from small_models import small_job
-from snugfit.features.engine.launches import played_back
+from snugfit.features.engine.parts import played_back
 from snugfit.frontends import next_recipe as recovery
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job

@@ -92,7 +92,7 @@ class TorchUpdates:
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
         """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
-        from snugfit.step.spread_tensors import clip_coefficient
+        from snugfit.features.engine.masters.adamw import clip_coefficient
 
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, final
 from snugfit.errors import UsageError
 from snugfit.features.engine.replay.graphs import NotRecorded
 from snugfit.features.engine.replay.step import CapturedStep
-from snugfit.features.engine.updates.draws import Draws
 from snugfit.features.engine.updates.hooked_pass import HookedPass
 from snugfit.features.engine.updates.one_weight import WeightUpdates, updates_of
 from snugfit.step.step_runner import StepRunner
+from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class ReleasedPasses(StepRunner):
         if not self._loop.needs_norm():
             updates.begin_update(None, 0.0)
             return self._run_updating(HookedPass("once", self._update), built, pieces, weights)
-        draws, buffers = Draws(self._loop.device), _versions(built.model)
+        draws, buffers = all_rng_states(self._loop.device), _versions(built.model)
         updates.begin_norm()
         norm_pass = HookedPass("norm", updates.take)
         total = self._run(norm_pass, built, pieces, weights)
@@ -112,9 +112,9 @@ class ReleasedPasses(StepRunner):
         self._updates.count(hooked.weights)
         return total
 
-    def _run_again(self, draws: Draws, met: Iterable[torch.Tensor], *passes: Any) -> None:
+    def _run_again(self, draws: Mapping[str, Any], met: Iterable[torch.Tensor], *passes: Any) -> None:
         assert self._updates is not None
-        draws.set_back()
+        restore_all_rng_states(draws, self._loop.device)
         clip = self._loop.job.clip
         self._updates.make_states(met)
         self._updates.begin_update(self.norm if clip else None, clip or 0.0)

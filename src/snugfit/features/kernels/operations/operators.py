@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
-from snugfit.step.shapes_on_cpu import is_on_cpu
+from snugfit.features.kernels.operations.shapes_on_cpu import is_on_cpu
 
 if TYPE_CHECKING:
     import torch

@@ -14,6 +14,7 @@ from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.features.kernels.fused_model import use_fused
+from snugfit.features.kernels.head.deferred_logits import defer_logits
 from snugfit.features.kernels.operations.bias_gelu import BLOCK_ROWS
 from snugfit.job.build import instantiate
 from snugfit.job.job import Job
@@ -22,7 +23,6 @@ from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON, Trace
-from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import LogitsWish
 from snugfit.techniques.technique import Slot
@@ -77,7 +77,7 @@ def test_plans_look_at_it_where_it_knows_the_model() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.filterwarnings("ignore::snugfit.step.head.deferred_logits.LogitsComputedWhole")
+@pytest.mark.filterwarnings("ignore::snugfit.features.kernels.head.deferred_logits.LogitsComputedWhole")
 def test_a_copy_of_a_model_computes_with_its_own_weights(family: str, way: str) -> None:
     model = instantiate(small_job(family, 1), dtype=None, attention="sdpa")
     use_fused(model)

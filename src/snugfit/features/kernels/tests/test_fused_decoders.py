@@ -16,6 +16,7 @@ from bare_process import script_in_triton
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
 from snugfit.features.kernels.fused_model import use_fused
+from snugfit.features.kernels.head.deferred_logits import defer_logits
 from snugfit.features.kernels.operations import cross_entropy
 from snugfit.features.kernels.operations.joint_linear import joint_view
 from snugfit.planning.keep import kept_of
@@ -25,7 +26,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON
 from snugfit.step.checkpointing import checkpoint_layers
-from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, LogitsWish
 from third_step import hold_third_step

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.features.kernels.attentions import PADDING_FREE
-from snugfit.step.shapes_on_cpu import is_on_cpu
+from snugfit.features.kernels.operations.shapes_on_cpu import is_on_cpu
 
 if TYPE_CHECKING:
     import torch

@@ -70,7 +70,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         batches.append([tensor.untyped_storage().nbytes() for tensor in tensors])
         return send(link, tensors)
 
-    monkeypatch.setattr("snugfit.step.host_link.Link.send", note)
+    monkeypatch.setattr("snugfit.features.offload.host_link.Link.send", note)
     # comparisons of pieces with the batch send too, of other samples in each loop
     monkeypatch.setattr("snugfit.frontends.cut_loss._verdict", lambda *_: Verdict())
     return batches

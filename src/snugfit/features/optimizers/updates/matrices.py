@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from snugfit.features.optimizers.updates.pieces import refuse_closure
-from snugfit.step.wishes.own_adamw import OwnAdamW
+from snugfit.step.wishes.own_adamw import OwnAdamW, move_moments
 
 BY_ADAMW = "is_left_to_adamw"
 """Attribute that `leave_to_adamw` sets on a parameter."""
@@ -103,10 +103,10 @@ def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[s
     beta1, beta2 = group["betas"]
     if "exp_avg" not in state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-    state["exp_avg"].lerp_(gradient, 1 - beta1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    spread = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
-    direction: torch.Tensor = state["exp_avg"].div(spread).div_(1 - beta1 ** state["step"])
+    first, step = state["exp_avg"], state["step"]
+    shares = 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step)
+    spread = move_moments(first, state["exp_avg_sq"], gradient, *shares, group["eps"])
+    direction: torch.Tensor = first.div(spread).div_(1 - beta1**step)
     return direction
 
 

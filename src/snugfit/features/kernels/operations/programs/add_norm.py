@@ -14,7 +14,6 @@ import triton.language as tl
 
 from snugfit.features.kernels.operations.add_norm import rows_at_once
 from snugfit.features.kernels.operations.philox import scale
-from snugfit.features.kernels.operations.programs.keeping import keep_tile
 
 if TYPE_CHECKING:
     import torch
@@ -197,3 +196,24 @@ def add_norm_backward(
         DROPS_LAST=drops_last, APART=dx is not None, SUMS=0 if partials is None else partials.size(0),
         ROWS=at_once, COLUMNS=_width(columns), num_warps=WARPS,
     )  # fmt: skip
+
+
+# ---- dropout masks in programs: the bits that `philox.keep_mask` draws in plain torch ---------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def keep_tile(seed, site, rows, columns, drops, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BEGIN):  # type: ignore[no-untyped-def]
+    """Return the mask of the remaining elements of a tile, (ROWS, COLUMNS).
+
+    `rows` (ROWS) are its rows. `BEGIN` is its first column, a multiple of 8. `columns` is the width of a row,
+    and `seed` an address. A row has a draw for each 8 columns.
+    """
+    GROUPS: tl.constexpr = COLUMNS // 8
+    groups = BEGIN // 8 + tl.arange(0, GROUPS)
+    counters = rows[:, None] * ((columns + 7) // 8) + groups[None, :]
+    zeros = counters * 0
+    first, second, third, fourth = tl.philox(tl.load(seed), counters, zeros + site, zeros, zeros)
+    even = tl.join(tl.join(first & 0xFFFF, third & 0xFFFF), tl.join(second & 0xFFFF, fourth & 0xFFFF))
+    odd = tl.join(tl.join(first >> 16, third >> 16), tl.join(second >> 16, fourth >> 16))
+    numbers = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
+    return numbers.to(tl.int32) >= drops

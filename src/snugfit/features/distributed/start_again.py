@@ -80,6 +80,24 @@ class MemoryRecord:
         """The recipe that ran out of memory."""
         return Recipe.parse(self.recipes[-1])
 
+    def next_recipe(self, run: Run, recovery: Recovery) -> Recipe:
+        """Return the recipe that follows, in the first process.
+
+        Raises `OutOfMemory` if none is left, and removes the record: with more memory the next start tries
+        again.
+        """
+        exhausted, before, step = self.exhausted, self.recipe, self.step - 1
+        try:
+            chosen = recovery.next_recipe(exhausted, before, step)
+            if chosen is None or str(chosen) in self.recipes:
+                raise out_of_memory(
+                    exhausted, before, step, f"There is no other recipe to try. {WHAT_TO_TRY}"
+                )
+        except OutOfMemory:
+            forget(run.folder)
+            raise
+        return chosen
+
     @classmethod
     def of(cls, run: Run, exhausted: Exhausted, recipe: Recipe, step: int) -> Self:
         """Return the record of this process's failure in the step after `step`."""
@@ -139,22 +157,6 @@ def forget(folder: Path) -> None:
     """Remove the record from the folder."""
     with suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
-
-
-def recipe_to_go_on_with(run: Run, recovery: Recovery, record: MemoryRecord) -> Recipe:
-    """Return the recipe that follows, in the first process.
-
-    Raises `OutOfMemory` if none is left, and removes the record: with more memory the next start tries again.
-    """
-    exhausted, before, step = record.exhausted, record.recipe, record.step - 1
-    try:
-        chosen = recovery.next_recipe(exhausted, before, step)
-        if chosen is None or str(chosen) in record.recipes:
-            raise out_of_memory(exhausted, before, step, f"There is no other recipe to try. {WHAT_TO_TRY}")
-    except OutOfMemory:
-        forget(run.folder)
-        raise
-    return chosen
 
 
 def _same(run: Run) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from transformers import modeling_flash_attention_utils as utils
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
+from snugfit.features.kernels.without_padding import flash_attn as flash
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.planning.search.search import plan
@@ -29,7 +30,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.applier import set_process
 from snugfit.step.build import build_model
-from snugfit.step.wishes import flash
 from snugfit.techniques.recipe import Recipe
 
 RECIPE = "bf16 + flash"

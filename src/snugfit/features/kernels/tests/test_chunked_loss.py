@@ -16,14 +16,14 @@ from fitted import model_of as small_model
 from small_models import small_job
 from small_runs import killed_in, losses, rows, small_run
 from snugfit.errors import RecipeError
+from snugfit.features.kernels.head.chunked_loss import ChunkedCrossEntropy, Loss
+from snugfit.features.kernels.head.deferred_logits import DeferredLogits, LogitsComputedWhole, defer_logits
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.head.chunked_loss import ChunkedCrossEntropy, Loss
-from snugfit.step.head.deferred_logits import DeferredLogits, LogitsComputedWhole, defer_logits
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import LOGITS_BYTES, LogitsWish
 from snugfit.techniques.technique import Slot

@@ -40,8 +40,6 @@ class Stragglers:
 
     def note(self, step: int, seconds: float) -> None:
         """Record the seconds of this process's own part of a step. All processes call it after each step."""
-        if not self._ranks.are_many:
-            return
         self._seconds.append(seconds)
         if step % self._every == 0:
             own = [0.0] * self._ranks.size

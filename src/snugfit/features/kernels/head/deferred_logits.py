@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from snugfit.errors import RecipeError
-from snugfit.step.head.chunked_loss import LOSS_KERNEL, ChunkedCrossEntropy, Loss, LossKernel
+from snugfit.features.kernels.head.chunked_loss import LOSS_KERNEL, ChunkedCrossEntropy, Loss, LossKernel
 from snugfit.step.own_forward import OwnForward
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot

@@ -1,8 +1,15 @@
-"""Seconds of the exchange between ranks, in a few steps after the timed ones.
+"""The ranks of a measured run (`measurement/child.py`): their process group, and the seconds of its exchange.
 
-torch's profiler needs memory of the GPU and slows the host, so it runs after bytes are read and steps are
-timed. All ranks run these steps, and the first one profiles. The profiler makes it the last to arrive at each
-exchange. So its NCCL kernels show the exchange itself with little waiting for other ranks.
+**The group.** Ranks find each other by a file in the run's temporary folder (torch's `FileStore`). So no port
+is needed that another process might take. GPUs exchange by NCCL, CPUs by gloo. The group is created without a
+device, as in torchtitan's and most users' scripts. NCCL therefore starts with the first exchange, a sum of
+one number here. Its memory and its start are no part of the first step. No rank exits before all are done,
+because another rank may still read from its memory.
+
+**The exchange.** torch's profiler needs memory of the GPU and slows the host. So it runs in a few steps after
+bytes are read and steps are timed. All ranks run these steps, and the first one profiles. The profiler makes
+it the last to arrive at each exchange. So its NCCL kernels show the exchange itself with little waiting for
+other ranks.
 
 - `seconds`: the sum of the seconds of NCCL's kernels.
 - `exposed_seconds`: those in which an NCCL kernel runs without any other kernel, and so lengthens the step.
@@ -11,13 +18,81 @@ exchange. So its NCCL kernels show the exchange itself with little waiting for o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.step.step import Observer
 
 if TYPE_CHECKING:
     import torch
+
+    from snugfit.step.step import Step
+
+LEAVING = "snugfit-leaving"
+"""Key of the store that counts the finished ranks."""
+
+LONGEST = timedelta(days=1)
+"""Timeout of a rank that waits for another. The parent ends all ranks long before, when one dies or at its
+deadline."""
+
+
+class RankGroup:
+    """The process group of a run, seen from one rank. The constructor returns once all ranks have joined."""
+
+    def __init__(self, request: Mapping[str, Any], device: torch.device) -> None:
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import FileStore
+
+        self.rank, self._ranks, self._device = request["rank"], request["ranks"], device
+        self._store = FileStore(request["store"], self._ranks)
+        self._store.set_timeout(LONGEST)
+        dist.init_process_group(
+            _backend(request, device),
+            store=self._store,
+            rank=self.rank,
+            world_size=self._ranks,
+            timeout=LONGEST,
+        )
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Sum one number over all ranks, and wait for it."""
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1, device=self._device))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def run_further(
+        self, step: Step, steps: int, timed: Observer, when_timed: Callable[[], None]
+    ) -> Fabric | None:
+        """Run these timed steps, call `when_timed`, and run a few more, in which the first rank measures the
+        exchange with other ranks."""
+        return run_further(step, steps, timed, when_timed, profiles=self.rank == 0)
+
+    def leave(self) -> None:
+        """Wait until all ranks are done."""
+        self._store.add(LEAVING, 1)
+        while self._store.add(LEAVING, 0) < self._ranks:
+            time.sleep(0.01)
+
+
+def _backend(request: Mapping[str, Any], device: torch.device) -> str:
+    """Return the backend. The host needs gloo too if it holds gradients: their norm for clipping is exchanged
+    there."""
+    from snugfit.techniques.setup import Setup
+    from snugfit.techniques.wish import processes_of
+
+    if device.type != "cuda":
+        return "gloo"
+    processes = processes_of(Setup.from_json(request["setup"]))
+    return "cpu:gloo,cuda:nccl" if processes is not None and processes.on_host else "nccl"
+
+
+# ---- the exchange ----------------------------------------------------------------------------------------
 
 WARM_STEPS, PROFILED_STEPS = 1, 2
 """Numbers of steps after the timed ones. The first starts the profiler up and does not count."""
@@ -91,6 +166,15 @@ class FabricProfiler:
         except Exception as fault:
             self._failed = True
             print(f"The exchange between ranks was not measured: {fault}", file=sys.stderr)
+
+
+def run_further(
+    step: Step, steps: int, timed: Observer, when_timed: Callable[[], None], *, profiles: bool
+) -> Fabric | None:
+    """Run timed steps and those after them; return the exchange if this rank `profiles` and has one."""
+    profiler = FabricProfiler() if profiles else None
+    step.run(steps + EXTRA_STEPS, FurtherSteps(timed, steps - 1, when_timed, profiler))
+    return profiler.fabric() if profiler else None
 
 
 class FurtherSteps(Observer):

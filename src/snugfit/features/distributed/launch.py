@@ -6,7 +6,7 @@ It equals `torchrun --nproc-per-node N -m snugfit ...`, with four additions.
   longer. A second signal ends the run at once.
 - The processes' ends are summarized in one message and one exit code.
 - The processors are shared: each process gets its share of the cores as threads.
-- When one process runs out of memory and records that the run can continue (`training/run/start_again.py`),
+- When one process runs out of memory and records that the run can continue (`start_again.py`),
   all are started again. Each recipe needs less memory than the last, until none is left.
 
 No other error starts the processes again: the same command resumes the run.
@@ -22,7 +22,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import fields
 from types import FrameType
 from typing import Any
@@ -30,9 +29,6 @@ from typing import Any
 from snugfit.errors import SnugfitError
 from snugfit.frontends.one_of_several import CAN_START_AGAIN, LAUNCHED, STARTED_AGAIN
 from snugfit.training.interrupt import AT_ONCE, EXIT_CODES
-
-COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
-"""Arguments of the running command, without the program's name."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
