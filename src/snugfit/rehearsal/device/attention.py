@@ -257,7 +257,6 @@ def _flex_function() -> Any:
 
     def products_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         batch, heads, rows, width = query
-        # Backward repeats the scores and has two products for queries and keys, and two over the values.
         return int(2 * batch * heads * rows * key[2] * (3 * width + 2 * value[3]))
 
     register_flop_formula(operators.flex_attention)(products)
