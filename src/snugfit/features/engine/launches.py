@@ -27,6 +27,7 @@ def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kerne
     micro-batch.
     """
     first = next((kernel for kernel in kernels if kernel.phase in PASSES), None)
+    # Kernels of a recorded rehearsal are marked already.
     if first is None or first.played:
         return kernels
     return tuple(_played_back(kernels, has_shares=has_shares))
@@ -36,17 +37,21 @@ def _played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> Iterator[K
     before, multiplies = "", False
     for kernel, following in zip(kernels, (*kernels[1:], None), strict=True):
         begins = kernel.phase != before
+        # A share is written before each forward pass.
         if has_shares and begins and before == "load":
             yield WRITES_SHARE
         before = kernel.phase
         if kernel.phase not in PASSES:
             yield kernel
             continue
+        # The host launches a pass at its first kernel.
         played = kernel._replace(played=True, programs=int(begins))
+        # A product of scalars may be that of the loss and its share.
         if has_shares and kernel.operator == "aten::mul" and kernel.shapes == ((),):
             is_last = kernel.phase == "forward" and following is not None and following.phase == "backward"
             if is_last and kernel.itemsize < WRITES_SHARE.itemsize:
                 yield CASTS_SHARE
+            # The factor is a tensor here, so the kernel reads one operand more.
             if is_last or (multiplies and kernel.phase == "backward"):  # by a tensor, and not by a number
                 played = played._replace(nbytes=3 * kernel.itemsize, shapes=((), ()), tensors=2)
                 multiplies = is_last

@@ -1,13 +1,12 @@
 """Kernels that update many weights at once and take the norm of their gradients, in Triton.
 
-A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). A launch
-takes few pointers, and a model has hundreds of weights. The numbers of a step are on the device too, as is
-the norm that gradients are clipped by. So all launches are equal, and a CUDA graph can contain one.
+A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). The
+numbers of a step are on the device too, as is the norm that gradients are clipped by. So all launches are
+equal, and a CUDA graph can contain one.
 
 An update of a weight in halves, computed in fp32, reads 14 bytes an element and writes 12. A weight in fp32
 takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
-is 7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a
-weight in fp32. Moments with 32 bits come with 16 alone.
+is 7.06 and 5.06 (`compact_kernel.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ def update_part(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update `BLOCK` elements from `begin` at these addresses; with `MASKED`, only the first `left`."""
     at = tl.arange(0, BLOCK)
+    # Whole blocks need no mask.
     mask = at < left if MASKED else None
     firsts = pointer(first_moment, tl.float32, ALIGNED) + begin + at
     seconds = pointer(second_moment, tl.float32, ALIGNED) + begin + at
@@ -53,6 +53,7 @@ def update_part(  # type: ignore[no-untyped-def]
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
         exact = tl.load(weights, mask=mask, eviction_policy=EVICT)
+    # Gradients of bfloat16 are widened before any arithmetic.
     slope = tl.load(gradients, mask=mask, eviction_policy=EVICT).to(tl.float32)
     first = tl.load(firsts, mask=mask, eviction_policy=EVICT)
     second = tl.load(seconds, mask=mask, eviction_policy=EVICT)
@@ -100,15 +101,18 @@ def update_block(  # type: ignore[no-untyped-def]
     column = tl.load(owners + block)
     record = places + column * RECORD
     gradient = tl.load(record + 6)
+    # An address of 0 means a weight without a gradient.
     if gradient != 0:
         begin = (block - tl.load(record)) * BLOCK
         left = tl.load(record + 1) - begin
         own = numbers + tl.load(which + column) * ROW
         weight, residual = tl.load(record + 2), tl.load(record + 3)
         first, second = tl.load(record + 4), tl.load(record + 5)
+        # Without groups these are never read, but must be pointers.
         first_scales, second_scales = first, second
         if GROUP:
             first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
+        # Two variants are compiled, so that only the last block of a weight is masked.
         if left >= BLOCK:
             update_any(
                 weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
@@ -129,10 +133,12 @@ def update_weights(  # type: ignore[no-untyped-def]
     EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
     """Update the blocks of a program, unless the norm is not finite or `stop` is not 0."""
+    # A launch takes few pointers, so everything else is looked up on the device.
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
         coefficient = clip_coefficient(length, most)
+        # A norm that is not finite must change nothing.
         goes_on = is_finite(length)
     if STOPS:
         goes_on = goes_on & (tl.load(stop) == 0)
@@ -159,6 +165,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     """Sum the squares of the gradients in a program's blocks, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    # A fixed number of programs adds in one order on all devices.
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         record = places + tl.load(owners + block) * RECORD
         address = tl.load(record + 6)
@@ -178,6 +185,7 @@ def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-unt
     """Write the square root of all these sums together, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
+    # Correctly rounded, as torch's root.
     tl.store(norm, tl.sqrt_rn(total))
 
 
@@ -194,10 +202,12 @@ def launch_update(
     settings, aligned = table.settings, table.is_aligned
     programs = min(settings.programs or table.blocks, table.blocks)
     update_weights[(programs,)](
+        # Unused pointers must still be valid arguments.
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
         numbers if stop is None else stop, table.blocks, float(most),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
         STOPS=stop is not None,
+        # Without a common alignment, a thread reads single elements.
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
         LOOPS=programs < table.blocks, num_warps=settings.warps,

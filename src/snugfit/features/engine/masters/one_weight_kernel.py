@@ -28,6 +28,7 @@ def update_one(  # type: ignore[no-untyped-def]
         coefficient = clip_coefficient(length, most)
         goes_on = is_finite(length)
     if goes_on:
+        # Offsets of large weights exceed 32 bits.
         begin = tl.program_id(0).to(tl.int64) * BLOCK
         left = count - begin
         if left >= BLOCK:
@@ -59,6 +60,7 @@ def add_squares(  # type: ignore[no-untyped-def]
         total += slope * slope
         begin += tl.num_programs(0).to(tl.int64) * BLOCK
     own = sums + tl.program_id(0)
+    # Programs of one launch have sums of their own, so no atomic addition is needed.
     tl.store(own, tl.load(own) + tl.sum(total, 0))
 
 
@@ -79,8 +81,10 @@ def launch_update_of_one(
     both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
     bits of a residual, 0 without one.
     """
+    # One unaligned address makes all reads narrow, since they share the constants.
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
+        # Without a group the scales are never read; any addresses will do.
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
         own if norm is None else norm, float(most), count,
         HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,

@@ -19,6 +19,7 @@ class Draws:
 
         self._device = device
         self._host = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        # The generator of a CPU device is the host's.
         self._gpu: Any = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def set_back(self) -> None:
