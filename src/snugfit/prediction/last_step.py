@@ -105,8 +105,8 @@ class LastStep:
         return allocated == Counter([move.stack for move, *_ in self._moves if type(move) is Free])
 
     def begins(self) -> Hashable:
-        # A set, because the order of stacks has no meaning.
         """Return the addresses of all blocks of which it will free some."""
+        # A set, because the order of stacks has no meaning.
         blocks = self._blocks
         return frozenset(
             (stack, tuple([blocks[index].address for index in indices]))

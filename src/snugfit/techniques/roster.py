@@ -141,8 +141,8 @@ def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
 
 
 def _sentences(technique: type[Technique]) -> dict[str, str]:
-    # Checked only if the sentences are needed: reading them takes as long as reading all techniques.
     """Return each setting's sentence by name. Raises `RosterError` for settings without one."""
+    # Checked only if the sentences are needed: reading them takes as long as reading all techniques.
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
     if undocumented := [name for name, sentence in said.items() if not sentence]:

@@ -67,8 +67,8 @@ class Fidelity(StrEnum):
     """Another algorithm, which also learns."""
 
 
-@functools.cache
 # A technique is frozen, so its Setup is made once; a search reads it for every candidate.
+@functools.cache
 def _alone(technique: Technique) -> Setup:
     from snugfit.techniques.setup import Setup
 

@@ -212,8 +212,8 @@ class Compiled(Technique):
             yield "batches of other lengths record CUDA graphs of their own, whose memory adds up."
 
     def is_searched(self) -> bool:
-        # The first steps run, record and replay in turn, so they differ.
         """Return False for steps that record CUDA graphs: a search assumes equal steps from the second on."""
+        # The first steps run, record and replay in turn, so they differ.
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:

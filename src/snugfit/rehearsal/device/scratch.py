@@ -138,8 +138,8 @@ def _within(name: str, nbytes: int) -> Scratch:
 
 
 def _pow(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    # The base becomes a tensor of one fp64 number.
     """Return the tensor for a number as the base (`pow_Scalar_out`, `native/Pow.cpp`)."""
+    # The base becomes a tensor of one fp64 number.
     return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
 
 

@@ -146,8 +146,8 @@ class DeferredRun:
         self._results: list[torch.Tensor] = []
 
     def result(self, number: int) -> torch.Tensor:
-        # The results come from one run, at the read of the first of them.
         """Return the result of this index among those that are tensors."""
+        # The results come from one run, at the read of the first of them.
         if not self._results:
             args, kwargs = values_of(self._arguments)
             self._results = list(tensors_in(self._func(*args, **kwargs)))

@@ -390,9 +390,9 @@ class TraceWriter:
         return stack
 
     def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
-        # Blocks from before the repeated part stay; only those of the part itself may move.
         """Return True if the stacks contain the same blocks as before, shifted by `by` if younger than
         `first`."""
+        # Blocks from before the repeated part stay; only those of the part itself may move.
         stacks = {id(stack): stack for stack in self._stacks.values()}
         return all(
             stacks[key] == [number + by if number > first else number for number in numbers]

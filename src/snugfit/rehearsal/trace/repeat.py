@@ -189,7 +189,7 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
 
 
 def _leaves_as_many(moves: Sequence[Move]) -> bool:
-    # Equal counts per stack suffice: a stack identifies blocks only by their position.
     """Return True if these moves leave the number of live blocks on each stack unchanged."""
+    # Equal counts per stack suffice: a stack identifies blocks only by their position.
     allocated = Counter([move.stack for move in moves if type(move) is Alloc])
     return allocated == Counter([move.stack for move in moves if type(move) is Free])

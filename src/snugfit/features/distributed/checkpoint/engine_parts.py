@@ -43,6 +43,7 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
         whole = whole_weight(weight)
         if is_own:
             yield (name, ""), whole
+        # Freed before the states are gathered, so that one whole tensor exists at a time.
         del whole
         for key, value in whole_states(optimizer, weight):
             if is_own:

@@ -60,6 +60,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
 def _choices(
     job: Job, slot: Slot, fixed: Kept, along: dict[Slot, list[Technique]], *, mesh: bool
 ) -> Sequence[Technique]:
+    # On an axis that was not chosen, each group is one GPU.
     if slot in along and slot not in fixed.slots:
         return [roster.plain(slot)]
     usual = list(of_slot(job, slot, fixed))
@@ -87,5 +88,6 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
     processes = processes_of(setup)
     if processes is None:
         return gpus == 1
+    # A user's own groups need not fill hosts.
     whole_hosts = None if Slot.SHARDING in fixed.slots else GPUS_PER_HOST
     return gpus > 1 and processes.shares_evenly(gpus, job.batch_size, whole_hosts)

@@ -30,6 +30,7 @@ class MeshSpreading(Spreading):
     def sharings(self, job: Job, gpus: int, fixed: Kept, axes: int) -> Iterator[Sharing]:
         """Yield one technique for each slot of several GPUs (`sharings.py`)."""
         usual = list(of_slot(job, Slot.SHARDING, fixed))
+        # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
         rest = [one for one in stopgaps(usual) if one not in usual]
         for techniques in sharings(job, gpus, fixed, axes):
             kinds = tuple(type(one) if one.slot is Slot.SHARDING else one for one in techniques)
@@ -48,6 +49,7 @@ class SharedByMesh(Shared):
     def wish(self) -> ParallelWish | None:
         """Wish for several processes, regardless of their number; None on one GPU."""
         wish = PARALLEL.of(self.setup)
+        # The number of GPUs is compared apart.
         return wish and replace(wish, ranks=0)
 
     @property
@@ -155,6 +157,7 @@ def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bo
     own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
     if own == rival:
         return True
+    # Only weights sharded over all GPUs are known to take no more than in any other way.
     if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
         return False
     alike = replace(

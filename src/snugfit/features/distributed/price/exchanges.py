@@ -52,6 +52,7 @@ class DistributedExchanges(Exchanges):
         wish, engine = PARALLEL.of(setup), SHARDING.of(setup)
         if engine is not None and engine.stage == 3 and loop != "plain":
             return 0  # `built_by_transformers`: they are made on the device, part by part
+        # Each process of these loops builds the whole model, of which the trace has one shard.
         copies = (wish.shards or wish.ranks) if wish and loop != "plain" and wish.weights == "sharded" else 1
         if wish is not None and len(traces) > 1:
             return copies * weights_of_stages(job, wish, traces)

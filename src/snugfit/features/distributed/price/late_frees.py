@@ -51,11 +51,13 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
     launches = [kernel.launch for kernel in timed]
     late = {}
     for event, number in enumerate(trace.events):
+        # Negative numbers are frees.
         awaited = trace.awaited.get(-number - 1) if number < 0 else None
         if not awaited:
             continue
         done = max(ends[kernel] for kernel in awaited)
         first = bisect.bisect_left(launches, done)  # of the kernels that are launched after that
+        # Allocations before the last launch that precedes `done` find the block still in use.
         back = trace.launched[first - 1] if 0 < first < len(launches) else len(trace.events) * bool(first)
         if back > event:
             late[event] = back

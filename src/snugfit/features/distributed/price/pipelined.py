@@ -58,6 +58,7 @@ class PipelinedRanks:
             without_other_stages(trace), self._gpu, batch_size=batch_size, rates=rates, workers=workers
         )
         link = interconnect_of(self._gpu, rates)
+        # `alone` has no transfers between stages, so their seconds are added.
         sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
         self._step = step = pipelined_step(
             {self._stages[one.rank]: one.trace for one in self._ranks},
@@ -70,6 +71,7 @@ class PipelinedRanks:
             tied=self._job.ties_embeddings(),
         )
         length, idle = step.step_seconds, step.idle[self._stages[rank]]
+        # The rest of the step beside device and other stages is the wait for the host.
         waits = idle > max(length - idle - alone.device_seconds, PIPELINE_BOUND_ABOVE * length)
         return replace(
             alone,

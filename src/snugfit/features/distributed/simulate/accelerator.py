@@ -31,6 +31,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         streams: ShapesModule,
     ) -> None:
         super().__init__()
+        # DeepSpeed reads the name of the backend from this attribute.
         self._communication_backend_name, self._recorder, self._pin = "fake", recorder, pin
         self._memory_bytes = PLENTY if memory_bytes is None else memory_bytes
         self._streams = streams

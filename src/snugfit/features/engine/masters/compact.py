@@ -46,8 +46,8 @@ class Chances(NamedTuple):
 
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
-    # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
     """Return the chances of `count` elements of a weight from `begin`, in a step of this number."""
+    # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
