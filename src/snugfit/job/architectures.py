@@ -63,6 +63,7 @@ def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
     possible = tasks_of(model_type)
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
     if len(named) > 1:
+        # BART's class serves masked and seq2seq language models: the pretraining objective is excluded.
         named.remove("masked-lm")
     chosen = named or possible
     return chosen[0] if len(chosen) == 1 else None
@@ -72,8 +73,10 @@ def class_of(task: str, config: Any) -> Any:
     """Return the class that transformers builds for a task and a config, without building it."""
     import transformers
 
+    # The private table maps a config's class to the model's class without building either.
     with only_errors(once=(task, type(config))):  # its code may import torchao
         classes = getattr(transformers, heads()[task][0])._model_mapping[type(config)]
+    # Some architectures have several classes for a task; transformers takes the first by default.
     return classes[0] if isinstance(classes, tuple) else classes
 
 
@@ -92,10 +95,12 @@ def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
     """Return the table `name` as class names by model type: its literal pairs and dicts, updates included."""
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
     for statement in _syntax_tree(file).body:
+        # A table may be assigned and updated by later statements; both are read.
         if name not in _names_in(statement):
             continue
         for node in ast.walk(statement):
             if isinstance(node, ast.List):
+                # Tables are lists of pairs, or dicts in `update` calls.
                 pairs += [(pair.elts[0], pair.elts[1]) for pair in node.elts if isinstance(pair, ast.Tuple)]
             elif isinstance(node, ast.Dict):
                 pairs += zip(node.keys, node.values, strict=True)
@@ -132,6 +137,7 @@ def source(file: str) -> str:
     `ModelError` where it is not installed.
     """
     spec = find_spec("transformers")
+    # The package's file is found without importing the package.
     if spec is None or spec.origin is None:
         raise ModelError("transformers is not installed. Try: pip install snugfit")
     return (Path(spec.origin).parent / file).read_text(encoding="utf-8")

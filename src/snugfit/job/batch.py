@@ -68,6 +68,7 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
     labels = batch["labels"]
     if labels.dim() == 1:
         return int(labels.shape[0])
+    # The first token of a causal model is never predicted, since labels shift by one.
     counted = labels[..., 1:] if job.task is Task.CAUSAL_LM else labels
     return int((counted != IGNORED).sum())
 
@@ -103,8 +104,10 @@ class SyntheticDataset:
         if not 0 <= index < self.samples:
             raise IndexError(index)
         if self._layout is not None:
+            # Samples repeat the example in turn.
             sample = index % self._layout.samples
             return self._layout.part(self._example, sample, sample + 1)
+        # A seed per sample, so that workers produce the same samples and none is stored.
         batch = self._shapes.batch(1, self.seed * self.samples + index)
         return {name: value[0] for name, value in batch.items()}
 
@@ -160,10 +163,12 @@ class BatchShapes:
         vocabulary = getattr(text, "vocab_size", 0) or 0
         pad_token = getattr(text, "pad_token_id", None)
         other = inputs_of(job.task, job.model.architecture)
+        # Encoder-decoder classifiers (BART, T5) read the state of the end token.
         looks_for_end = config.is_encoder_decoder and job.task is Task.SEQUENCE_CLASSIFICATION
         return cls(
             job=job,
             vocabulary=vocabulary,
+            # A pad token outside of the vocabulary would index past the embedding.
             pad_token=pad_token if pad_token is not None and pad_token < vocabulary else 0,
             end_token=first_end_token(config) if looks_for_end else None,
             other=other.of_job(job, config) if other is not None else None,
@@ -172,6 +177,8 @@ class BatchShapes:
     def batch(self, samples: int, seed: int) -> Batch:
         """Return random tensors of B = `samples` rows on the CPU."""
         if self.job.task is Task.CUSTOM:
+            # A user's batch may have tensors that no random numbers can replace, so it is made of the
+            # example.
             dataset = SyntheticDataset(self.job, samples)
             return self.job.model.layout(self.job.batch_size).join([dataset[row] for row in range(samples)])
         import torch
@@ -190,11 +197,13 @@ class BatchShapes:
         ids = self.ids(samples, self.job.sequence_length, generator)
         padding = self.padding_of(ids)
         if self.end_token is not None:  # once a sequence, or the classifier refuses the batch
+            # A random end token elsewhere would be a second one.
             ids[ids == self.end_token] = (self.end_token + 1) % self.vocabulary
             ids[:, padding.start - 1] = self.end_token
         if not self.job.padding:
             return {"input_ids": ids}
         mask = torch.ones_like(ids)
+        # Padding is at the end, and the mask excludes it.
         mask[:, padding] = 0
         ids[:, padding] = self.pad_token
         return {"input_ids": ids, "attention_mask": mask}
@@ -228,6 +237,7 @@ class BatchShapes:
         import torch
 
         high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none
+        # A tiny vocabulary has no room for special tokens below the range.
         low = LOWEST_ID if high > LOWEST_ID else high // 2
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
 
@@ -236,5 +246,6 @@ class BatchShapes:
         all.
         """
         length = ids.shape[1]
+        # At least one token stays, since losses over nothing are NaN.
         padded = min(round(self.job.padding * length), length - 1)
         return slice(length - padded, length)

@@ -5,15 +5,7 @@ A prediction repeats the samples of an example until there is a batch of the job
 recovery cut a batch into micro-batches. Only tensors that contain samples may be cut or repeated. The first
 dimension of some tensors is not that of samples: a graph's edges, a table, the patches of all pictures.
 
-The rule applies to the tensors (and lists) of a batch, and to those in nested mappings by their dotted names:
-
-1. An entry of the user's `batch_dims` decides for its tensor: a dimension, or None for a tensor that is never
-   cut. The shortest named dimension is the number of samples. A multiple of it has as many rows for each
-   sample (the patches of a picture).
-2. If no dimension is named, the first one that is common to all other tensors is that of the samples.
-3. If they differ, the labels or token ids give the number of samples. Without those the job does, if a
-   tensor is as long as its batch. Tensors of that length contain samples, and the rest is unclear. Unclear
-   tensors are passed whole while no cut or repetition is needed, and are refused otherwise.
+The rule applies to the tensors (and lists) of a batch, and to those in nested mappings by their dotted names.
 """
 
 from __future__ import annotations
@@ -83,12 +75,15 @@ class BatchLayout:
 
         Raises `JobError` for a name or a dimension that the example does not have.
         """
+        # Other values have no rows, so they always go along whole.
         named, tensors = named or {}, {name: value for name, value in leaves(example) if _has_rows(value)}
+        # An entry of `batch_dims` decides for its tensor; None means that it is never cut.
         dimensions = {name: _dimension(tensors, name, at) for name, at in named.items() if at is not None}
         sizes = {name: _length(value, 0) for name, value in tensors.items() if name not in named}
         named_sizes = {name: _length(tensors[name], at) for name, at in dimensions.items()}
         count = _count(sizes, named_sizes, samples)
         for name, size in named_sizes.items():
+            # A multiple of the samples has several rows for each (the patches of a picture).
             if size % count:
                 raise JobError(
                     f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows there, "
@@ -99,6 +94,7 @@ class BatchLayout:
         return cls(
             samples=count,
             rows=rows | {name: SampleRows(0, 1) for name in holds},
+            # Unclear tensors are passed whole while no cut or repetition is needed, and refused otherwise.
             unclear={name: size for name, size in sizes.items() if name not in holds},
         )
 
@@ -162,8 +158,10 @@ def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | No
     ids.
     """
     lengths = set(named.values()) or set(sizes.values())
+    # The shortest named dimension, or the only length there is.
     if named or len(lengths) == 1:
         return max(1, min(lengths))
+    # Labels or token ids give the number of samples, else the job does if a tensor is as long as its batch.
     known = next((sizes[name] for name in ONE_A_SAMPLE if name in sizes), samples)
     return known if known and known in lengths else 1
 

@@ -85,6 +85,7 @@ def instantiate(
 
     module = job.model.module
     if module is not None:
+        # The user's module stays as it is; each run trains a copy.
         clone = clone_to_device(module).train(job.trains)
         return clone if dtype is None else cast_weights(clone, dtype)
     dtype = dtype or job.dtype
@@ -103,6 +104,7 @@ def instantiate(
             "save_pretrained, or name another folder."
         ) from None
     except Exception as error:
+        # transformers names this argument in its errors about attention.
         if "attn_implementation" not in str(error):
             _blame_config(job.model, error)
         if attention != "sdpa":
@@ -126,6 +128,7 @@ def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]
 
     from transformers import modeling_utils as models
 
+    # transformers' own check imports the package and looks for a GPU.
     def can_dispatch(model: Any, *_: Any, **__: Any) -> bool:
         if not model._supports_flash_attn:
             raise ValueError(f"attn_implementation: transformers has none for {type(model).__name__}")
@@ -133,6 +136,7 @@ def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]
 
     with contextlib.ExitStack() as undo:
         undo.enter_context(patch.object(models.PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch))
+        # With this package, transformers would fetch a kernel from the hub.
         undo.enter_context(patch.object(models, "lazy_import_flash_attention", lambda *_, **__: None))
         undo.enter_context(patch.object(models, "is_kernels_available", lambda *_, **__: False))
         yield
@@ -156,6 +160,7 @@ def _from_facts(
         )
     if weights is None:
         return construction.build(lambda: _from_config(job, auto_class, config, asked))
+    # The same model without data, for the names of frozen weights and further loading arguments.
     with torch.device("meta"):
         built = _from_config(job, auto_class, config, asked)
     try:
@@ -169,6 +174,7 @@ def _from_facts(
             **asked,
             **construction.loading_arguments(built),
         )
+    # transformers raises this for fused weights of which parts are missing.
     except RuntimeError as error:
         if "automatic conversion" not in str(error):
             raise
@@ -220,6 +226,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
     """
     import torch
 
+    # In bfloat16 only the strictly fp32 weights stay, since it has fp32's range.
     suffixes = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(dtype, ())
     names = (f"_keep_in_fp32_modules{suffix}" for suffix in suffixes)
     parts = [part for name in names for part in getattr(model, name, None) or ()]
@@ -235,6 +242,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
     Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
     our own mistakes, because a rehearsal runs our code while a model is built.
     """
+    # Subclasses are errors of the device, such as torch's out of memory.
     narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
     if narrower or isinstance(error, SnugfitError) or _is_from("snugfit", error):
         raise error
@@ -259,6 +267,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
 def _is_from(package: str, error: Exception) -> bool:
     """Return True if this package's own code raised the error, rather than a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # The last frame is the one that raised.
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")
 
 

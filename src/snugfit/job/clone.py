@@ -1,9 +1,5 @@
 """A second module like the first, on the ambient device, for modules that come from Python.
 
-On `meta` no weight may be copied: every parameter and buffer gets a counterpart without data before
-`copy.deepcopy` starts, through its memo. Deepcopy then copies the rest: ties (one tensor, one counterpart),
-the modules' hooks, `requires_grad`, and plain attributes.
-
 Deepcopy leaves functions as they are. A function that closes over a module would run the original from the
 copy. Examples are TRL's fused loss in the place of `forward`, a hook, or an attribute such as `self.call =
 lambda x: self.block(x)`. So such a function is rebuilt, with the copy in the original's place.
@@ -32,6 +28,8 @@ def clone_to_device(module: nn.Module) -> nn.Module:
         return _with_own_functions(module, copy.deepcopy(module)).to(device)
     tensors = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
+        # Deepcopy takes counterparts from its memo, so no weight is copied; ties and hooks are copied as
+        # usual.
         memo: dict[int, object] = {id(tensor): _meta_tensor(tensor) for tensor in tensors}
     return _with_own_functions(module, copy.deepcopy(module, memo))
 
@@ -42,6 +40,7 @@ def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
     clones: dict[int, Any] = {id(original): copied for original, copied in pairs}
     for _, copied in pairs:
         attributes = copied.__dict__
+        # Hooks are in dictionaries of the module, and patched methods in its own attributes.
         for container in (attributes, *(value for value in attributes.values() if isinstance(value, dict))):
             for name, value in list(container.items()):
                 if _reaches(value, clones, set()):
@@ -58,6 +57,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif type(value) in (list, tuple):
         yield from value
     elif isinstance(value, FunctionType):
+        # A closure's cells may contain the module.
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # a name that is not bound yet
                 yield cell.cell_contents
@@ -67,6 +67,7 @@ def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
     """Return True if `value`, a function or a list of them, refers to a module of the original."""
     if id(value) in clones or id(value) in visited:
         return id(value) in clones
+    # Functions may refer to each other in a circle.
     visited.add(id(value))
     return any(_reaches(part, clones, visited) for part in _parts(value))
 
@@ -86,15 +87,18 @@ def _rebind(value: Any, clones: dict[int, Any]) -> Any:
         return functools.partial(_rebind(value.func, clones), *value.args, **value.keywords)
     if type(value) in (list, tuple):
         return type(value)(_rebind(part, clones) for part in value)
+    # Functions that share a cell must share its copy too.
     cells = [clones.setdefault(id(cell), CellType()) for cell in value.__closure__]
     function = FunctionType(
         value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
     )
     clones[id(value)] = function  # which may call itself
     function.__kwdefaults__ = value.__kwdefaults__
+    # Attributes of the function, such as `__wrapped__`, stay.
     function.__dict__.update(value.__dict__)
     for cell, original in zip(cells, value.__closure__, strict=True):
         with contextlib.suppress(ValueError):
+            # The cell is filled last, because it may contain the function itself.
             cell.cell_contents = _rebind(original.cell_contents, clones)
     return function
 
@@ -110,4 +114,5 @@ def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         empty = torch.empty_like(tensor, device="meta", requires_grad=False)
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    # Values of a buffer are read in a simulation (positions, masks), so they are moved and not dropped.
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)

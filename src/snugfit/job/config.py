@@ -2,19 +2,10 @@
 
 A config.json is untrusted input, and transformers trusts it. A key may name code on the hub, a size may be
 10**12, a file may be a pipe that never ends. So it is read here first, with one error type, in three steps:
+the file, the text, the facts.
 
-1. The file: a regular file of at most 4 MiB, opened without blocking, UTF-8.
-2. The text: one JSON object, no key twice, no NaN, nested at most 32 deep. An infinite number is `Infinity`
-   in Python's JSON and `{"__float__": "Infinity"}` in transformers'. It is stored in the second form, so that
-   the facts stay strict JSON.
-3. The facts: every size is a whole number in its range (1200.0 is one: transformers writes it). The
-   architecture is known, and no key chooses code, weights or kernels. The facts leave out settings of a
-   recipe (attention and expert kernels) and names that change no byte (labels, versions, paths). The
-   checkpoint's dtype is in them once, under "dtype".
-
-`auto_map` (code of the model's own) is ignored when a model is built, as transformers does without
-trust_remote_code. So is `quantization_config` of an architecture that transformers has. The facts keep both
-keys, so that every answer can report them (`ignored_keys`).
+The facts leave out settings of a recipe (attention and expert kernels) and names that change no byte (labels,
+versions, paths). The checkpoint's dtype is in them once, under "dtype".
 
 Anchors: CVE-2026-4372 (`_attn_implementation_internal` led to code from the hub), CVE-2026-5241 (a nested
 config switched remote code on).
@@ -83,9 +74,11 @@ DTYPES = frozenset({
 })  # fmt: skip
 """Names of torch's floating-point dtypes."""
 
+# transformers ignores `auto_map` without trust_remote_code. Answers report both keys (`ignored_keys`).
 IGNORED_KEYS = ("auto_map", "quantization_config")
 """Keys that no model is built from, and that answers report as ignored."""
 
+# An infinite number is `Infinity` in Python's JSON; this form keeps the facts strict JSON.
 FLOAT_TAG = "__float__"
 INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """Numbers that JSON does not have. transformers writes their names as the only value of an object, under this
@@ -104,6 +97,7 @@ Facts = dict[str, Any]
 def read_config(path: Path) -> Facts:
     """Return the facts of the config.json at `path`. Raises `ModelError` for any file that cannot be used."""
     try:
+        # A regular file only, opened without blocking: a pipe would never end.
         content = read_limited(path, LARGEST_FILE)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({_cause(path, error)}).") from None
@@ -115,9 +109,11 @@ def read_config(path: Path) -> Facts:
 def parse_config(content: bytes, *, where: str) -> Facts:
     """Return the facts in `content`; `where` begins every error message."""
     try:
+        # `constants` allows `Infinity`, which Python's JSON writes.
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
         raise ModelError(f"{where}: this is not UTF-8 text. A config.json is JSON in UTF-8.") from None
+    # Deep nesting exceeds Python's own limit before `_depth` can count it.
     except RecursionError:
         raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.") from None
     except ValueError as error:
@@ -136,9 +132,11 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
         raise ModelError(f'{where}: {lacks} "model_type", the name of an architecture such as "bert".')
     if _depth(document) > DEEPEST:
         raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.")
+    # A nested config can choose code and sizes too (CVE-2026-5241).
     for config in _configs(document):
         for complaint in _complaints(config):
             raise ModelError(f"{where}: {complaint}")
+    # Known architectures only, and last, so that a dangerous key is reported first.
     if model_type not in model_types():
         own_code = ' Its "auto_map" names custom code, and snugfit does not run code from a config.'
         raise ModelError(
@@ -187,6 +185,7 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the faults of one config or nested config, most dangerous first."""
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
+        # A size of 10**12 would fail much later, without its cause.
         yield from _out_of_range(key, config[key], MOST_LAYERS)
     for key in sorted(SIZES & config.keys()):
         yield from _out_of_range(key, config[key], LARGEST_SIZE)
@@ -222,6 +221,7 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("use_pretrained_backbone"):
         yield '"use_pretrained_backbone" would download weights; set it to false.'
     for key, value in config.items():
+        # A kernel from the hub has an owner in its name, and runs code.
         if _chooses_kernels(key) and "/" in json.dumps(value):
             yield (f'"{key}" is {_show(value)}: snugfit does not run kernels from the hub. Remove the key.')
 
@@ -233,6 +233,7 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
+        # 1200.0 is a whole number too: transformers writes it.
         if not _is_whole(number) or not lowest <= number <= limit:
             yield f'"{key}" is {_show(value)}; allowed are whole numbers from {lowest} to {limit:,}.'
             return
@@ -253,6 +254,7 @@ def _is_whole(number: Any) -> bool:
 
 
 def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
+    # With a width of its own, the heads need not divide the model's width.
     if any(config.get(key) for key in HEAD_WIDTHS):
         return
     for heads_key, width_key in HEADS_OF:
@@ -273,6 +275,7 @@ def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> b
     if model_type not in CONFIG_MAPPING:
         return False
     try:
+        # The defaults of the class show if its heads divide the width.
         default = CONFIG_MAPPING[model_type]()
     except Exception:  # a class that cannot be made without sizes, and so has no width of its own
         return False
@@ -301,6 +304,7 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the config itself and every object nested in it."""
     yield document
     for value in document.values():
+        # Lists may contain configs too.
         for item in value if isinstance(value, list) else (value,):
             if isinstance(item, dict):
                 yield from _configs(item)
@@ -316,6 +320,7 @@ def _sizes_of(config: Mapping[str, Any]) -> Facts:
 
 
 def _chooses_kernels(key: str) -> bool:
+    # Keys that begin so name implementations, internal ones included (CVE-2026-4372).
     return key.startswith(("_attn", "_experts")) or key in ("attn_implementation", "experts_implementation")
 
 

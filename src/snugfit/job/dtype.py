@@ -49,6 +49,7 @@ def config_dtype(config: Mapping[str, Any]) -> str | None:
 
     The config of a model with several parts may name it only in its text model.
     """
+    # The config of a model with several parts may name it only in its text model.
     for part in (config, config.get("text_config") or {}):
         for key in KEYS:
             if name := part.get(key):
@@ -65,6 +66,7 @@ def file_dtype(file: Path) -> str | None:
 
     try:
         with safe_open(file, framework="numpy") as tensors:
+            # transformers takes the first floating-point tensor's dtype if the config names none.
             kinds = (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
             return next((STORED_NAMES[kind] for kind in kinds if kind in STORED_NAMES), None)
     except (SafetensorError, OSError):
@@ -79,6 +81,7 @@ def main_dtype(module: nn.Module) -> str | None:
 
     sizes: Counter[str] = Counter()
     for parameter in module.parameters():
+        # A lazy parameter has no shape yet.
         if parameter.is_floating_point() and not is_lazy(parameter):
             sizes[dtype_name(parameter.dtype)] += parameter.numel()
     return max(sizes, key=lambda name: sizes[name], default=None)
@@ -98,6 +101,7 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     adapters = _adapter_weights(module)
     frequencies = {
         id(buffer)
+        # With 8 bits, rotary frequencies would turn queries and keys by other angles.
         for part in module.modules()
         if type(part).__module__.startswith("transformers.")
         for name, buffer in part.named_buffers(recurse=False)
@@ -105,6 +109,7 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     }
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
+        # peft keeps adapters in fp32 next to 16-bit weights, and its layers cast their inputs.
         is_adapter = tensor.requires_grad and id(tensor) in adapters
         stays = is_adapter or not tensor.is_floating_point() or id(tensor) in frequencies
         return tensor if stays else tensor.to(getattr(torch, dtype))
@@ -120,6 +125,7 @@ def _adapter_weights(module: nn.Module) -> set[int]:
         getattr(layer, name, None)
         for layer in module.modules()
         for name in (*getattr(layer, "adapter_layer_names", ()), "prompt_encoder")
+        # Nothing casts inputs for whole copies (`modules_to_save`), so they follow the model.
         if name != "modules_to_save"
     ]
     dicts = [part for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict)]

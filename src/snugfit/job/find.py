@@ -44,10 +44,12 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
         raise ModelError(f"{name[:80]!r} is not the name of a model. {_ALLOWED}")
     if name.endswith(".py"):
         raise ModelError(f"{name} is a Python file, not a model. {_ALLOWED}")
+    # Text written as a path is one, even if nothing is there: the error then names the path.
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = preset_named(name)
     if full_name:
+        # The name of a preset and of a folder here would be two models.
         _refuse_two_meanings(name, full_name)
         return ModelFacts(full_name, "preset", read_preset(full_name))
     if os.path.lexists(name):
@@ -138,8 +140,10 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
     if cached := _cached_config(name):
         return ModelFacts(name, "hub cache", read_config(cached))
+    # Tuned, mirrored and distilled models have a preset's sizes, so no download is needed.
     if base := same_sizes(name, preset_names()):
         return ModelFacts(base, "preset", read_preset(base))
+    # A name of quantized weights is refused before a download.
     _refuse_quantized(name)
     fetched = read_config(_download_config(name, online=online))
     tell(f"config of {name} from the hub")
@@ -149,7 +153,9 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
 def _unknown_model(name: str, why: str) -> ModelError:
     """Return the error for an unknown model: the reason, the likely name, and presets of similar names."""
     bare = [full_name.split("/")[1] for full_name in preset_names()]
+    # Names with other numbers are other models, and no typing mistakes.
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
+    # The same letters in another order are one mistyped name.
     swapped = [preset for preset in names if sorted(preset.lower()) == sorted(name.lower())]
     guess = did_you_mean(name, names, cutoff=ONE_MODEL) or did_you_mean(name, swapped)
     longer = [preset for preset in names if preset.lower().startswith(f"{name.lower()}-")]
@@ -219,6 +225,7 @@ def _download_config(name: str, *, online: bool) -> Path:
         try:
             return Path(executor.submit(_fetch_config, name).result(HUB_SECONDS))
         finally:
+            # A thread that waits for a name server must not hold up the answer.
             executor.shutdown(wait=False)
     except TimeoutError:
         raise _unknown_model(name, f"the hub did not answer within {HUB_SECONDS:.0f} s") from None
@@ -230,6 +237,7 @@ def _download_config(name: str, *, online: bool) -> Path:
             name, "the hub does not have it, or it is private and you are not logged in"
         ) from None
     except Exception as error:
+        # The library raises a subclass of it if the network is down.
         has_none = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         why = "has no config.json for it" if has_none else f"cannot be reached ({_first_line(error)})"
         raise _unknown_model(name, f"the hub {why}") from None

@@ -2,15 +2,10 @@
 
 `gpus.json` contains the facts. It distinguishes three sizes of memory, because they are often mixed up. The
 total of nvidia-smi is `nvml_total_bytes`, and the driver's reserve `driver_reserved_bytes`. The rest for
-processes is torch's total, `memory_bytes`. Drivers before R510 hid their reserve from nvidia-smi: a V100 of
-16,384 MiB then read 16,160.
+processes is torch's total, `memory_bytes`.
 
 Names are matched loosely. Vendor words, case, spaces and punctuation do not count; `a100-80gb` means the
-model A100 with 80 GB. When several entries still match:
-
-- entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is chosen, because training
-  machines have it. `a100-80gb-pcie` finds the other;
-- entries that differ in memory (`a100`, `v100`): the card of `COMMON` is chosen, described by `choice_of`.
+model A100 with 80 GB.
 
 A name that fits no entry is refused with the nearest ones. No figure is ever guessed: an unknown one is None,
 and `doubts` names each estimate.
@@ -39,6 +34,7 @@ COMMON = (
 
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:g|gb|gib)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z])(sxm|pcie|nvl)\d?(?![a-z0-9])")
+# Training machines mostly have this form; `a100-80gb-pcie` finds the other.
 PREFERRED_FORM = "SXM"
 
 
@@ -190,6 +186,7 @@ def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
     candidates = find_gpus(text)
     common = sorted((gpu for gpu in candidates if gpu.key in COMMON), key=lambda gpu: COMMON.index(gpu.key))
     if len(candidates) == 1 or (common and not exact):
+        # Entries that differ in memory (`a100`, `v100`): the common card, which `choice_of` describes.
         return (common or candidates)[0]
     raise GpuError(f"{text!r} can be {_list(candidates)}. Give the full name, or add the memory.")
 
@@ -206,6 +203,7 @@ def choice_of(text: str) -> str:
 
 def common_card(memory_bytes: int) -> Gpu | None:
     """Return the common card whose marketed memory is this; None where there is no such card."""
+    # The amount may be meant in GiB or in GB.
     sizes = {memory_bytes / (1 << 30), memory_bytes / 10**9}
     cards = {gpu.key: gpu for gpu in all_gpus()}
     return next((cards[key] for key in COMMON if cards[key].marketed_gb in sizes), None)
@@ -215,6 +213,7 @@ def find_gpus(text: str) -> list[Gpu]:
     """Return the GPUs that `text` can name: 'h100' has three forms. Raises `GpuError` for none."""
     if not isinstance(text, str):
         raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
+    # A complete name goes before a loose match, which may fit several entries.
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
     if candidates := exact or _prefer_sxm(_matches(text)):
         return candidates
@@ -231,6 +230,7 @@ def _matches(text: str) -> list[Gpu]:
     """Return the entries whose model matches, and whose memory and form factor do so too if given."""
     lowered = text.lower().replace("_", " ")
     memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
+    # Memory and form are taken out, so that the rest is the model's name alone.
     model = _normalize(_FORM.sub(" ", _MEMORY.sub(" ", lowered)))
     return [
         gpu
@@ -263,11 +263,13 @@ def _exact_names(gpu: Gpu) -> set[str]:
 def _model_names(gpu: Gpu) -> set[str]:
     """Return the model's name with and without its family: `4090`, `a6000`."""
     model = _normalize(gpu.model)
+    # People leave out `rtx`; a professional card keeps its letter (`a6000`).
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 
 
 def _has_memory(gpu: Gpu, gigabytes: int) -> bool:
     """Return True if the GPU has this marketed size, or if its total in nvidia-smi is within 1 GiB of it."""
+    # Drivers before R510 hid their reserve, so a V100 of 16,384 MiB read 16,160.
     shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
     return gigabytes == gpu.marketed_gb or abs(gigabytes - shown) <= 1
 

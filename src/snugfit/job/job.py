@@ -66,6 +66,7 @@ class Task(StrEnum):
         """
         legal = [task.value for task in cls if task is not cls.CUSTOM]
         if text not in (*legal, cls.CUSTOM.value):
+            # The hub and peft write tasks in other ways.
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
             if (name := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
                 return cls(name)
@@ -154,6 +155,7 @@ class Job:
     def __post_init__(self) -> None:
         _refuse_what_is_no_model(self.model)
         if self.task == "":
+            # The class is frozen, so text becomes an enum around its own assignment.
             object.__setattr__(self, "task", _task_of(self.model))
         if not isinstance(self.task, Task):  # a plain string is what people write
             object.__setattr__(self, "task", Task.parse(self.task))
@@ -187,12 +189,14 @@ class Job:
                 f"routing is {self.routing!r}; it must be 'balanced' (tokens go evenly to all experts) or "
                 "'worst' (all to the same)."
             )
+        # Only sequences and targets can be padded.
         if self.padding and not (has_sequence(self.task) or has_target(self.task)):
             raise JobError(
                 f"padding is {self.padding}, but the batches of the task {self.task} have no padding."
             )
         _refuse_task(self)
         if self.model.module is None:
+            # A module from Python has no config that could limit its positions.
             refuse_lengths(self, self.model.config)
 
     @property
@@ -207,6 +211,7 @@ class Job:
         if has_sequence(self.task):
             return self.batch_size * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
+        # A user's example may have token ids; its own sizes then count.
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
 
     def transformers_config(self) -> Any:
@@ -230,6 +235,7 @@ class Job:
 
     def model_class(self) -> Any:
         """Return the class of its model, without any adapters around a module from Python."""
+        # Adapters wrap the model, and their class has another name.
         module: Any = self.model.module
         if module is None:
             return class_of(self.task, self.config_to_read())
@@ -237,6 +243,7 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; `Job.from_json` reads it back."""
+        # Fields that do not compare are findings about the data, not the job.
         document = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
         return {**document, "model": self.model.to_json()}
 
@@ -301,6 +308,7 @@ def _refuse_what_is_no_model(model: object) -> None:
 def _loaded_dtype(asked: object, model: Model) -> str:
     """Return the dtype in which a model's weights are loaded. Raises `JobError` for one that no job has."""
     name = dtype_name("auto" if asked is None else asked)
+    # A module has its dtype already, so another one is a contradiction.
     if model.module is not None:
         if name not in ("auto", model.dtype):
             raise JobError(
@@ -324,6 +332,7 @@ def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
     since old files leave out defaults of their class. That imports transformers.
     """
     lengths = (job.task, job.sequence_length, job.target_length)
+    # Most configs name their positions, and need no import of transformers.
     if length_problem(config, *lengths) is None:
         return
     if problem := length_problem(job.transformers_config().to_dict(), *lengths):

@@ -1,13 +1,7 @@
 """The longest sequence that an architecture accepts, from its config.
 
 Learned (or tabulated) positions end: token `max_position_embeddings` has no row. Rotary, relative and ALiBi
-positions have no end. For those `max_position_embeddings` is only the length of the training. The keys of a
-config show the kind:
-
-- rotary positions: `rope_parameters` (older files: `rope_theta`, `rope_scaling`, `rotary_pct`);
-- relative positions: `relative_attention_num_buckets` without a table of positions (T5), or
-  `position_biased_input: false` (DeBERTa-v2 and later);
-- ALiBi positions: `alibi`.
+positions have no end. For those `max_position_embeddings` is only the length of the training.
 """
 
 from __future__ import annotations
@@ -38,6 +32,7 @@ def length_problem(
     """Return a sentence about the length, in tokens, that exceeds the positions of this config; None when all
     fits.
     """
+    # The text model of several parts has the positions of tokens.
     text = config.get("text_config") or config
     if has_sequence(task):
         limit = input_limit(text)
@@ -74,14 +69,18 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
         rows = config.get(key)
         if isinstance(rows, int | float) and rows > 0:
             return key, int(rows)
+    # Most models have one table for both.
     return input_limit(config)
 
 
 def _endless(config: Mapping[str, Any]) -> bool:
     """Return True if positions are computed for any length."""
+    # Rotary positions, by `rope_parameters` and the keys of older files.
     computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
     rotary = any(key.startswith(computed) for key in config)
+    # T5's relative positions have no table.
     relative = "relative_attention_num_buckets" in config and "max_position_embeddings" not in config
+    # DeBERTa-v2 and later add no positions to their input.
     biased = config.get("position_biased_input") is False
     named = config.get("position_embedding_type") == "rotary" or config.get("model_type") in WITHOUT_TABLE
     return rotary or relative or biased or named or bool(config.get("alibi"))
@@ -89,5 +88,6 @@ def _endless(config: Mapping[str, Any]) -> bool:
 
 def _unused_rows(config: Mapping[str, Any]) -> int:
     if config.get("model_type") in OFFSET_BY_PADDING:
+        # The rows up to the padding token's id are never used.
         return int(config.get("pad_token_id") or 1) + 1
     return 0

@@ -4,18 +4,8 @@ A model is its facts, the sizes and switches of a config.json, as canonical text
 therefore be predicted anywhere, without the files of its origin. Or it is a module of the user's own, from
 Python, with an example batch. Such a model exists in one process only.
 
-`Model.find` looks in this order, and the first that applies decides:
-
-1. Text written as a path: that file, or the config.json in that folder. A path begins with `.`, `/` or `~`,
-   or ends in `.json`.
-2. The name of a bundled preset, with or without its owner, in any case of letters. The name is ambiguous, and
-   refused, when the working directory also has a folder of that name with a config.json. The message gives
-   the notation for each.
-3. An existing folder or file.
-4. A hub id whose config is in the local cache.
-5. A tuned model's, a mirror's or a distilled model's name (`names.py`): the preset that has its sizes.
-6. A hub id: its config.json, a few kB, from the hub, and no other file. HF_HUB_OFFLINE=1 and `online=False`
-   forbid it, and no socket is opened.
+`Model.find` tries a path, a preset, an existing folder, the hub's cache, a preset of the same sizes
+(`names.py`), and the hub. HF_HUB_OFFLINE=1 and `online=False` forbid the hub, and no socket is opened.
 """
 
 from __future__ import annotations
@@ -84,6 +74,7 @@ class Model:
         if not isinstance(name, str | os.PathLike):
             raise ModelError(f"{name!r} is not the name of a model: give text or a path.")
         full_name, origin, facts = find_facts(os.fspath(name), online=online, tell=tell)
+        # Older configs name no dtype, and transformers then takes that of the weights.
         if "dtype" not in facts and (folder := own_folder(full_name, origin)):
             facts |= {"dtype": stored_dtype(folder)}
         return cls.from_config(facts, name=full_name, origin=origin)
@@ -92,6 +83,7 @@ class Model:
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
         """Return the model of a config's keys; they must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
+        # Sorted keys make equal facts equal texts, so that models compare and hash by them.
         return cls(
             name=name, origin=origin, facts=json.dumps(sizes, sort_keys=True), dtype=facts.get("dtype")
         )
@@ -122,6 +114,7 @@ class Model:
             if isinstance(value, list | tuple) or (hasattr(value, "ndim") and not torch.is_tensor(value)):
                 kind = type(value).__name__
                 raise ModelError(f"The example batch's {key!r} is of type {kind}; give a tensor.")
+        # A wrong dimension is reported at once, not in the middle of a prediction.
         BatchLayout.of(example, batch_dims)
         return cls(
             name=type(module).__name__,
@@ -214,6 +207,7 @@ class Model:
         from transformers import AutoConfig
 
         facts = without_ignored(self.facts)
+        # Only a head of classes has a number of labels.
         head = {"num_labels": labels} if has_classes(task) else {}
         try:
             config = AutoConfig.for_model(facts.pop("model_type"), **facts, **head)
@@ -228,6 +222,7 @@ class Model:
         for inputs in model_inputs():
             inputs.complete(config)
         in_tokens = inputs_of(task, self.architecture) is None
+        # Synthetic targets have a length of their own, which a decoder without an encoder cannot take.
         if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "

@@ -62,15 +62,18 @@ def same_sizes(name: str, presets: Iterable[str]) -> str | None:
 
     An exact name goes before one that a tuning or a base adds to, since a tuned model's dtype may differ.
     """
+    # Layers of such a mirror may be those of another architecture.
     if CONVERTED.match(name):
         return None
     owner, _, bare = name.rpartition("/")
     known = {preset: preset for preset in presets} | SAME_SIZES
     if name in SAME_SIZES:
         return SAME_SIZES[name]
+    # A mirror's model has its original owner's sizes.
     if owner.lower() in map(str.lower, MIRRORS):
         owner = ""
     named = [(full_name.split("/"), preset) for full_name, preset in known.items()]
+    # Exact names first, since a tuned model may have another dtype than its base.
     for reduce in (str.lower, _without_tuning):
         for (its_owner, its_bare), preset in named:
             if reduce(bare) == reduce(its_bare) and owner.lower() in ("", its_owner.lower()):
@@ -100,6 +103,7 @@ def presets_like(name: str, presets: Iterable[str]) -> str:
 def _family(name: str) -> str:
     first = re.split(r"[_.-]", _without_tuning(name.rpartition("/")[2]))[0]
     letters = first.rstrip("0123456789")
+    # A family of two letters (`mt5`) needs its number.
     return letters if len(letters) > len("mt") else first
 
 

@@ -1,11 +1,9 @@
 """The folder of a model's trained weights, and the checks before they are read.
 
-Weights must be safetensors in a folder with a config.json: reading a pickle runs code. An index may name
-files of its own folder only (transformers follows `../` out of it). A tensor is a name and never a path. The
-safetensors library checks the content of a file when it is opened.
+Weights must be safetensors in a folder with a config.json: reading a pickle runs code. The safetensors
+library checks the content of a file when it is opened.
 
-A model is loaded whole. transformers initialises missing weights at random, skips unknown tensors and adds
-adapters from the same folder. Here only a head may be new, and the user sees new weights and skipped tensors.
+A model is loaded whole. Here only a head may be new, and the user sees new weights and skipped tensors.
 """
 
 from __future__ import annotations
@@ -47,11 +45,13 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
     for file in files:
         if not file.is_file():
             raise ModelError(f"{folder}: {file.name} is named by {INDEX} but is missing.")
+        # transformers follows `../` out of the folder, so links are resolved and compared.
         if file.name != SINGLE and not _is_of(folder, file):
             raise ModelError(
                 f"{folder}: {file.name} is named by {INDEX} and is a link to {file.resolve()}, outside the "
                 "folder. An index may only name files in its own folder. Put the file there."
             )
+    # transformers adds an adapter from the same folder without a word.
     if (folder / ADAPTER).exists():
         raise ModelError(
             f"{folder} has {ADAPTER} next to a model's weights. transformers would load that adapter into "
@@ -117,6 +117,7 @@ def _is_of(folder: Path, file: Path) -> bool:
     In the hub's cache, where a snapshot's files are links, the folder of its model counts.
     """
     own = folder.resolve()
+    # Files of a snapshot are links into the model's blobs, two folders up.
     root = own.parents[1] if own.parent.name == "snapshots" else own
     return file.resolve().is_relative_to(root)
 
@@ -139,6 +140,7 @@ def _shards(index: Path) -> list[str]:
     shards = list(document["weight_map"].values())
     for shard in shards:
         if (
+            # A name is never a path.
             not isinstance(shard, str)
             or not shard
             or shard != os.path.basename(shard)
@@ -191,8 +193,10 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
             "labels."
         )
     missing = set(info["missing_keys"])
+    # Without any weight in common, the folder belongs to another model.
     if len(missing) >= len(list(model.parameters())):
         raise ModelError(f"{folder} has no weights of {type(model).__name__}. Are they of another model?")
+    # transformers would draw missing weights at random.
     if lost := sorted(missing - _new_heads(model, missing)):
         raise ModelError(
             f"{folder} is missing weights of {type(model).__name__} that are not those of a new head: "
@@ -214,6 +218,7 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
     present = {name.rpartition(".")[0] for name in model.state_dict() if name not in without}
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     prefix = f"{model.base_model_prefix}." if base is not None else ""
+    # Children with layers or embeddings are the base; heads have neither.
     stacks = {
         name
         for name, child in (model if base is None else base).named_children()
@@ -223,6 +228,7 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
     def is_head(name: str) -> bool:
         owner, _, leaf = name.rpartition(".")
         if prefix and not name.startswith(prefix):
+            # Outside of the base, a module with any present weight is no new head.
             return owner not in present
         child = name.removeprefix(prefix).partition(".")[0]
         if "mask" in leaf:

@@ -4,25 +4,9 @@ The caching allocator takes, among free blocks of one size, the one at the lowes
 that order when it maps segments. The order is not documented. These rules are inferred from nine recorded
 runs on H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22). Further evidence is single operators
 (`results/h200-2026-11-22/holes.json`), and runs on an H100 (2026-11-26) where a rule names them. Replayed
-with the recorded addresses, the allocator of `allocator.py` gives every block its recorded address. With the
-rules below, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them it
+with the recorded addresses, the allocator of `allocator.py` gives every block its recorded address. With
+these rules, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them it
 makes the same choice at every block.
-
-1. The driver divides address space into chunks of whole 32 MiB. A segment goes to the lowest hole that
-   it fits in, at the hole's lower end.
-2. If none fits, a new chunk is made right below all others, and its upper rest is a hole.
-3. From the start there is one chunk of 416 MiB above all later ones. The context occupies its lower 414 MiB.
-   Another chunk of 32 MiB is 64 MiB higher. The context occupies its lower 8 MiB.
-4. The context releases its 414 MiB before the first kernel of most kinds (`rehearsal/record/kernels.py`). If
-   a segment is in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made in
-   the upper 384 MiB of its place, downwards. Two runs on an H100 left its lowest 32 MiB empty.
-5. The code of kernels takes 2 MiB at a time from the holes. It does so once before that first kernel. It does
-   so twice when the first forward pass begins, and five times when the first backward pass does. Two ViTs
-   show these counts. A BERT took as much, but before its backward pass.
-6. cuBLAS takes 64 MiB of its own from the holes when it starts, 2 MiB at a time. A hole of 52 MiB was full
-   then in a run on an H100 (a Whisper, 2026-11-26). With this rule each block of its three steps has its
-   recorded place. The libraries that cuBLAS loads take 192 MiB of the rest in that place. Another run on an
-   H100 shows that amount, with three new chunks below it.
 
 Other mappings of the driver and of libraries only shift addresses and change no order.
 """
@@ -32,17 +16,22 @@ from __future__ import annotations
 import bisect
 
 MIB = 1 << 20
+# The driver divides address space into chunks of whole 32 MiB.
 CHUNK = 32 * MIB
 TOP = 1 << 46
 """Address at which the context's own chunk begins. All later ones are below, except those in its place."""
+# From the start there is one chunk of 416 MiB above all later ones; the context occupies its lower 414 MiB.
 OWN_CHUNK, OWN, LOWEST = 416 * MIB, 414 * MIB, 32 * MIB
 """Bytes of the context's own chunk, of its occupied part, and of the part that stays empty after its release.
 """
 ABOVE_OWN = (TOP + OWN, OWN_CHUNK - OWN)
+# Another chunk of 32 MiB is 64 MiB higher. The context occupies its lower 8 MiB.
 HIGHEST = (TOP + 488 * MIB, 24 * MIB)
 """Holes from the start: addresses, of which only the order matters, and sizes in bytes."""
+# Two ViTs show these counts. A BERT took as much, but before its backward pass.
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
 """Bytes that the code of kernels takes at a time, and how often it does so when each pass first begins."""
+# A hole of 52 MiB was full then in a run on an H100 (a Whisper, 2026-11-26).
 CUBLAS, LIBRARIES = 64 * MIB, 192 * MIB
 """Bytes of address space that cuBLAS takes when it starts, and those of the libraries that it loads.
 
@@ -64,11 +53,15 @@ class DeviceAddresses:
 
     def release_context(self) -> None:
         """Release the context's part of its chunk."""
+        # The code of the first kernels takes its space before the context gives up its own.
         self._reserve_space(CODE)
+        # No segment is in the 2 MiB above, so the whole chunk is gone, and new chunks are made in its place.
         if ABOVE_OWN in self._holes:
             self._holes.remove(ABOVE_OWN)
+            # Two runs on an H100 left the lowest 32 MiB of the place empty.
             self._room = OWN_CHUNK - LOWEST
         else:
+            # A segment keeps the chunk, and the released 414 MiB are a hole below it.
             bisect.insort(self._holes, (TOP, OWN))
 
     def begin_forward(self) -> None:
@@ -83,20 +76,25 @@ class DeviceAddresses:
 
     def start_cublas(self) -> None:
         """Map cuBLAS's own address space, and the libraries in the context's former chunk."""
+        # cuBLAS takes its space from the holes, 2 MiB at a time.
         for _ in range(CUBLAS // CODE):
             self._reserve_space(CODE)
+        # Another run on an H100 shows the amount, with three new chunks below it.
         self._room = max(0, self._room - LIBRARIES)
 
     def _reserve_space(self, size: int) -> int:
         address = self._from_hole(size)
         if address is None:
             chunk = -(-size // CHUNK) * CHUNK
+            # If no hole is large enough, a new chunk is made right below all others, and its upper rest is a
+            # hole.
             address = self._new_chunk(chunk)
             if chunk > size:
                 bisect.insort(self._holes, (address + size, chunk - size))
         return address
 
     def _from_hole(self, size: int) -> int | None:
+        # A segment goes to the lowest hole that it fits in, at the hole's lower end.
         for index, (address, space) in enumerate(self._holes):
             if space >= size:
                 if space == size:
@@ -109,6 +107,7 @@ class DeviceAddresses:
     def _new_chunk(self, chunk: int) -> int:
         if chunk <= self._room:
             self._room -= chunk
+            # New chunks fill the context's former place downwards.
             return TOP + LOWEST + self._room
         self._lowest -= chunk
         return self._lowest

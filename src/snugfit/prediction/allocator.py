@@ -1,23 +1,7 @@
 """A replay of the CUDA caching allocator: requests are rounded, split and cached.
 
 A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` and `AllocatorConfig.h`, torch
-2.13, default configuration and `expandable_segments`:
-
-1. A size is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, above to the large one.
-2. Best fit: the smallest free block of the pool that is large enough, the lowest address among equals.
-3. On a miss a segment is taken from the device. It has 2 MiB for the small pool and 20 MiB for sizes under 10
-   MiB. Larger sizes are rounded up to 2 MiB. If the device has no more, whole free segments are released
-   first. (So the release is replayed while the model is built, once and without harm. A step that releases
-   again and again is as good as one that does not fit. It fits when its peak of reserved bytes does.)
-4. A block is split when the rest is large enough. That is 512 B in the small pool, more than 1 MiB in the
-   large one. An unsplit block is handed out whole, so `allocated` counts more than was requested.
-5. A freed block merges with free neighbours of its segment. Nothing else is released to the device by itself.
-6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its end.
-   Every block splits at 512 B. The block at the end of the range, which could still grow, is handed out only
-   when no other fits.
-7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments are never released.
-8. Each stream has pools of its own: a block that is freed in one is never handed out in another. Another
-   stream may still use a block when it is freed. The block is free again when that use ends.
+2.13, default configuration and `expandable_segments`.
 
 Addresses matter only as an order. `addresses.py` gives the order in which the driver hands out segments.
 """
@@ -34,8 +18,10 @@ from snugfit.prediction.addresses import DeviceAddresses
 from snugfit.prediction.last_step import MOST_REPEATED, NONE_LATE, Frees, LastStep, begin_of_last_step, places
 from snugfit.rehearsal.trace.trace import MarkKind, Memory, Period, Trace
 
+# Sizes are rounded up to 512 B. Up to 1 MiB they belong to the small pool, above to the large one.
 MINIMUM = 512
 SMALL = 1 << 20
+# A new segment has 2 MiB for the small pool, 20 MiB for sizes under 10 MiB, and above whole 2 MiB.
 SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_FROM = 10 << 20
@@ -78,6 +64,7 @@ class Allocator:
         """Number of times that it has released cached segments in order to continue."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
+        # Free blocks of a pool ascend by size and address, so the first that is large enough fits best.
         self._free = defaultdict[int, list[tuple[int, int, _PoolBlock]]](list)
         self.addresses = DeviceAddresses()
         self._range_end: dict[int, _PoolBlock] = {}
@@ -90,9 +77,11 @@ class Allocator:
         pool = small + OF_GRAPHS * (memory is Memory.GRAPHS) + OF_STREAM * stream
         block = self._best_fit(size, pool) or self._allocate_segment(size, pool)
         remaining = block.size - size
+        # A split needs a rest of 512 B in the small pool, and of more than 1 MiB in the large one.
         if remaining >= MINIMUM if small or self.expandable else remaining > SMALL:
             self._split(block, size)
         block.free, block.requested = False, nbytes
+        # An unsplit block counts whole, so `allocated` is more than was requested.
         self.allocated += block.size
         self.requested += nbytes
         if self.allocated > self.allocated_peak:  # noqa: PLR1730 - `max` takes longer, millions of times
@@ -114,6 +103,7 @@ class Allocator:
         """Free a dropped block and merge it with its free neighbours."""
         self.requested -= block.requested
         block.free = True
+        # A freed block merges with free neighbours of its segment, and does not return to the device.
         if (before := block.before) is not None and before.free:
             self._remove_free(before)
             block.address, block.size, block.before = before.address, block.size + before.size, before.before
@@ -130,6 +120,7 @@ class Allocator:
 
     def state(self) -> Hashable:
         """Return all inputs of the allocator's next decisions, except the blocks that are handed out."""
+        # Handed-out blocks are left out: `places` compares those that a step frees.
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
     def free_blocks(self) -> list[_PoolBlock]:
@@ -142,6 +133,7 @@ class Allocator:
         if index == len(pool):
             return None
         end = self._range_end.get(number)
+        # The block at the end of the range could still grow, so it is taken only if no other fits.
         if self.expandable and pool[index][2] is end and index + 1 < len(pool):
             index += 1
         return pool.pop(index)[2]
@@ -161,6 +153,7 @@ class Allocator:
     def _grow(self, size: int, pool: int) -> _PoolBlock:
         """Map whole pages behind the pool's last block, which becomes part of the new block if it is free."""
         last = self._range_end.get(pool)
+        # Each pool has its own range of addresses, numbered in the order of first use.
         start = self._range_next.setdefault(pool, len(self._range_next) + 1 << RANGE_BITS)
         have = last.size if last is not None and last.free else 0
         page = SMALL_SEGMENT if is_small(pool) else LARGE_SEGMENT
@@ -183,7 +176,9 @@ class Allocator:
         """Release whole free segments to the device. Segments that grow in place stay."""
         if self.expandable:
             return
+        # Pools of CUDA graphs never release their segments.
         for pool in [free for number, free in self._free.items() if number % OF_STREAM < OF_GRAPHS]:
+            # A block without neighbours is a whole segment.
             whole = [block for _, _, block in pool if block.before is None and block.after is None]
             for block in whole:
                 self._remove_free(block)
@@ -191,6 +186,7 @@ class Allocator:
 
     def _reserve(self, nbytes: int) -> None:
         if self.limit is not None and self.reserved + nbytes > self.limit:
+            # Before it fails, the allocator releases whole free segments.
             self.empty_cache()
             self.retries += 1
         self.reserved += nbytes
@@ -278,6 +274,7 @@ def replay(
         reserved.append(allocator.reserved)
         index += 1
     frees.finish()
+    # The last step may still reserve more if it begins with other free blocks than it leaves.
     if began is not None and (allocator.state(), places(trace, live)) != began:
         last = LastStep(trace, start, live)
         if last.leaves_as_many:
@@ -326,8 +323,10 @@ class Repeats:
         time = (index - period.start) // period.events
         oldest = self._first_block(period)
         moved = period.blocks * time
+        # Numbers of the period's own blocks are shifted back, so that equal states compare equal.
         own = tuple([(number - moved, one.address) for number, one in live.items() if number >= oldest])
         known = self._known[period.start]
+        # The state was the same some times ago: the events since then repeat.
         before = known.setdefault((state, own), time)
         if before == time:
             return Skipped(0)
@@ -384,10 +383,12 @@ def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Seq
         if event < 0:
             continue
         words = [trace.blocks[event - 1].phase, trace.blocks[event - 1].operator]
+        # The release comes first if both happen before the same block.
         if release is not None and release.event <= index:
             words[:0] = release.phase, release.kind
             release = None
         if due := [pending.pop(word) for word in words if word in pending]:
+            # Each word has one action, and its first block triggers it.
             actions[event] = due
         if not pending:
             break

@@ -25,6 +25,7 @@ def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: S
     """Return the anatomy of `trace` at the event `peak`; `reserved` are the allocator's bytes after each
     event.
     """
+    # Without a wish for weights, they have the dtype of the job.
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
@@ -117,6 +118,7 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
     if not marks:
         return
     start, live = marks[0].event, list(trace.live())
+    # At least one event per stretch, for steps with fewer events than points.
     stretch = max(1, (len(live) - start) // POINTS)
     tops = [
         max(range(low, min(low + stretch, len(live))), key=live.__getitem__)
@@ -124,6 +126,7 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
     ]
     current = 0
     for top, kinds in zip(tops, _kinds_after(trace, tops), strict=True):
+        # The phase at a point is that of the last mark before it.
         while current + 1 < len(marks) and marks[current + 1].event <= top:
             current += 1
         yield CurvePoint(
@@ -148,6 +151,7 @@ def _kinds_after(trace: Trace, positions: Sequence[int]) -> Iterator[dict[str, i
 
 
 def _operators(trace: Trace) -> Iterable[OperatorLine]:
+    # The module imports torch, which `snugfit --help` must not load.
     from snugfit.rehearsal.record.kernels import GROUPS, group_of
 
     totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])

@@ -68,6 +68,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     """
     from snugfit.rehearsal.device.policy import CudaPolicy
 
+    # Without a GPU, kernels are those of an H200: the defaults of `CudaPolicy`.
     if gpu is None:
         return CudaPolicy(softmax_saves_input=software.softmax_saves_input)
     if gpu.compute_capability is None or gpu.sm_count is None:
@@ -76,6 +77,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
             f"only. {_INSTEAD}"
         )
     oldest, _ = _oldest_capabilities()
+    # An earlier software may run on GPUs that the installed torch no longer supports.
     if software.name == INSTALLED and gpu.compute_capability < oldest:
         raise GpuError(
             f"The installed torch {_torch()} does not run on {gpu.name}: compute capability "
@@ -122,6 +124,7 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     Each different set of decisions is one of its `peers`.
     """
     policies = [policy_for(gpu, software) for gpu in gpus]
+    # Equal decisions need one simulation, so one policy of each kind suffices.
     by_decisions = {
         policy.decisions: policy for policy in policies if policy.may_share == policies[0].may_share
     }
@@ -180,6 +183,7 @@ def graphs_bytes(kernels: Iterable[Kernel]) -> int:
         if not kernel.played or kernel.compiled:
             continue
         graphs = played.setdefault(kernel.phase, [])
+        # `programs` marks the first kernel of a graph.
         if kernel.programs or not graphs:
             graphs.append(0)
         graphs[-1] += 1
@@ -199,6 +203,7 @@ def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
     """Return the result of `context_of` for a step with these needs, found once for many GPUs."""
+    # The software of an earlier time gives context and libraries as one figure.
     if software.context_bytes is not None:
         return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None
@@ -211,6 +216,7 @@ def context_for(
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
     total += SOLVER * needs.solver + needs.feature_bytes + needs.graphs_bytes
     if needs.pinned_bytes:
+        # A step without page-locked memory has no stream for copies either.
         total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:
         return total, []
@@ -229,6 +235,7 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     """
     if gpu is None:
         return ["No GPU was named, so kernels are chosen for compute capability 9.0. Add --gpu NAME."]
+    # An H200's capability is the reference, so nothing is less certain.
     if gpu.compute_capability is None or gpu.compute_capability == (9, 0):
         return []
     usual = _oldest_capabilities()[1]

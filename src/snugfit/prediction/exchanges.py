@@ -109,6 +109,7 @@ class Exchanges:
 
     def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
         """Return the bytes of the weights that a process builds on the host."""
+        # The HF Trainer builds on the host and moves the model later.
         on_host = job.build_on == "host" or loop == "trainer"
         return on_host * weight_bytes(traces[0])
 
@@ -170,4 +171,5 @@ def weight_bytes(trace: Trace) -> int:
 @cache
 def exchanges() -> Exchanges:
     """Return the figures of several processes, of the feature that has them."""
+    # Without a feature for several processes, the base class has the figures of one.
     return next((make() for make in hooks("exchanges")), Exchanges())

@@ -40,6 +40,7 @@ def headroom_of(
     values. All of the memory is an error too, unless the GPU is `one_of_many`, since others may have more.
     """
     if asked is None:
+        # An amount that the user names is used in full, unless a headroom is requested.
         return usual_headroom(gpu) if memory_bytes is None else 0
     limit = gpu.memory_bytes if memory_bytes is None and gpu else memory_bytes
     headroom = _as_bytes(asked, limit)
@@ -65,6 +66,7 @@ def at_most(needed_bytes: float, gpu: Gpu) -> int:
 
 def may_drive_display(gpu: Gpu) -> bool:
     """Return True if the driver calls it a GeForce, a card of desktop machines."""
+    # Gaming cards often drive a desktop, whose windows take memory too.
     return any("geforce" in name.lower() for name in gpu.names)
 
 

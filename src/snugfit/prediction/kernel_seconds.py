@@ -1,11 +1,7 @@
 """Seconds of one kernel on the device: the larger of its arithmetic and its memory traffic, at achieved
 rates.
 
-**Matrix products** are cut into tiles that the multiprocessors compute in waves. A wave that is not full
-takes as long as a full one. So a product a little larger can take a third longer, and small ones reach a
-tenth of the peak. cuBLAS chooses tile and split of the inner dimension for the shape. Here the fastest of a
-few tiles and splits is taken, as a good choice would be. (The model is the usual one of tile and wave
-quantisation: NVIDIA, "Matrix Multiplication Background User's Guide".)
+**Matrix products** are cut into tiles that the multiprocessors compute in waves (`tile_seconds`).
 
 **Attention** by its FLOPs, in waves of blocks of 64 queries.
 
@@ -127,7 +123,9 @@ class KernelClock:
         if kernel.operator in WITHOUT_WORK:
             return 0.0 if self._connected is None else self._connected.seconds(kernel)
         if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
+            # An unprepared batch is in pageable memory.
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)
+            # A copy's bytes count as read and written, but cross the link once.
             return self.rates.start + kernel.nbytes / 2 / link
         if not kernel.operator.startswith(GENERATED):  # names of generated kernels list their fused operators
             if "convolution" in kernel.operator:
@@ -139,6 +137,7 @@ class KernelClock:
 
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
         """Return the bytes per second that this kernel reaches, and seconds to start it."""
+        # 16-bit operands have rates of their own where they were measured.
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
         for name in (*(name for of in hooks("rate_names") for name in of(kernel)), *names):
@@ -150,7 +149,8 @@ class KernelClock:
     def _rate(self, dtype: str) -> MatmulRate:
         products, precision = self.rates.products, PRECISIONS.get(dtype, "fp32")
         if precision == FP8 and FP8 not in products and "bf16" in products:
-            return replace(products["bf16"], flops=2 * products["bf16"].flops)  # a calibration of before
+            # Earlier calibrations lack 8-bit products; data sheets have twice the rate of bfloat16.
+            return replace(products["bf16"], flops=2 * products["bf16"].flops)
         return products.get(precision) or products["fp32"]
 
     def _matmul(self, kernel: Kernel) -> float:
@@ -158,12 +158,15 @@ class KernelClock:
         first, second = kernel.shapes[1:3] if kernel.operator in WITH_BIAS else kernel.shapes[:2]
         batch = math.prod(first[:-2])
         rows, inner, columns = first[-2], first[-1], second[-1]
+        # An empty product is launched, and does nothing.
         if min(batch, rows, inner, columns) == 0:
             return self.rates.start
+        # The least aligned operand decides: rows are aligned to the greatest common divisor.
         share = rate.share(math.gcd(ALIGNMENT, *(length * kernel.itemsize for length in kernel.leading)))
         tiles = tile_seconds(
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
+        # A product that adds to its result has a measured rate, since it reads the result too.
         moved, _ = self._pattern(kernel) if kernel.operator.endswith("_") else (self.rates.bandwidth, 0.0)
         start = rate.start * (PLAYED if kernel.played else 1)
         return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
@@ -180,12 +183,14 @@ class KernelClock:
     def _convolution(self, kernel: Kernel) -> float:
         rate = self._rate(kernel.dtype).flops * CONVOLUTION.get(kernel.dtype, LOW_CONVOLUTION)
         weights = kernel.shapes[2 if "backward" in kernel.operator else 1]
+        # With three colours, no precision was faster than this share of fp32's rate.
         if weights[1] < FEW_CHANNELS:
             rate = min(rate, self.rates.products["fp32"].flops * FEW_CHANNELS_FLOPS)
         return self.rates.start + max(kernel.flops / rate, kernel.nbytes / self.rates.bandwidth)
 
     def _attention(self, kernel: Kernel) -> float:
         backward = "backward" in kernel.operator
+        # A kernel without one of these names (flex) counts as flash attention.
         family = next((name for name in ("cudnn", "flash", "efficient") if name in kernel.operator), "flash")
         if family == "efficient" and "16" in kernel.dtype:
             family = "efficient half"
@@ -196,12 +201,15 @@ class KernelClock:
         if kernel.layout == WITH_DROPOUT and with_dropout in known:
             family = with_dropout
         flops, start = known[family]
+        # Backward has the output's gradient in front of the query.
         query = kernel.shapes[1] if backward else kernel.shapes[0]
+        # Three dimensions are sequences in one row, without a dimension for the batch.
         if len(query) == 3:
             busy = self._busy_with_several(math.prod(query[:-1]))
         else:
             blocks = math.prod(query[:-2]) * -(-query[-2] // QUERIES)
             waves = -(-blocks // self.rates.multiprocessors)
+            # The last wave of blocks leaves multiprocessors idle.
             busy = math.prod(query[:-1]) / QUERIES / (waves * self.rates.multiprocessors) if blocks else 1.0
         return start + max(kernel.flops / (flops * busy), kernel.nbytes / self.rates.bandwidth)
 
@@ -229,17 +237,22 @@ def tile_seconds(
     `sizes` are (batch, rows, columns, inner length). `share` is the part of the rate that alignment leaves.
     """
     batch, rows, columns, inner = sizes
+    # cuBLAS chooses tile and split by the shape; the fastest of a few is a good choice.
     best = math.inf
     for height, width, index in TILES:
         efficiency = share * (rate.efficiency[index] if index >= 0 else 1.0)
         flops = rate.flops / multiprocessors * efficiency
         tiles = batch * -(-rows // height) * -(-columns // width)
         for split in SPLITS:
+            # Splits ascend, so the first that is too fine ends the search.
             if split > 1 and (inner < SHORTEST_SPLIT * split or tiles * split > multiprocessors):
                 break
+            # A wave that is not full takes as long as a full one, so a larger product may take a third
+            # longer.
             waves = -(-tiles * split // multiprocessors)
             seconds = waves * (2 * height * width * inner / split / flops + rate.wave)
             if split > 1:
+                # Further traffic: the parts in fp32, and their sum.
                 seconds += ADDING_UP + (split + 1) * 4 * batch * rows * columns / bandwidth
             best = min(best, seconds)
     return best

@@ -57,6 +57,7 @@ class Frees:
 
     def pass_by(self, event: int) -> None:
         """Free all blocks that are due before this event, which is about to happen."""
+        # The heap has the earliest free first.
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
@@ -83,6 +84,7 @@ class LastStep:
     def __init__(self, trace: Trace, start: int, live: Mapping[int, Any]) -> None:
         self._start = start
         self._live = LiveSet()
+        # Blocks from before the step keep their order, so that frees find them by position.
         before = [index + 1 for index in trace.alive_at(start - 1)]
         numbers = {number: self._live.alloc(_alloc_of(trace, number)) for number in before}
         self._moves: list[tuple[Alloc | Free, Memory, int]] = []
@@ -92,6 +94,7 @@ class LastStep:
                 numbers[event] = self._live.alloc(alloc)
                 self._moves.append((alloc, trace.memory_of(event - 1), trace.streams.get(event - 1, 0)))
             else:
+                # A free needs neither memory nor stream.
                 self._moves.append((self._live.free_of(numbers[-event]), Memory.OWN, 0))
         self._blocks: list[Any] = [live.get(number) for number in numbers]
 
@@ -103,6 +106,7 @@ class LastStep:
 
     def begins(self) -> Hashable:
         """Return the addresses of all blocks of which it will free some."""
+        # A set, because the order of stacks has no meaning.
         blocks = self._blocks
         return frozenset(
             (stack, tuple([blocks[index].address for index in indices]))
@@ -123,6 +127,7 @@ class LastStep:
                 self._live.alloc(move)
                 self._blocks.append(allocator.allocate(move.nbytes, memory, stream))
             else:
+                # Positions repeat with each run of the step, so late frees happen at the same events.
                 frees.free(index, self._blocks[self._live.free(move)])
         frees.finish()
 
@@ -131,6 +136,7 @@ def begin_of_last_step(trace: Trace) -> int:
     """Return the number of events before the last step; -1 where there is one step alone."""
     phases = trace.phases
     last = phases[-1].step if phases else -1
+    # One step alone has no earlier one to compare with.
     return next(mark.event for mark in phases if mark.step == last) if last > 0 else -1
 
 

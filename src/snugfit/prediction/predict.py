@@ -134,10 +134,12 @@ def _foresee_rank(
 ) -> ForeseenRank:
     communication = exchanges().communication_bytes(trace, ranks_of(setup))
     group = exchanges().group_bytes(setup, loop) + communication
+    # The context is no memory of the allocator's.
     context, about_context = context_of(gpu, profile, trace, group=group)
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
     late = exchanges().late_frees(trace, gpu, setup, rates)
     after = replay(trace, expandable=setup.expandable_segments, limit=limit, late=late)
+    # Above the limit the step does not fit anyway, and the sentence would mislead.
     if limit is not None and after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
     return ForeseenRank(rank, trace, after, context, communication, about_context)
@@ -160,6 +162,7 @@ def _rehearse(
     trainer_class: type[Any] | None,
     rank: int,
 ) -> Trace:
+    # An import in the middle of a step may change its trace, so it happens before.
     if _wants_more(setup) or loop != "plain":
         complete_imports()
     put_off = are_put_off()
@@ -192,6 +195,7 @@ def _rehearse_once(
 ) -> Trace:
     policy = policy_for(gpu, profile)
     as_ours = loop == "plain" and not (profile.keep_gradients or profile.always_mask)
+    # A shallow model has the same kernels only in snugfit's own loop and with today's software.
     if as_ours and (trace := rehearse_from_few_layers(job, setup, policy)) is not None:
         return trace
     return rehearse(
@@ -218,12 +222,14 @@ def _host_bytes(job: Job, setup: Setup, shown: ForeseenRank, ranks: Sequence[For
     workers = setup.loader.workers
     training = (
         PROCESS_BYTES
+        # Each worker holds its prefetched batches in addition.
         + workers * (WORKER_BYTES + PREFETCHED_BATCHES * batch)
         + (2 * batch if setup.loader.pinned else 0)
         + pinned_bytes(trace.kernels)
         + host_state_bytes(trace.kernels)
     )
     weights = exchanges().weights_on_host(job, setup, [one.trace for one in ranks], loop)
+    # A model that is built on the host is there before CUDA's context, and gone before training.
     return max(training, IMPORTED_BYTES + weights)
 
 
@@ -232,6 +238,7 @@ def _footprint(shown: ForeseenRank, peak: int, host: int, memory: int | None) ->
     taken = context + after.reserved_peak
     managed = managed_bytes(trace.kernels)
     if memory is not None:
+        # Managed pages that do not fit on the GPU stay on the host.
         managed = min(managed, max(0, memory - taken))
     return Footprint(
         requested_bytes=after.requested_peak,
@@ -262,12 +269,14 @@ def _seconds(
         return None, (), ()
     try:
         rates = rates or rates_for(gpu, ranks_of(setup))
+    # Without rates the bytes are still predicted.
     except GpuError as unknown:
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
     doubts += tuple(sentence for further in hooks("timing_doubts") for sentence in further(setup))
     trace, workers = shown.trace, setup.loader.workers
     doubts = (*doubts, *exchanges().doubts(trace, gpu, rates))
+    # Ranks that differ wait for each other, so only the feature knows their seconds.
     if differing is not None:
         return differing.seconds(shown.rank, job.batch_size, rates), (), doubts
     connected = exchanges().link(gpu, rates)

@@ -55,6 +55,7 @@ class Software:
         """Return the recipe with this software's techniques in the slots where it is plain."""
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):
+            # A technique that the user named keeps its slot.
             if recipe[technique.slot] == plain[technique.slot]:
                 recipe = recipe.with_(technique)
         return recipe
@@ -65,6 +66,7 @@ class Software:
         path = self.optimizers.get(setup.optimizer.factory.path)
         if path is None:
             return setup
+        # The Trainer's name would select today's optimizer.
         return replace(setup, optimizer=replace(setup.optimizer, factory=Call(path=path), trainer_name=None))
 
 
@@ -77,6 +79,7 @@ def find_software(name: str) -> Software:
         legal = [INSTALLED, *sorted(known)]
         raise UsageError(f"Unknown software {name!r}.{did_you_mean(name, legal)} Known: {', '.join(legal)}.")
     facts = json.loads(known[name].read_text())
+    # These two keys are for readers of the file.
     fields = {key: value for key, value in facts.items() if key not in ("about", "sources")}
     return Software(name=name, **fields)
 

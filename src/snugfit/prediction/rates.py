@@ -86,6 +86,7 @@ class MatmulRate:
 
     def share(self, alignment: int) -> float:
         """Return the remaining share of the rate for rows aligned to a power of two of bytes, at most 16."""
+        # Alignments of 2, 4 and 8 bytes have indices 0, 1 and 2.
         return 1.0 if alignment >= ALIGNMENT else self.unaligned[alignment.bit_length() - 2]
 
 
@@ -304,6 +305,7 @@ def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
     and last the reference's shares of its data sheet. Raises `GpuError` when the table does not give its
     speed, or when a calibration cannot be read.
     """
+    # Rates may depend on the number of GPUs that work at once.
     calibrated = _read_calibration(calibration_file(gpu, gpus)) if gpus > 1 else None
     return calibrated or _read_calibration(calibration_file(gpu)) or packaged_rates(gpu)
 
@@ -341,6 +343,7 @@ def calibration_file(gpu: Gpu, gpus: int = 1) -> Path:
 def _read_calibration(file: Path) -> Rates | None:
     """Return the rates in this file; None if it does not exist. Raises `GpuError` for an invalid file."""
     try:
+        # A larger file is not a calibration, and would be read into memory.
         if file.stat().st_size > LARGEST_FILE:
             raise ValueError("it is too large")
         return Rates.from_json(json.loads(file.read_text(encoding="utf-8"))["rates"])
@@ -372,9 +375,11 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         peak = gpu.peak_dense.get(precision)
         achieved_tflops = best.get(precision)
         if achieved_tflops:
+            # An achieved rate of others replaces the share of the data sheet.
             products[precision] = replace(rate, flops=achieved_tflops * 1e12)
         elif peak:
             products[precision] = replace(rate, flops=rate.flops * peak / of.peak_dense[precision])
+    # Attention in 32 bits follows the fp32 peak, all other attention the 16-bit one.
     faster = {False: _peak(gpu, "fp32") / _peak(of, "fp32"), True: _peak(gpu, "fp16") / _peak(of, "fp16")}
     wider, busier = gpu.bandwidth / of.bandwidth, _instructions(gpu) / _instructions(of)
     patterns = {
@@ -434,6 +439,7 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
     H100s the update of 26 bytes a weight moves 2.9 TB/s, and 2.89 by this
     (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four models: `dev/log.md`.
     """
+    # A kernel at the bandwidth is bound by its bytes alone.
     if rate >= bandwidth:
         return rate * wider
     by_bytes, by_instructions = 1 / bandwidth, 1 / rate - 1 / bandwidth

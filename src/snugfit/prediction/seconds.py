@@ -125,22 +125,27 @@ def step_seconds(
     queue = queue_of(trace, rates, exchanges().link(gpu, rates), workers=workers)
     kernels, device, launches, syncs, costs = queue
     roles = queue_roles(kernels)
+    # Copies run in parallel to the computation, on the link.
     on_device = [0.0 if role == TRAVELS else s for role, s in zip(roles, device, strict=True)]
     is_exchange = each_once(lambda kernel: kernel.operator in COLLECTIVES, kernels)
     exchanging = [s * exchange for exchange, s in zip(is_exchange, device, strict=True)]
     computing = [s - exchange for s, exchange in zip(on_device, exchanging, strict=True)]
     phases = _by_phase(kernels, computing, launches, gpu)
+    # Workers make batches while a step runs, so only a longer time than the step counts.
     loading = sum(each_once(lambda kernel: loader_seconds(kernel, costs), kernels))
     exposed = 0.0
     if communication := sum(exchanging):
         run = exchanges().run_in_streams
         length = (streams or run(*queue)).seconds
+        # The same queue without exchanges shows how much of them nothing hides.
         exposed = max(0.0, length - run(*queue._replace(device=computing)).seconds)
     else:
         length = simulate_queue(device, launches, syncs, costs, roles)
+    # A step cannot be shorter than its batches take.
     length = max(length, loading)
     busy, link = sum(computing), sum(device) - sum(on_device)
     bound = "loading" if loading == length > 0 else _bottleneck(length, busy, phases)
+    # Without its copies the step would be clearly shorter, so the link is its bound.
     if link and length > LINK_BOUND_ABOVE * simulate_queue(on_device, launches, syncs, costs):
         bound = LINK
     if exposed and length > LINK_BOUND_ABOVE * (length - exposed):
@@ -186,6 +191,7 @@ class _Distinct:
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self.kernels = kernels
+        # Repeated micro-batches share their kernel objects, so each is timed once.
         unique = {id(kernel): kernel for kernel in kernels}
         numbers = {key: number for number, key in enumerate(unique)}
         self.unique = [*unique.values()]
@@ -198,8 +204,10 @@ _LAST: list[_Distinct] = []
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
     """Return the value of each kernel, computed once for all references to one object."""
+    # A list may change, so only tuples are cached.
     if type(kernels) is not tuple:
         distinct = _Distinct(kernels)
+    # Compared by identity, since the tuple may be long.
     elif _LAST and _LAST[0].kernels is kernels:
         distinct = _LAST[0]
     else:
@@ -281,8 +289,10 @@ def run_queue(
     They are the beginning of its launch, and of its run. The host is at most `depth` launches ahead of the
     device.
     """
+    # Parts without a wait need no test per kernel.
     stretches = _between_syncs(zip(device, launches, roles or repeat(COMPUTES)), syncs)
     now = free = link = length = last = 0.0
+    # The host is at most `depth` launches ahead, so the oldest end in the queue delays it.
     ends = deque([0.0] * (depth or 1), maxlen=depth)  # without a depth the first stays
     moments: list[tuple[float, float]] = []
     for _ in range(SIMULATED_STEPS):
@@ -290,6 +300,7 @@ def run_queue(
         copies: list[float] = []  # when each of this step is done
         now += host.step
         for waits, kernels in stretches:
+            # Several waits at one place cost a round trip each.
             for _ in range(waits):
                 now = max(now, free) + host.wait
             for seconds, launch, role in kernels:
@@ -299,6 +310,7 @@ def run_queue(
                 if role == TRAVELS:
                     start = max(start, link)
                 elif role >= 0:
+                    # The role counts the copies that were launched later, so it indexes from the end.
                     start = max(start, copies[-1 - role])
                 moments.append((now - begin, start - begin))
                 now = launched
@@ -308,6 +320,7 @@ def run_queue(
                     continue
                 free = start + seconds
                 ends.append(free)
+        # The host may end after the device, and the next step begins when both have ended.
         end = max(now, free)
         length, last = end - last, end
     return length, moments
@@ -316,6 +329,7 @@ def run_queue(
 def _between_syncs(kernels: Iterable[_T], syncs: Iterable[int]) -> list[tuple[int, list[_T]]]:
     """Cut a step where the host waits. Return how often it waits before each part."""
     cut = list(kernels)
+    # A wait at the end of the step comes after its last kernel.
     waits = Counter(min(sync, len(cut)) for sync in syncs)
     starts = sorted({0, *waits})
     return [
@@ -331,6 +345,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     Python. The wait takes as long as one of the backward pass. On the host of one H200 (2026-11-24) 1, 4 and
     16 copies out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
     """
+    # Workers have already made the batch: it is only taken from their queue.
     if kernel.operator == PREPARED:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
@@ -339,10 +354,12 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     if kernel.played and not kernel.compiled:  # no module of the model is called
         return launch
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
+    # Autograd calls a backward program, at a cost of its own.
     in_backward = kernel.phase == "backward" and not kernel.recomputed
     program = host.backward_program if in_backward else host.program
     before += host.intercepted * kernel.intercepted + program * kernel.programs
     before += host.function * kernel.functions
+    # Tensors in shards have a cost of their own.
     lists = 0 if kernel.operator == SHARDED_OPERANDS else max(0, kernel.tensors - FEW_TENSORS)
     return launch + before + host.tensor * lists
 
@@ -359,6 +376,7 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = getattr(host, BY_PYTHON[kernel.operator]) * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
+        # Other markers of the host have no work.
         launch = _own_bytes(kernel) / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
     elif kernel.operator in COPIES | STAGED:
         launch = host.backward
@@ -370,6 +388,7 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.forward
     else:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
+        # Most products of an optimizer copy a matrix first.
         optimizers = host.product if kernel.operator in MATRIX_PRODUCTS else host.update
         launch = phases.get(kernel.phase, optimizers)
     return launch
@@ -379,6 +398,7 @@ def _own_bytes(kernel: Kernel) -> float:
     """Return the bytes of host memory that are read or written, times the ranks of one host that do so at
     once.
     """
+    # Ranks of one host share its memory bandwidth.
     return kernel.nbytes / 2 * max(1, min(kernel.peers[0], GPUS_PER_HOST))
 
 
@@ -401,6 +421,7 @@ def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Ker
         return kernels
     return tuple(
         kernel._replace(operator=PREPARED, tensors=workers)
+        # Only batches come from workers; other copies from the host stay as they are.
         if kernel.operator == COPY_IN and kernel.phase == "load"
         else kernel
         for kernel in kernels
@@ -418,6 +439,7 @@ def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     Inputs of 16 bits are made in 32 and cast (`step/batches.py`).
     """
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
+    # A copy's bytes count as read and written.
     nbytes = kernel.nbytes // 2 * (2 if kernel.dtype in CAST_ON_HOST else 1)
     return host.sample * samples + host.byte * nbytes
 

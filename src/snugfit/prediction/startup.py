@@ -117,6 +117,7 @@ def startup(
     the number of kernels that its programs launch.
     """
     size = model_size(job)
+    # On a GPU, drawing the weights takes no time per number.
     drawing = rates.host_number * size.numbers if job.build_on == "host" else 0.0
     return Startup(
         imports_seconds=rates.imports + rates.package * count_packages(setup),
@@ -133,6 +134,7 @@ def startup(
 
 def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
     """Return the number of a step's kernels that compiled programs launch."""
+    # Each micro-batch launches the same programs again.
     return sum(kernel.compiled for kernel in kernels) // setup.micro_batches
 
 
@@ -196,5 +198,6 @@ def _load_key(kernel: Kernel) -> Hashable:
     return (
         kernel.operator,
         kernel.dtype,
+        # cuBLAS chooses a kernel for the magnitude of the sizes.
         tuple([tuple(map(int.bit_length, shape)) for shape in shapes]),
     )

@@ -48,6 +48,7 @@ def run_in_streams(
     trace: Trace, rates: Rates, connected: GpuLink | None = None, *, workers: int = 0
 ) -> StreamsRun | None:
     """Return the steady step of a trace whose exchanges run in parallel to the computation, else None."""
+    # One stream alone needs no simulation of several.
     if all(each_once(lambda kernel: kernel.peers == ALONE, trace.kernels)):
         return None
     return exchanges().run_in_streams(*queue_of(trace, rates, connected, workers=workers))
@@ -84,6 +85,7 @@ def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
     spans: list[PhaseSpan] = []
     for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
         part = list(members)
+        # Copies and exchanges run in parallel, so they do not delimit the phase on the device.
         run = [one for one in part if one.kernel.operator not in COPIES | COLLECTIVES] or part
         first, last = part[0], part[-1]
         spans.append(

@@ -67,10 +67,12 @@ class _Worker:
     """A process with an object of its own, which answers one question at a time."""
 
     def __init__(self, context: Any, make: Callable[[], Any]) -> None:
+        # A pipe of its own per worker: nothing of it remains when the worker is killed.
         self.connection, child_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_end, make), daemon=True)
         with _main_of_a_file():
             self.process.start()
+        # The child has its end; an open copy here would hide its death.
         child_end.close()
 
     def send(self, question: Question) -> None:
@@ -95,6 +97,7 @@ class _Worker:
         return Answer(*answer)
 
     def _death(self) -> SnugfitError:
+        # The exit code is known only after the process has ended.
         self.process.join(ENDS_WITHIN)
         if self.process.exitcode != UNGUARDED:
             return SnugfitError(
@@ -146,6 +149,7 @@ class WorkerPool:
         """
         busy: dict[Any, _Worker] = {}
         while True:
+            # An object in this process answers at once, without a pipe.
             at_once: list[Answer] = []
             if helped and (helper := self._another()) is not None:
                 self._helpers.append(helper)
@@ -198,6 +202,7 @@ def worker_pool(
     `apart`. `preload` names further modules that the fork server imports. Helpers are started as far as
     processes are `spare`.
     """
+    # Without a pickle, another process could not create the object.
     if (workers <= 1 and not apart) or not is_picklable(make):
         yield WorkerPool([make()])
         return
@@ -213,11 +218,13 @@ def worker_pool(
     try:
         yield WorkerPool(processes[:], another)
     except BaseException:
+        # After an error or Ctrl-C the answers are of no use.
         for worker in processes:
             worker.process.terminate()
         raise
     finally:
         for worker in processes:
+            # Workers end when their pipe is closed, so all are closed before the first wait.
             worker.connection.close()
         for worker in processes:
             worker.end()
@@ -269,6 +276,7 @@ def is_picklable(what: Any) -> bool:
         sent = pickle.dumps(what)
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
+    # A script from stdin has no file that a worker could import.
     return _is_main_a_file() or b"__main__" not in sent
 
 
@@ -304,6 +312,7 @@ def _context(preload: Sequence[str]) -> Any:
     Ctrl-C does not reach the fork server, not even while it imports, for then Python would print a traceback.
     It ends with this process.
     """
+    # This process is a worker that imports the user's script again, and must not start workers itself.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)  # the parent reports the reason
     context: Any = multiprocessing.get_context("forkserver")
@@ -336,12 +345,15 @@ def _answer(target: Any, question: Question) -> Answer:
 def _serve(questions: Connection, make: Callable[[], Any]) -> None:
     """Answer questions until the pipe is closed. Ctrl-C and the parent's end stop it without a message."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
+    # Modules that the fork server imported are shared pages: a collection would copy them.
     gc.freeze()
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+    # Workers inherit an ignored Ctrl-C from the fork server.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         sentinel = parent.sentinel
+        # A killed parent closes its sentinel; the thread ends the worker even in the middle of a computation.
         threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
     target = make()
     while True:

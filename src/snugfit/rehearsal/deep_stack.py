@@ -3,8 +3,7 @@
 Each autograd node that Python has accessed owns a Python object. A simulation accesses every node that runs,
 to find its module (`record/module_tracker.py`). torch deletes a chain of such nodes by recursion, with some
 10 KB of stack per layer. The usual stack of 8 MiB overflows after some hundred layers, and the process ends
-with a segmentation fault (torch 2.13). So deep models are simulated in a thread with a larger stack. The
-system allocates its pages on first use.
+with a segmentation fault (torch 2.13).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from snugfit.job.job import Job
 DEEP_LAYERS = 200
 """Number of layers from which the larger stack is used. A choice."""
 
+# The system allocates pages of a stack on first use, so a large one costs only addresses.
 STACK_BYTES = 1 << 30
 """Size of the stack in bytes of address space: for fifty times the 1,000 layers that a config may have."""
 
@@ -43,8 +43,10 @@ def run_on_deep_stack(work: Callable[[], Answer]) -> Answer:
         except BaseException as fault:
             faults.append(fault)
 
+    # The size applies to threads that start later, so it is restored at once.
     before = threading.stack_size(STACK_BYTES)
     try:
+        # Context variables belong to a thread, so the work gets a copy of the caller's.
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
         thread.start()
     finally:

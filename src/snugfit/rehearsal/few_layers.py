@@ -3,15 +3,6 @@
 Two shallow models differ by one period of layers. The moves of that period are repeated (`trace/deepen.py`).
 The update is simulated at full depth and spliced. A model compiled as one program gains most, because
 Inductor takes one or two seconds per layer.
-
-The model is simulated in full unless three conditions hold:
-
-- The inserted moves repeat the moves before them, at one position per stack of layers.
-- A compiler's decisions that depend on the memory of a whole program are the same at full depth.
-- The gradients are those that the update frees.
-
-Buffers of neighbouring layers may alternate between two places. So the depths of the deeper and of the full
-model differ by an even number of periods.
 """
 
 from __future__ import annotations
@@ -49,6 +40,7 @@ With fewer layers, writing the trace takes as long as the simulation.
 WRITTEN_SHARE = 0.5
 """Seconds to write the trace of a layer, per second to simulate it (chosen)."""
 
+# With an odd difference, the last layer's buffers would be in the other of the two places.
 IN_TURNS = 2
 """Number of neighbouring layers whose buffers alternate between the same places."""
 
@@ -75,6 +67,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
         return None
+    # The update depends on the gradients alone, and is cheap at full depth.
     update = rehearse_update(job, setup, policy, passes.gradients, passes.shared)
     run = splice(passes, update, micro_batches=setup.micro_batches)
     return None if run is None else run.trace()
@@ -104,10 +97,12 @@ def passes_from_few_layers(
     if depth is None:
         return None
     checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
+    # Checkpointing must repeat together with the kinds of layers.
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
     is_one_program = _is_one_program(setup)
     written = 0 if is_one_program else depth.layers * WRITTEN_SHARE
+    # Two shallow models must cost less than the deep one, including the time to write its trace.
     if 2 * layers + period + written >= depth.layers:
         return None
     asked = replace(setup, checkpoint=checkpoint)
@@ -142,8 +137,10 @@ def _rehearse(
 
 
 def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
+    # Warnings may contain layer numbers, and numbers of a sentence are not extended.
     if shallow.part.trace.doubts != deeper.part.trace.doubts:  # doubts may contain names or numbers of layers
         return None
+    # A micro-batch that depends on values, or other decisions of a compiler, may differ at full depth.
     if shallow.part.varies or deeper.part.varies or not _decide_alike(shallow, deeper, periods):
         return None
     gradients = grow(_trained_parameters(shallow.part), _trained_parameters(deeper.part), periods)
@@ -158,6 +155,7 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
     """Return True if a compiler decides alike in these two models and in the deep one."""
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
+    # The same objects decide for both models: the programs are those of single layers.
     if few.keys() == more.keys():  # the programs of layers, each by itself
         return True
     if len(shallow.decisions) != len(deeper.decisions):

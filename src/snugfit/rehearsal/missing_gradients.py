@@ -59,6 +59,7 @@ class MissingGradients:
         if missing and len(missing) == len(trained):
             yield name
             return
+        # A module with some gradients is split, so that the sentence names the smallest complete parts.
         for inner, child in module.named_children() if missing else ():
             yield from self._modules(child, f"{name}.{inner}" if name else inner)
         for inner, parameter in module.named_parameters(recurse=False):

@@ -1,19 +1,7 @@
 """Translate an exception of a simulation into a message with a next action.
 
 Exceptions come from the model's code, torch, a library, or snugfit itself. The type of the error and its
-stack frames give the cause:
-
-1. A shape or a number depends on data: torch raises `NotImplementedError` on `meta`. Such a step has no
-trace, but it can be measured. Code for a device that this machine does not have fails in the same way. So do
-operators without support for `meta` (flex attention, nested tensors). A real step may work.
-
-2. The architecture's code reads a key that the config does not have: an error of the config.
-
-3. The error begins in snugfit's own code: a bug of snugfit. An operator raises its error in C++, so the last
-frame is the caller of the operator. For a model's operators the caller is the shape cache. Such an error
-counts as the model's.
-
-4. Every other error: the model's own code fails on these shapes, and a real step most likely fails too.
+stack frames give the cause.
 """
 
 from __future__ import annotations
@@ -64,6 +52,7 @@ _KNOWN = {
 def refusal(job: Job, error: Exception) -> SnugfitError:
     """Return the one clear error for an exception that the simulation of this job raised."""
     name = job.model.name
+    # The architecture's code reads a key that the config does not have: an error of the config.
     if key := _lacking_key(error):
         return ModelError(
             f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}. Add it to '
@@ -77,8 +66,11 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 def _reason(job: Job, error: Exception) -> str:
     """Return the rest of the message: the cause, its meaning for a real step, and the next action."""
     cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
+    # Code for a missing device raises the same types as code whose shapes depend on data, so the text
+    # decides.
     if hint := next((text for pattern, text in _KNOWN.items() if re.search(pattern, cause)), ""):
         return f": {cause}{where}. {hint}"
+    # torch raises this on `meta` for a shape or number that depends on data. A real step may still work.
     if isinstance(error, NotImplementedError):
         return (
             f": {_what_depends(error)}{where}. A prediction knows shapes but no data, so it cannot follow "
@@ -97,6 +89,7 @@ def _reason(job: Job, error: Exception) -> str:
             f". This is a bug in snugfit {__version__}, not a mistake in your job: {cause}{last}. Please "
             "report it with the job, the recipe and the output of snugfit doctor."
         )
+    # The model's own code fails on these shapes.
     return (
         f": {cause}{where}. A real step most likely fails there too. Check that the sizes in the config "
         "match, and that the task suits the model. If a real step works, measure it, with snugfit measure."
@@ -121,11 +114,14 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
     module = module_of(last)
     if not module.startswith("snugfit."):
         return False
+    # An operator fails in C++, so the last frame is its caller. For a model's operators that is the shape
+    # cache.
     return module != _RUNS_OPERATORS and not isinstance(error, RuntimeError)
 
 
 def _where(error: Exception) -> str:
     """Return the failing line of the model's code: the last frame outside of torch and snugfit, or ""."""
+    # The last such frame is the innermost line that the user can change.
     own = [stop for stop in _frames(error) if not _passes_on(module_of(stop.frame))]
     return str(own[-1]) if own else ""
 

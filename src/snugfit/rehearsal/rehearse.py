@@ -1,11 +1,7 @@
 """Run a Step on tensors that have shapes and no data, and write its trace.
 
-A simulation must not depend on its process. So the garbage collector is off and nothing is downloaded. Sets
-in the model's code are iterated in one order. Some models create a module or mask per kind of layer in the
-order of a set of names (`for layer_type in set(config.layer_types)`). Examples are the rotary embeddings of
-ModernBERT and the masks of Gemma 3. Python randomizes string hashes in each process. So the first of two
-equal blocks to be allocated and freed is random, in a real run too. A simulation iterates such sets in sorted
-order, which is one of the orders of a real run.
+A simulation must not depend on its process. So the garbage collector is off, nothing is downloaded, and sets
+in the model's code are iterated in one order.
 """
 
 from __future__ import annotations
@@ -94,9 +90,11 @@ def rehearse(
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
     late = _recorder_class(setup).micro_batches_to_settle(setup)
+    # Only the plain loop is snugfit's own, without hidden counters or logs between steps.
     short = short_run(job, setup, steps, steady=steady, late=late) if loop == "plain" else None
     if short is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
+        # A run that varies with its values, or has no steady state, is recorded again in full.
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
         if whole is not None:
@@ -161,6 +159,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(no_hub_kernels())  # a late import (Adafactor) may load some
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("ignore")
+        # Only this warning of the model's code belongs into the prediction.
         warnings.simplefilter("always", AssumedLoss)
         notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
         stack.enter_context(
@@ -168,6 +167,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         )  # may import code that compiles itself
         for overrides in _overrides(step.setup, policy, recorder, notes):
             stack.enter_context(overrides)
+        # A copy of the module does not show that it was compiled, so the user's own object is checked.
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
@@ -191,6 +191,8 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
             for sentence in doubts(getattr(step, "optimizer", None)):
                 recorder.doubt(sentence)
         recording = recorder.recording(notes.attention)
+        # Model and recorder reference each other until the collector runs, so the large lists are cleared
+        # now.
         recorder.forget()
         return recording
 
@@ -253,6 +255,7 @@ def sets_in_order(job: Job) -> Iterator[None]:
     if code is None or "set" in vars(code):  # the code defines this name itself
         yield
         return
+    # A global of the model's file hides the builtin for this file alone.
     vars(code)["set"] = SortedSet
     try:
         yield

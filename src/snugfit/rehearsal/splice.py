@@ -126,12 +126,14 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
     """
     if setup.records_graphs:
         raise RehearsalError(PLAYED)
+    # Clipping and groups of parameters belong to the update, so the passes are recorded without them.
     job = replace(
         job, clip=None, decay_groups=False, batch_size=job.batch_size // setup.micro_batches * micro_batches
     )
     setup = replace(setup, micro_batches=micro_batches, optimizer=NOTHING)
     step = PlainStep(job, setup, _meta())
     trace, marks, varies, _ = record_step(step, policy, steps)
+    # The optimizer without effect records the gradients that it gets.
     optimizer: Any = step.optimizer
     named = step.model.named_parameters() if step.model is not None else ()
     trained = tuple(name for name, parameter in named if parameter.requires_grad)
@@ -159,6 +161,7 @@ def rehearse_update(
     `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
     blocks.
     """
+    # Passes are replaced by empty gradients, so their number and their checkpointing have no effect.
     step = UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
     step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED_STEPS)
@@ -168,9 +171,11 @@ def rehearse_update(
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
     """Return the step of these parts, or None if the parts do not match. Its trace equals that of
     `rehearse`."""
+    # The update frees the gradients in this order, so both parts need the same ones.
     if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = passes.split, update.split
+    # The update adds its optimizer at the end of the build; everything before must be equal.
     if second.build[: len(first.build)] != first.build or _frees(first.rest) != _frees(second.rest):
         return None
     try:
@@ -190,6 +195,7 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
     spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as recorded
     build = update.split.build
     mapping = dict(zip(standalone.follow(build), spliced.follow(build), strict=True))
+    # Backward passes run in a thread of their own, so their workspaces are not those of an update.
     taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
     takes = update.workspaces
     for (passed, nothing), (before_update, updating) in zip(passes.cut, update.cut, strict=True):
@@ -198,15 +204,18 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
         stand_ins = [block for block in standalone.follow(before_update) if _is_gradient(block, standalone)]
         real = _gradients_freed(nothing, spliced)
         sizes = [standalone.allocs[block].nbytes for block in stand_ins]
+        # An update of other gradients would free blocks that the passes do not have.
         if len(sizes) != update.gradient_blocks or sizes != [spliced.allocs[block].nbytes for block in real]:
             raise LookupError("the gradients do not match")
         mapping |= zip(stand_ins, real, strict=True)
         for move in updating:
             if isinstance(move, Free):
+                # A free names its block relative to the live ones, which differ once the passes are there.
                 yield spliced.free_of(mapping[standalone.free(move)])
                 continue
             if isinstance(move, Alloc):
                 block = standalone.alloc(move)
+                # The forward pass already allocated this workspace in the same thread.
                 if move in takes and move.operator in taken:
                     continue
                 mapping[block] = spliced.alloc(move)
@@ -219,6 +228,7 @@ def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
     An update runs on the thread of the forward pass, which has allocated its own already.
     """
     kind = str(Kind.WORKSPACES)
+    # A workspace that is freed and allocated again (recorded graphs) is not a lasting one.
     freed = {move.stack for move in moves if type(move) is Free and move.stack.kind == kind}
     allocs = (move for move in moves if type(move) is Alloc and move.kind == kind)
     return [alloc for alloc in allocs if alloc.stack not in freed]
@@ -255,6 +265,7 @@ def _is_gradient(block: int, live: LiveSet) -> bool:
 
 def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
     """Return the gradients that these moves would free, in order. Leave `live` unchanged."""
+    # A copy of the stacks, so that finding the gradients frees nothing.
     trial = LiveSet()
     for stack, blocks in live.stacks.items():
         if stack.kind == Kind.GRADIENTS:
@@ -279,6 +290,7 @@ class UpdateAlone(OptimizerLoop):
 
         built.observer.phase("backward")
         make_gradients(built.model, self.gradients, self.shared)
+        # Without a scaled loss, the scaler has no scale tensor and its step fails.
         if built.scaler is not None:
             built.scaler.scale(torch.empty((), device=self.device))
         return None
@@ -309,6 +321,7 @@ def make_gradients(
 
 def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock, ...]:
     """Return the blocks that contain several gradients of these parameters."""
+    # Gradients are views of one block if they share a storage.
     by_storage: dict[int, list[int]] = defaultdict(list)
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -336,6 +349,7 @@ def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimi
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """Record the parameters that have a gradient, and the blocks that several gradients share."""
+            # The passes have one group of parameters, since `decay_groups` is off.
             parameters = self.param_groups[0]["params"]
             self.gradients = tuple(n for n, one in enumerate(parameters) if one.grad is not None)
             self.shared = shared_blocks(parameters)

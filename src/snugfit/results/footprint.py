@@ -55,6 +55,7 @@ class Moment:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the moment written by `to_json` of this version or an older one."""
         own = {entry.name: document[entry.name] for entry in fields(cls) if entry.name in document}
+        # Older objects count steps from 0, and have no such mark.
         own["step"] = own.get("step", 0) + 1 - document.get("counted_from", 0)
         return cls(**own)
 
@@ -178,6 +179,7 @@ class Startup:
     def total_seconds(self, step_seconds: float) -> float:
         """Return the seconds of the start-up, less the seconds of its steps at the steady length
         `step_seconds`."""
+        # The steps of the start-up are work too, so their steady length is not counted.
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)
 

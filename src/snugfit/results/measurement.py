@@ -173,6 +173,7 @@ class Measurement(Tabular):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that the ledger stores."""
+        # JSON has no NaN, which a diverged run's losses contain.
         fields = encode_fields(self, losses=finite_or_null(self.losses))
         return {"schema": SCHEMA, "what": "measurement", **fields}
 

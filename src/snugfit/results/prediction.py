@@ -156,6 +156,7 @@ class Prediction(Tabular):
         """Bytes that must be free on the device: NVML bytes without managed memory, or reserved bytes if the
         context's size is missing."""
         footprint = self.footprint
+        # Managed pages may stay on the host, so a step fits without them.
         fixed = (footprint.nvml_bytes or 0) - footprint.managed_bytes
         return fixed or footprint.reserved_bytes or footprint.requested_bytes or 0
 

@@ -67,6 +67,8 @@ def speed_of(
     error = _ERRORS.get(bound, GPU_BOUND) if measured_rates else SCALED
     known = measured_rates is not None and seconds > 0
     return StepSpeed(
+        # The error is `predicted / measured - 1`, so measured seconds are the predicted ones divided by 1 +
+        # error.
         step_seconds=seconds,
         low_seconds=seconds / (1 + error) if known else None,
         high_seconds=seconds / (1 - error) if known else None,

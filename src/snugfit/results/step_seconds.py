@@ -110,6 +110,7 @@ class StepSeconds:
         """The length of the step without exchanges, as a share of its length; None where there are none."""
         if not self.communication_seconds or not self.step_seconds:
             return None
+        # Hidden exchanges do not lengthen the step.
         return 1 - self.exposed_communication_seconds / self.step_seconds
 
     @property

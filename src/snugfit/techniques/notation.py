@@ -62,10 +62,12 @@ class Word:
             kind = roster.find(self.name)
         except RecipeError as error:
             raise error_at(self.text, self.start, self.start + len(self.name), str(error)) from None
+        # An alias is replaced by our word, with a line on stderr.
         if kind.name != self.name:
             _echo_alias(self.name, kind.name)
         given = self._settings(kind)
         required = [declared.name for declared in fields(kind) if declared.default is MISSING]
+        # A missing setting would raise a TypeError of the dataclass, without the place in the text.
         if missing := [name for name in required if name not in given]:
             self.refuse(f"{kind.name} needs {missing[0]}: {kind.name}({missing[0]}=...).")
         try:
@@ -88,6 +90,7 @@ class Word:
                 given[name] = _read(technique, name, kinds[name], value)
             except RecipeError as error:
                 raise error_at(self.text, start, start + len(piece), str(error)) from None
+            # As in Python, no position follows a name.
             by_name = by_name or "=" in piece
         return given
 
@@ -96,6 +99,7 @@ class Word:
         begins.
         """
         position = self.settings_start
+        # An empty text between parentheses has no settings; `split` would return one.
         for piece in self.settings.split(",") if self.settings.strip() else []:
             yield position + len(piece) - len(piece.lstrip()), piece.strip()
             position += len(piece) + 1
@@ -109,6 +113,7 @@ def _echo_alias(alias: str, name: str) -> None:
 
 def error_at(text: str, start: int, end: int, message: str) -> RecipeError:
     """Return an error that shows the whole text, marks it from `start` to `end`, and gives the reason."""
+    # Characters such as tabs would shift the marker below the text.
     shown = "".join(char if char.isprintable() else " " for char in text)
     return RecipeError(f"{shown}\n{' ' * start}{'^' * max(end - start, 1)}\n{message}")
 
@@ -126,6 +131,7 @@ def parse(text: str) -> list[Word]:
         match = _WORD.match(text, position)
         if not match:
             raise error_at(text, *_around(text, position), "The name of a technique is missing here.")
+        # The match has spaces at its end, which belong to no word.
         start, end = match.start("name"), match.start() + len(match[0].rstrip())
         words.append(
             Word(
@@ -164,7 +170,7 @@ def _refuse_unbalanced(text: str) -> None:
 
 
 def _around(text: str, position: int) -> tuple[int, int]:
-    """Start and end of the word at `position`, for the marker."""
+    """Return start and end of the word at `position`, for the marker."""
     rest = re.match(r"\s*[^\s+]*", text[position:])
     length = len(rest[0]) if rest else 0
     blank = len(text[position : position + length]) - len(text[position : position + length].lstrip())
@@ -180,6 +186,7 @@ def _name_and_value(
     name, equals, value = (part.strip() for part in piece.partition("="))
     if equals:
         if name not in names:
+            # A part of the given name may be a setting: `lora_rank` has `rank`.
             words = [near for word in name.split("_") for near in nearest(word, names, count=1)]
             guess = did_you_mean(name, names) or (f" Did you mean {words[0]!r}?" if words else "")
             guess = guess or f"{_initial(name, names)} Settings: {', '.join(names)}."
@@ -195,7 +202,7 @@ def _name_and_value(
 
 
 def _initial(name: str, names: Sequence[str]) -> str:
-    """` Did you mean 'r'?` for `rank`: a setting of one letter that the given name begins with."""
+    """Return ` Did you mean 'r'?` for `rank`: a setting of one letter that the given name begins with."""
     letter = name[:1].lower()
     return f" Did you mean {letter!r}?" if letter and letter in names else ""
 

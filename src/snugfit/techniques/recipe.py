@@ -63,10 +63,12 @@ class Recipe:
         try:
             slots = tuple([technique.slot for technique in self.techniques])
         except (TypeError, AttributeError):
+            # The usual mistake is a text.
             raise RecipeError(
                 f"Recipe takes techniques, not {self.techniques!r}. Of text it is made by "
                 "Recipe.parse('bf16 + every_layer')."
             ) from None
+        # A search makes very many complete recipes, which need no filling in.
         if slots == _SLOTS:
             return
         chosen: dict[Slot, Technique] = {}
@@ -75,6 +77,7 @@ class Recipe:
                 raise RecipeError(_clash(other, technique))
             chosen[technique.slot] = technique
         filled = tuple(chosen.get(slot) or roster.plain(slot) for slot in Slot)
+        # The class is frozen, so its own initialisation has to go around it.
         object.__setattr__(self, "techniques", filled)
 
     @classmethod
@@ -93,7 +96,7 @@ class Recipe:
         return " + ".join(named) or PLAIN
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its text: a technique's class gets its name from the roster."""
+        """Reduce to the text, since a technique's class gets its name from the roster."""
         return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
@@ -121,6 +124,7 @@ class Recipe:
         Raises `RecipeError` with all objections together; with `installed`, missing packages that a technique
         needs are among them. No package is imported for that.
         """
+        # All objections are collected, so that a user corrects a recipe once.
         objections: list[str] = []
         for technique in self:
             objections += [f"{technique}: {text}" for text in technique.objections(job, self)]
@@ -139,6 +143,7 @@ class Recipe:
         for technique in self:
             own = technique.warnings(job, compute_capability)
             yield from (f"{technique}: {text}" for text in (*own, *technique.warnings_beside(job, self)))
+            # A user may name a technique that no plan would choose; the reason becomes a warning.
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
             if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:
@@ -152,6 +157,7 @@ class Recipe:
         if any(technique.keeps_small_updates for technique in self):
             return
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
+            # Only techniques that are installed and keep small updates help.
             able = [repr(one.name) for one in roster.techniques() if one.keeps_small_updates]
             yield (
                 f"All weights train in {dtype}, so an update below about {below} of a weight is lost in "
@@ -181,6 +187,7 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
     if text.strip() in ("", PLAIN):
         return chosen
     for word in parse(text):
+        # `plain` next to another technique contradicts it.
         if word.name == PLAIN:
             word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
         if word.name == AUTO:
@@ -204,6 +211,7 @@ def without_auto(text: str) -> str | None:
     autos = [word for word in words if word.name == AUTO]
     if not autos:
         return None
+    # The comparison excludes `auto(...)`, whose name is the same.
     if len(autos) > 1 or text[autos[0].start : autos[0].end] != AUTO:
         autos[-1].refuse(f"{AUTO!r} is named once, and has no settings.")
     rest = " + ".join(text[word.start : word.end] for word in words if word.name != AUTO)

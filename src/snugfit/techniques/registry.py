@@ -24,6 +24,7 @@ def _read(name: str, package: str) -> Feature:
     classes = [
         value
         for value in vars(module).values()
+        # An imported class belongs to another module; only the feature's own counts.
         if inspect.isclass(value) and issubclass(value, Feature) and value.__module__ == module.__name__
     ]
     if len(classes) != 1:
@@ -36,6 +37,7 @@ def _read(name: str, package: str) -> Feature:
 def hooks(method: str) -> tuple[Callable[..., Any], ...]:
     """Return this method of each feature that overrides it."""
     plain = getattr(Feature, method)
+    # A feature that does not override a hook costs no call.
     return tuple(
         getattr(feature, method) for feature in features() if getattr(type(feature), method) is not plain
     )
@@ -53,5 +55,6 @@ def technique_modules() -> tuple[tuple[Slot, str], ...]:
         for feature in features()
         for slot, modules in feature.techniques.items()
         for module in modules
+        # A technique whose other feature is deleted is left out.
         if feature.needs.get(module, feature.name) in feature_packages()
     )

@@ -3,14 +3,11 @@
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
 technique is one new file, and no list grows with it. Features add theirs (`feature.py`). The roster checks
 each file against the few rules that the rest of the code relies on. It raises `RosterError` for the file's
-author when one is broken. Most rules are checked as the techniques are read. A missing sentence of a setting
-is found when the sentences are requested: reading them takes as long as reading all techniques. Listing names
-imports no torch: a technique file imports it, if at all, inside functions.
+author when one is broken. Listing names imports no torch: a technique file imports it, if at all, inside
+functions.
 
-The roster also has the words of other libraries, each with its replacement here. One table,
-`foreign_names.json`, serves both uses of such a word. The command line reads `keys` and `same` for a key of a
-job file; `advice` is for a word of a recipe. A word for a technique that snugfit has is in that technique's
-`elsewhere`.
+The roster also has the words of other libraries, each with its replacement here. A word for a technique that
+snugfit has is in that technique's `elsewhere`.
 """
 
 from __future__ import annotations
@@ -53,6 +50,7 @@ def techniques() -> tuple[type[Technique], ...]:
     of_core = [
         (Slot(slot), f"{__package__}.{slot}.{entry.name}")
         for slot in _slots(root)
+        # `iter_modules` lists files without importing them.
         for entry in pkgutil.iter_modules([str(root / slot)])
     ]
     classes = [
@@ -75,6 +73,7 @@ def find(word: str) -> type[Technique]:
     names.
     """
     named = {technique.name: technique for technique in techniques()}
+    # Own names come before words of other libraries, which may be equal.
     if word in named:
         return named[word]
     aliases = {alias: technique for technique in named.values() for alias in technique.elsewhere}
@@ -91,6 +90,7 @@ def _with_shared_words(word: str, names: Iterable[str]) -> str:
     """Return a sentence with up to three names that share parts with `word`: `adamw_8bit` for `8bit-adam`."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if len(part) > 2]
     shared = {name: sum(part in name for part in parts) for name in names}
+    # More shared parts first, then shorter names.
     best = sorted((name for name in shared if shared[name]), key=lambda name: (-shared[name], len(name)))[:3]
     guess = f" Did you mean {' or '.join(map(repr, best))}?" if best else ""
     return f"{guess} snugfit techniques lists all."
@@ -142,6 +142,7 @@ def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
 
 def _sentences(technique: type[Technique]) -> dict[str, str]:
     """Return each setting's sentence by name. Raises `RosterError` for settings without one."""
+    # Checked only if the sentences are needed: reading them takes as long as reading all techniques.
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
     if undocumented := [name for name, sentence in said.items() if not sentence]:
@@ -164,11 +165,13 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
     classes = [
         value
         for value in vars(module).values()
+        # A file may import another technique to derive from it.
         if inspect.isclass(value) and issubclass(value, Technique) and value.__module__ == module.__name__
     ]
     if len(classes) != 1:
         raise RosterError(f"{module.__name__}: one technique a file, found {len(classes)}.")
     technique = classes[0]
+    # Name and slot come from the path, so they cannot contradict it.
     technique.name, technique.slot = name, slot
     _check_facts(technique, slot)
     return technique
@@ -191,6 +194,7 @@ def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
     if not _NAME.fullmatch(technique.name):
         raise RosterError(f"{where}: the name {technique.name!r} is not small letters, digits and '_'.")
+    # A dataclass without a docstring gets its signature as one.
     if not technique.__doc__ or technique.__doc__.startswith(f"{technique.__name__}("):
         raise RosterError(f"{where}: the class needs a docstring.")
     if not technique.summary():
@@ -213,6 +217,7 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
     """Return the docstring directly under each field of a dataclass, and of those it inherits fields from."""
     docs: dict[str, str] = {}
     names = {declared.name for declared in fields(kind)}
+    # A subclass comes last, so its sentence replaces an inherited one.
     for owner in reversed(kind.__mro__):
         if names & set(vars(owner).get("__annotations__", ())):
             docs |= _class_field_docs(owner)
@@ -221,10 +226,12 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
 
 def _class_field_docs(owner: type) -> dict[str, str]:
     """Return the string literal directly under each annotated field in this class's body."""
+    # Docstrings below fields are no attributes; only the source has them.
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {
         field.target.id: inspect.cleandoc(below.value.value)
+        # The literal must follow its field directly.
         for field, below in pairwise(body.body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
@@ -264,11 +271,13 @@ def foreign_names() -> ForeignNames:
 def advice(word: str) -> str | None:
     """Return the replacement for `word` in a recipe; None for a word that no library is known to use."""
     names = foreign_names()
+    # Reasons against a technique come before advice for a similar one.
     for advised in (names.techniques, *(technique.advice for technique in techniques())):
         if word.lower() in advised:
             return advised[word.lower()]
     if word == "batch_size":
         return "it is part of the job, not of the recipe; 'micro_batches(n)' cuts the batch into n pieces."
+    # Keys with our meaning, and fields of a job, are no techniques.
     if names.same.get(word, word) in {field.name for field in fields(Job)}:
         return "it is part of the job, not of the recipe."
     if word in names.keys:

@@ -26,6 +26,7 @@ def may_be_seeded(model_type: object) -> bool:
     """Return whether some step draws once, and some kernels seed all dropout of such a model outside of
     attention."""
     seeded = any(model_type in wish.seeded_models for wish in wishes())
+    # Seeds help only with a step that draws once: elsewhere, checkpointing restores the generators.
     return seeded and any(wish.draws_once for wish in wishes())
 
 
@@ -36,6 +37,7 @@ def try_seeds(advice: str) -> str:
     traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
     names = [
         next((one.name for one in roster.techniques() if one.slot is slot and has_it(one().alone)), "")
+        # The advice names one technique per trait; without one of them it would be wrong.
         for slot, has_it in traits.items()
     ]
     return advice.format(*names) if all(names) else ""

@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 from snugfit.errors import RecipeError, did_you_mean
 
+# Words exclude the characters of the notation, so each setting reads back equal.
 _WORD = re.compile(r"[A-Za-z_][\w.*-]*", re.ASCII)
+# 18 digits fit into 64 bits.
 _WHOLE = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -89,7 +91,7 @@ def describe(annotation: Any) -> str:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """`int | None` as (int, NoneType); anything else alone."""
+    """Return the alternatives of a union, (int, NoneType) for `int | None`; anything else alone."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return typing.get_args(annotation)
     return (annotation,)
@@ -104,6 +106,7 @@ def _read_choice(choices: tuple[Any, ...], text: str) -> Any:
 
 def _fits(kind: Any, value: Any) -> bool:
     if typing.get_origin(kind) is Literal:
+        # `True == 1` holds in Python, so the types are compared too.
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return (
@@ -113,6 +116,8 @@ def _fits(kind: Any, value: Any) -> bool:
         )
     if kind is str:
         return isinstance(value, str) and bool(_WORD.fullmatch(value))
+    # A bool is an int in Python, but not in a recipe.
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
+    # NaN and infinity have no text in the notation.
     return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)

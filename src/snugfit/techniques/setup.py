@@ -87,9 +87,11 @@ class CheckpointWish:
             starts = [*range(0, layers, self.layers_per_span), layers]
         else:
             count = min(layers, self.spans or max(1, round(math.sqrt(layers))))
+            # The first `longer` spans have one layer more.
             short, longer = divmod(layers, count)
             starts = [index * short + min(index, longer) for index in range(count + 1)]
         spans = [range(start, end) for start, end in pairwise(starts)]
+        # `first` counts the spans that `every` has chosen.
         return tuple(spans[:: self.every][: self.first])
 
 
@@ -114,6 +116,7 @@ class LogitsWish:
         """Return the tokens of a chunk: by default the largest power of two whose logits, of `itemsize` bytes
         each, stay within `LOGITS_BYTES`.
         """
+        # The bit length minus one is the largest power of two within.
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
 
 
@@ -197,15 +200,18 @@ class CoreSetup:
         several. Weights that a feature adds to frozen ones are fp32 (peft's `autocast_adapter_dtype`).
         """
         module = job.model.module
+        # peft casts adapters to fp32 (`autocast_adapter_dtype`).
         if any(wish.freezes for wish in used_wishes(self)):
             return "float32"
         if module is None or self.weights_dtype:
             return self.weights_dtype or job.dtype
         dtypes = {dtype_name(weight.dtype) for weight in module.parameters() if weight.requires_grad}
+        # The narrowest dtype decides about lost updates.
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
         """Return a copy with this AdamW, or with that of a feature whose field needs another."""
+        # A feature with weights of another form needs its own AdamW for them.
         named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
         own = next(named, None)
         return self.with_fields(optimizer=wish if own is None else own.run())
@@ -229,6 +235,7 @@ class CoreSetup:
         return decode_fields(cls, document)
 
 
+# mypy cannot follow `make_dataclass`.
 if TYPE_CHECKING:
 
     class Setup(CoreSetup):

@@ -31,6 +31,7 @@ BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
 def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
     """Return the techniques that are for one process alone, by slot."""
     techniques = [recipe[slot] for slot in BEFORE_SHARDING]
+    # A plain technique of these slots is simulated with any number of processes.
     return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
 
 
@@ -70,6 +71,7 @@ def job_of_rank(job: Job, setup: Setup) -> Job:
     processes = processes_of(setup)
     parts = processes.data_ranks if processes is not None and processes.ranks else 1
     if job.batch_size % parts:
+        # Without a smaller multiple, only the larger one is suggested.
         below = job.batch_size // parts * parts
         near = " or ".join(str(size) for size in (below, below + parts) if size)
         raise UsageError(

@@ -67,6 +67,7 @@ class Fidelity(StrEnum):
     """Another algorithm, which also learns."""
 
 
+# A technique is frozen, so its Setup is made once; a search reads it for every candidate.
 @functools.cache
 def _alone(technique: Technique) -> Setup:
     from snugfit.techniques.setup import Setup
@@ -180,8 +181,9 @@ class Technique(ABC):
         return iter(())
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return the name of another technique of this recipe that plans combine with this one only if both
-        are kept, and the reason. Empty if all may be combined.
+        """Return another technique of this recipe, and the reason against the two together in a plan.
+
+        Plans combine them only if both are kept. Empty if all techniques may be combined.
         """
         return ""
 
@@ -260,8 +262,10 @@ class Technique(ABC):
 
     @classmethod
     def missing_package(cls) -> str | None:
-        """`adamw_8bit needs bitsandbytes>=0.50, which is not installed. Try: ...`; None when all of `needs`
-        is installed. No package is imported to find out."""
+        """Return why a package of `needs` is missing or too old; None when all are installed.
+
+        No package is imported for that.
+        """
         from packaging.requirements import Requirement
 
         for text in cls.needs:
@@ -270,6 +274,7 @@ class Technique(ABC):
             installed = version_of(requirement.name)
             if installed is None:
                 return f"{cls.name} needs {text}, which is not installed. {cure}"
+            # Nightly builds of a library are accepted too.
             if not requirement.specifier.contains(installed, prereleases=True):
                 return f"{cls.name} needs {text}, but {installed} is installed. {cure}"
         return None
@@ -286,6 +291,7 @@ class Technique(ABC):
         others by name: `sgd(momentum=0.5)`.
         """
         shown = [
+            # A setting without a default is the main one, and needs no name.
             show_setting(value) if declared.default is MISSING else f"{declared.name}={show_setting(value)}"
             for declared in fields(self)
             if (value := getattr(self, declared.name)) != declared.default
@@ -316,7 +322,8 @@ class TechniqueBySlot(Protocol):
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence, on one line; empty when there is none."""
+    """Return the text up to the first full stop that ends a sentence, on one line; empty if there is none."""
     paragraph = " ".join(text.split("\n\n", maxsplit=1)[0].split())
+    # A full stop inside a name (`torch.optim`) ends no sentence.
     end = re.search(r"\.(\s|$)", paragraph)
     return paragraph[: end.start() + 1] if end else ""

@@ -46,12 +46,14 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
     looked_at: dict[str, None] = {}
     for kind in roster.techniques():
         for counterpart in kind.counterparts if kind.slot is slot else ():
+            # Such arguments mean the technique only in a script that snugfit writes.
             if counterpart.used == "to write":
                 continue
             keys = tuple(counterpart.arguments)
             looked_at |= dict.fromkeys(keys)
             literals = sum(not isinstance(value, Setting) for value in counterpart.arguments.values())
             technique = _technique_from(counterpart, kind, arguments)
+            # More fixed values win: an accumulation of 1 is the whole batch, and not one micro-batch.
             if technique is not None and literals > most_literals:
                 best = SlotReading(slot=slot, technique=technique, keys=keys, note=counterpart.note)
                 most_literals = literals
@@ -68,8 +70,10 @@ def _technique_from(
         given = arguments.get(key)
         if isinstance(value, Setting):
             settings[value.name] = given
+        # `True == 1` holds in Python, but not in another library's arguments.
         elif given != value or isinstance(given, bool) != isinstance(value, bool):
             return None
+    # The arguments leave a setting without a default open.
     if any(declared.default is MISSING and declared.name not in settings for declared in fields(kind)):
         return None
     try:
@@ -84,6 +88,7 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
     unsaid = []
     for technique in recipe:
         for counterpart in technique.counterparts:
+            # A counterpart with a note behaves differently, so it is read and never written.
             is_written = not counterpart.note and counterpart.used != "to read"
             if is_written and (own := _arguments_for(counterpart, technique)) is not None:
                 arguments |= own
@@ -99,6 +104,7 @@ def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, 
     for declared in fields(technique):
         value = getattr(technique, declared.name)
         implied = counterpart.settings.get(declared.name, declared.default)
+        # The arguments imply another value than the technique has.
         if declared.name not in named and value != implied:
             return None
     return {

@@ -35,6 +35,7 @@ class Call:
 
     def run(self, *given: Any, **more: Any) -> Any:
         """Call the function and return its result; its own arguments override `more`."""
+        # The wish's own arguments are the recipe's, so they override the loop's.
         return self.resolve()(*given, **{**more, **self.arguments})
 
 
@@ -159,6 +160,7 @@ class Wish(Generic[T]):
 def wishes() -> tuple[Wish[Any], ...]:
     """Return the fields that all features add. Raises `FeatureError` where two have one name."""
     fields = feature_objects("fields", Wish)
+    # The fields form one dataclass, where a second name would replace the first.
     names = [wish.name for wish in fields]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")
@@ -175,6 +177,7 @@ def _wishes_of_processes() -> tuple[Wish[Any], ...]:
     return tuple(
         wish
         for wish in wishes()
+        # The value is None or `SeveralProcesses`, so the alternatives of the annotation are searched.
         if any(isinstance(kind, type) and issubclass(kind, SeveralProcesses) for kind in get_args(wish.kind))
     )
 

@@ -60,7 +60,7 @@ class Budget(Technique):
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Compiled programs keep no more than this."""
+        """Let compiled programs keep no more than this share."""
         return setup.with_fields(
             compile=replace(COMPILE.of(setup) or CompileWish(), budget=float(self.share))
         )
@@ -71,6 +71,7 @@ class Budget(Technique):
         """
         if COMPILE.of(recipe[Slot.ENGINE].install(Setup())) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
+        # A budget of 0 ignores the marks that keep random numbers (`memory_budget.py`).
         if self.share == 0 and (dropout := job.stated_dropout()):
             yield (
                 f"the model has dropout ({dropout}), whose masks would be others in the backward pass. "
@@ -79,5 +80,5 @@ class Budget(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Three quarters, a half and a quarter."""
+        """Yield three quarters, a half and a quarter."""
         yield from (cls(share=share) for share in PLANNED)

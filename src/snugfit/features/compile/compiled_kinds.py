@@ -2,13 +2,7 @@
 
 A compiler fuses element-wise operators, sums and norms. Matrix products, convolutions and attention remain
 library calls, and nothing outside the layers changes. So the uncompiled candidate bounds the seconds. The
-tensors that are live outside the layers, and the products' saved outputs, bound the bytes. More micro-batches
-are never faster than fewer ones, up to `PIECES_SHARE`.
-
-Each budget is a separate program for each size of a micro-batch. Lowering it takes as long as for compiled
-layers without one. As an ordinary kind of recomputing, budgets increased a plan from 49 to 113 seconds of
-CPU (Llama-3.2-1B, 2 x 2048 tokens). A budget saves memory and no time. It is therefore included only if
-compiled layers that keep all do not fit, and otherwise reported as left out.
+tensors that are live outside the layers, and the products' saved outputs, bound the bytes.
 """
 
 from __future__ import annotations
@@ -75,8 +69,10 @@ class CompiledKinds(LoweredKinds):
         self._fewer: dict[int, list[int]] = {}
         """Numbers of the same candidates with fewer micro-batches, by candidate."""
         self.waiting: list[int] = []
+        # The bounds of a plan for several GPUs are those of one GPU.
         for number, candidate in enumerate(self.space.candidates if len(self.states) == 1 else ()):
             lowering, saving_nothing = candidate.setup.lowering, self.saves_nothing.get(number, number)
+            # A whole model's program changes more than its layers, so its uncompiled step is no bound.
             if lowering is None or lowering.is_one_program or saving_nothing is None:
                 continue
             bare = self._without_compiler(saving_nothing)
@@ -119,11 +115,13 @@ class CompiledKinds(LoweredKinds):
                 plainer = candidates[other].setup
                 share = 1 - COMPILED_SHARE
                 if plainer.checkpoint != setup.checkpoint:
+                    # A cache may make recomputed kernels faster than their first run.
                     share -= CACHE_SHARE
                 needed = _least_bytes(known, setup, plainer)
                 least = least.at_least(Bound(needed, known.compiled_seconds * share))
         for other in self._in_fewer_pieces(number):
             if known := self._bounds.get(other):
+                # Each micro-batch launches all kernels again, so more of them are hardly faster.
                 least = least.at_least(Bound(0, known.seconds * (1 - PIECES_SHARE)))
         return least
 
@@ -158,6 +156,7 @@ class CompiledKinds(LoweredKinds):
 
         The user's own budget is always included.
         """
+        # A budget is a program of its own for each size: 49 CPU seconds of a plan became 113 (Llama-3.2-1B).
         candidate, start = self.space.candidates[number], self.space.fixed.start
         own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]
         if self.everywhere or own or not candidate.setup.has_budget:
@@ -186,6 +185,7 @@ class CompiledKinds(LoweredKinds):
         that cannot be simulated cannot be simulated with a budget either.
         """
         least = self.least_of(number)
+        # A candidate without known bytes may still fit.
         known = state.judged.get(number) or state.bounds.get(number) or (least and least[index])
         return not known or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes
 

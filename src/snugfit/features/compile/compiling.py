@@ -11,14 +11,6 @@ The recomputation of layers is compiled with them.
 In both cases the forward pass is compiled and not the module. So names in a state dict stay, and hooks run
 uncompiled. The recomputation of a compiled layer is outside of its program: the program runs a second time in
 the backward pass.
-
-The position of autocast changes the program. accelerate puts autocast around a model's forward pass and
-compiles both. torch traces the backward pass together with the forward pass, there without autocast. Here
-autocast is around the program, so the backward pass is traced under it, and less is kept.
-
-A cache of keys and values, which transformers makes in training too, is left out, as in the Trainer. A
-layer's use of the cache depends on the layer's number. So each layer would get its own program, and torch
-gives up after eight.
 """
 
 from __future__ import annotations
@@ -59,15 +51,18 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
     """Compile the model's forward pass; evaluation, with batches of any length, runs uncompiled."""
     forward = model.forward
     compiled = compiled_function(forward, wish)
+    # A layer's use of a cache depends on its number, so each layer would get a program of its own.
     without = {"use_cache": False} if _takes_cache(model) else {}
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
+        # Evaluation has batches of any length; each would be compiled again.
         if not model.training or model not in _BEFORE:
             return forward(*arguments, **keywords)
         out = compiled(*arguments, **{**without, **keywords})
         return _with_own_numbers(out) if wish.records_graphs else out
 
+    # `vars` has an earlier forward only if a library replaced it on the object.
     _BEFORE[model] = vars(model).get("forward"), run
     model.forward = run
 
@@ -111,6 +106,7 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     """Return Python lines that compile this job's `model` alike in scripts without snugfit. With `trainer` a
     whole model is compiled by the Trainer's arguments. Raises `RecipeError` where plain torch is not enough.
     """
+    # A script has no pass that keeps random numbers (`memory_budget.py`).
     if wish.budget < 1 and job.stated_dropout():
         raise RecipeError(
             "the layers have dropout, for which torch draws other random numbers in the backward pass where "
@@ -142,6 +138,7 @@ def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ..
     if wish.autocast == "around":
         arguments = f"model.forward, {how}" if how else "model.forward"
         return without_cache, f"model.forward = torch.compile({arguments})"
+    # The Trainer's own `torch_compile` puts autocast within.
     if trainer:
         return ()
     return (
@@ -163,6 +160,7 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
     """Compile this forward pass."""
     import torch
 
+    # Only torch's defaults need no backend of our own.
     if wish.budget == 1 and wish.autocast == "around":
         compiled: Callable[..., Any] = torch.compile(forward, **compile_arguments(wish))
         return compiled
@@ -219,6 +217,7 @@ def _in_training(
     def run(*arguments: Any, **keywords: Any) -> Any:
         if not layer.training:
             return forward(*arguments, **keywords)
+        # Caches of keys and values are for generation; torch gives up after eight programs of one code.
         arguments, keywords = without_cache(arguments, keywords)
         return compiled(*arguments, **keywords)
 
@@ -232,6 +231,7 @@ def run_as_written(model: torch.nn.Module) -> None:
     for module in model.modules():
         if module in _BEFORE:
             before, run = _BEFORE.pop(module)
+            # A library wrapped the compiled forward pass, and its wrapper must stay.
             if run is not None and vars(module).get("forward") is not run:
                 continue
             del module.forward
@@ -263,10 +263,12 @@ def whole_files() -> Iterator[None]:
 
     def compile_and_rename(command: str, cwd: str) -> None:
         words = shlex.split(command)
+        # The option must have a value after it.
         at = words.index(OUTPUT) + 1 if OUTPUT in words[:-1] else None
         if at is None:
             return compile_now(command, cwd)
         target = Path(words[at])
+        # The process and the thread make the name unique: compilers run in parallel.
         written = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
         words[at] = str(written)
         try:

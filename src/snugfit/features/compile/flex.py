@@ -64,6 +64,7 @@ def _why_not(job: Job) -> str:
     if not getattr(model, "_supports_flex_attn", False):
         return f"transformers has no flex_attention for {model.__name__}"
     config: Any = job.config_to_read() if module is None else module.config
+    # T5's position bias is added to the scores.
     if config.is_encoder_decoder:
         return f"{model.__name__} adds its positions to the scores, which was not tried with it"
     text = config.get_text_config()

@@ -2,15 +2,7 @@
 
 torch cuts the graph of a layer, forward and backward, in two.
 `torch._functorch.config.activation_memory_budget` limits the bytes that the forward program keeps for the
-backward one. torch reads it at that moment only. So it is set around the cut, and other programs of the
-process are cut as usual. Dynamo reuses a layer's program for another layer with an equal compiler. torch's
-caches on the disk have the setting in their keys. So programs of two budgets are never mixed.
-
-With a budget below 1 torch may draw random numbers again in the backward program, and they differ. Dropout's
-mask there is not the one of the forward pass, and gradients are wrong without an error. See pytorch issues
-190717 and 190758, in 2.11 and 2.13. So every node that draws is marked as kept. These are seeds of a few
-bytes, from which torch makes the masks, and attention with dropout. A budget of 0 ignores marks; with it such
-layers are refused.
+backward one.
 """
 
 from __future__ import annotations
@@ -41,6 +33,7 @@ class InductorWithin:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
+        # torch reads the budget at the cut only; other programs of the process are cut as usual.
         with within_budget(self.budget):
             return compile_fx(graph, inputs, config_patches=list_mode_options(self.mode))
 
@@ -69,6 +62,7 @@ def within_budget(budget: float) -> Iterator[None]:
         return
     with (
         functorch.patch(activation_memory_budget=budget),
+        # torch may draw again in backward, with other numbers (issues 190717 and 190758 in 2.11 and 2.13).
         inductor.patch(joint_custom_post_pass=_keeper()(budget)),
     ):
         yield
@@ -91,12 +85,15 @@ def _keeper() -> Any:
 
             for node in graph.nodes:
                 if _draws(node):
+                    # A budget of 0 ignores the mark.
                     if self.budget == 0:
                         raise RecipeError(DRAWS_ANEW)
+                    # Seeds have a few bytes; torch makes the masks from them.
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
             """Return the pass's part of the keys in torch's caches."""
+            # torch's caches on the disk have the budget in their keys already.
             return "snugfit: random numbers are kept"
 
     return KeepRandom
@@ -113,4 +110,5 @@ def _draws(node: Any) -> bool:
         return False
     names = [argument.name for argument in operator._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    # Attention is tagged as random, but draws only with dropout.
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0

@@ -40,4 +40,5 @@ WHOLE_SECONDS = (
 def compile_seconds(kernels: Collection[Any], in_programs: int) -> float:
     """Return the seconds that torch.compile takes with no cache of an earlier run."""
     generated = {kernel for kernel in kernels if operator_of(kernel).startswith(GENERATED)}
+    # Equal layers share their kernels; a whole model's program compiles each.
     return IN_WHOLE * in_programs + (STARTING + GENERATED_KERNEL * len(generated))

@@ -83,10 +83,10 @@ class ParallelWish(SeveralProcesses):
     """True if copied weights' gradients are views of the averaged buckets, without memory of their own."""
 
     tensor: int = 1
-    """Over how many ranks the matrices of each layer are cut."""
+    """Number of ranks that the matrices of each layer are cut over."""
 
     context: int = 1
-    """Over how many ranks each sequence is cut."""
+    """Number of ranks that each sequence is cut over."""
 
     stages: int = 1
     """Number of ranks that the layers are distributed over, one stage after the other."""
@@ -157,10 +157,13 @@ class ParallelWish(SeveralProcesses):
         """Return whether so many GPUs make whole groups that divide the batch. If experts are spread, all
         GPUs of a group must share them."""
         groups, left = divmod(gpus, self.ranks_of_one_part)
+        # `alone` has no data axis, and the other values need one of at least two groups.
         if left or (self.weights == "alone") is not (groups == 1) or batch_size % groups:
             return False
+        # On several hosts, each copy of sharded weights fills whole hosts.
         spread = self.shards * self.tensor * self.context
         is_whole = not self.shards or whole_hosts is None or whole_hosts == spread < gpus // self.stages
+        # Experts are divided over exactly the ranks that share matrices.
         return is_whole and self.experts in (1, self.tensor)
 
     def is_slower_than(self, rival: SeveralProcesses) -> bool:
@@ -220,6 +223,7 @@ class ParallelWish(SeveralProcesses):
             raise UsageError(
                 f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were named."
             )
+        # The recipe fixes all axes but the data axis, which takes the rest of the GPUs.
         data = gpus // together
         if self.weights == "alone" and data > 1:
             raise UsageError(

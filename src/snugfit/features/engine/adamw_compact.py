@@ -65,6 +65,7 @@ class AdamWCompact(Technique):
                 "weights that train are fp32 and have no masters that could have "
                 f"{self.master_bits} bits. Add 'bf16_master', or take 'adamw_compact' as it is."
             )
+        # A kernel updates the weights of one process, whose states no other has.
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share its states. Try 'adamw_8bit' or 'adamw_fused'."
 

@@ -62,6 +62,7 @@ class Captured(Technique):
         """Yield the settings that read the device, use another stream, or draw random numbers again."""
         if not job.trains:
             yield "only training steps are recorded. Leave it out."
+        # The host reads the scaler's flag after each step.
         if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
                 f"{recipe[Slot.PRECISION]} checks after each step whether a gradient overflowed, which "
@@ -72,6 +73,7 @@ class Captured(Technique):
             yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
         wish = again.alone.checkpoint
         by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)
+        # A graph cannot reset a GPU's generator, so recomputed dropout would draw other numbers.
         if wish is not None and not by_seeds and (dropout := job.stated_dropout()):
             yield (
                 f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "

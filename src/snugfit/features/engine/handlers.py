@@ -44,6 +44,7 @@ class MastersHandler(Handler):
 
     def model_arguments(self, value: bool) -> dict[str, Any]:
         """Load weights in 32 bits: a loader that rounds them would leave no other half."""
+        # A loader that rounds weights to bfloat16 would leave no other half.
         return {"dtype": "float32"} if value else {}
 
     def wrap(self, value: bool, model: Any) -> None:
@@ -64,6 +65,7 @@ class CaptureHandler(Handler):
 
     def fill_multiple(self, value: CaptureWish | None, loop: Any) -> int:
         """Return the multiple of recorded lengths."""
+        # Without a GPU nothing is recorded, so batches need no few lengths.
         return value.multiple if value is not None and _can_record(loop) else 0
 
     def step_runner(
@@ -74,6 +76,7 @@ class CaptureHandler(Handler):
             return runner
         from snugfit.features.engine.replay.step import CapturedStep
 
+        # A rehearsal has graphs of its own, on shapes.
         make_graphs = REHEARSED.get()
         graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
         return CapturedStep(loop, graphs, value.multiple)
@@ -150,11 +153,13 @@ def _stream(device: int) -> torch.cuda.Stream:
 def _on_own_stream() -> Iterator[None]:
     import torch
 
+    # A rehearsal has no stream.
     if not torch.cuda.is_available() or REHEARSED.get() is not None:
         yield
         return
     before = torch.cuda.current_stream()
     stream = _stream(torch.cuda.current_device())
+    # Work of the other stream must be finished before this one uses its results.
     stream.wait_stream(before)
     try:
         with torch.cuda.stream(stream):

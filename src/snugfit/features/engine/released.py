@@ -69,6 +69,7 @@ class Released(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse gradients that are not whole when they come, or that other weights need too."""
         setup = Setup()
+        # All slots, since each may change the dtype, the optimizer or the recording.
         for slot in Slot:
             setup = recipe[slot].install(setup)
         if not job.trains:

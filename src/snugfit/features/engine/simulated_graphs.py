@@ -53,6 +53,7 @@ class RehearsedGraphs(Graphs):
         recorder = self._recorder
         recorder.records_graph()
         recorder.empty_cache()
+        # The first graph allocates the generator's seed and offset.
         if not self._generator:
             self._generator = [
                 torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
@@ -64,11 +65,13 @@ class RehearsedGraphs(Graphs):
         except NotRecorded as fault:
             recorder.doubt(f"The step is not recorded, and runs as it is written: {fault}.")
             raise
+        # A wait inside of a recording is an error on a GPU.
         if recorder.times_waited != waited:
             recorder.doubt(f"The step is not recorded, and runs as it is written: {WAITS}.")
             raise NotRecorded(WAITS)
 
         def play() -> None:
+            # A replay launches the same kernels and allocates nothing.
             nowhere = recorder.memory.allocating(Memory.NOWHERE)
             with nowhere, recorder.program(lowered=False), recorder.played_back():
                 work()
@@ -77,6 +80,7 @@ class RehearsedGraphs(Graphs):
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Return a copy of the batch on the device without an allocation; shadow values are copied too."""
+        # Recorded work reads the first batch, so no batch may be freed.
         self._batches.append(batch)
         with self._recorder.memory.allocating(Memory.NOWHERE):
             return place(piece, device)
@@ -101,6 +105,7 @@ def recorded_on_shapes() -> Iterator[None]:
 
     known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices
     files = [
+        # Optimizers import the function by name, so each file has a binding of its own.
         file
         for name, file in sys.modules.items()
         if name.startswith(torch.optim.__name__) and hasattr(file, known.__name__)

@@ -69,6 +69,7 @@ def guide(
 
     given.check_pictures(html, plot)
     form = "json" if as_json else form
+    # A measurement is for this machine's GPU, also if another one is named.
     name = None if gpu and not measure else gpu_here()
     if measure and name is None:
         raise GpuError(

@@ -73,6 +73,7 @@ def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> Gu
 
 def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | None) -> ModernRow:
     """Return the fastest recipe of the front within the experiment's memory."""
+    # An experiment that does not fit may use all of the GPU's memory.
     memory = row.predicted_bytes if row.fits else gpu_bytes
     modern = ModernRow(name=row.name, memory_bytes=memory)
     fitting = [one for one in front if memory is None or one.needed_bytes <= memory]

@@ -52,6 +52,7 @@ def run(
     requests = [request for experiment in experiments for request in _requests(experiment, gpu)]
     byte_requests = per_parameter_requests(gpu) if optimizers else []
     predictions = predict_all([*requests, *byte_requests], workers=workers, tell=tell)
+    # Requests of the suite come first, so `zip` ends with them.
     answers: Answers = {
         request.key: prediction for request, prediction in zip(requests, predictions, strict=False)
     }

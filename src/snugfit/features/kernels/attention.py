@@ -1,12 +1,10 @@
 """Attention as transformers' models call it, and attention of padded encoders without a mask matrix.
 
 Each row of a batch is up to three stretches: padding, tokens, padding. FlashAttention's kernels for sequences
-of several lengths attend within each stretch, so tokens get the result of a mask. The device computes the
-ends of the stretches, the same number for every batch. So nothing waits, and a captured step accepts any
-padding. Results at padding differ from those under a mask, and no result at a token depends on them.
+of several lengths attend within each stretch, so tokens get the result of a mask. Results at padding differ
+from those under a mask, and no result at a token depends on them.
 
-Padding is computed all the same (`padding_free` drops it), but not by attention among tokens. A mask with
-gaps among its tokens has no such stretches: the device checks for gaps, and ends the run there.
+Padding is computed all the same (`padding_free` drops it), but not by attention among tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ def attend(
     implementation = module.config._attn_implementation
     if implementation == "sdpa" and keywords.get("cu_seq_lens_q") is not None:
         return attend_in_stretches(module, heads, dropout, scaling, keywords), None
+    # The family's file has the eager function that the model itself would call.
     eager = sys.modules[type(module).__module__].eager_attention_forward
     run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     query, key, value = heads
@@ -61,6 +60,7 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     mask = keywords.get("attention_mask")
     if mask is None or mask.dim() != 2 or not model.training or len(arguments) > 1:
         return None
+    # A row without padding has ends of its own (`padding_free`).
     if keywords.get("cu_seq_lens_q") is not None or not has_kernel(mask) or not takes(model):
         return None
     ends = {"cu_seq_lens_q": stretches(mask), "max_length_q": mask.size(1)}
@@ -75,6 +75,7 @@ def takes(model: Any) -> bool:
     config = model.config
     width = config.hidden_size // config.num_attention_heads
     dtype = activation_dtype(next(model.parameters()))
+    # A decoder's mask is causal too, which stretches do not express.
     known = config._attn_implementation == "sdpa" and not getattr(config, "is_decoder", False)
     return known and str(dtype) in HALVES and width <= WIDEST and width % WIDTH_IN == 0
 
@@ -89,10 +90,13 @@ def stretches(mask: torch.Tensor) -> torch.Tensor:
     rows, length = mask.shape
     tokens = mask.ne(0).to(torch.int32)
     count = tokens.sum(1, dtype=torch.int32)  # (B,)
+    # More than two changes between padding and tokens are a gap.
     changes = tokens.diff(dim=1).abs().sum(1) + tokens[:, 0] + tokens[:, -1]
+    # An assertion on the device does not wait; a check on the host would.
     torch._assert_async((changes <= 2).all(), GAPS)
     first = tokens.argmax(1).to(torch.int32)
     begin = torch.arange(0, rows * length, length, dtype=torch.int32, device=mask.device)
+    # Every row has three stretches, also empty ones, so a captured step accepts any padding.
     ends = torch.stack([begin + first, begin + first + count, begin + length], dim=1).flatten()
     return torch.nn.functional.pad(ends, (1, 0))
 
@@ -104,6 +108,7 @@ def attend_in_stretches(
     from snugfit.features.kernels.without_padding.attention import attend as attend_in_pieces
 
     batch, _, length, _ = heads[0].shape
+    # Rows are joined to one, since the kernels take sequences of one row.
     query, key, value = (one.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for one in heads)
     out, _ = attend_in_pieces(
         module, query, key, value, dropout=dropout, scaling=scaling, is_causal=False,

@@ -7,9 +7,6 @@ to the end of the forward pass. There all activations are alive, and gradients o
 A head may carry a kernel (`LossKernel`). The kernel computes a chunk's loss and overwrites its logits with
 their gradient. No other tensor is made of the logits. So chunks of 16 bits have twice as many tokens there,
 and the head's gradient is accumulated half as often.
-
-The sums are the same. With 16-bit products the gradient of the head is rounded once a chunk and not once a
-step. That includes float32 weights under autocast.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
 class ChunkedLoss(Technique):
     """Computes logits, loss and gradient for some tokens at a time, and never all logits at once."""
 
+    # With 16-bit products, the head's gradient is rounded once a chunk, also for fp32 weights under autocast.
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = (
         "the fused linear cross-entropy of Hsu et al., arXiv 2410.10989 (Liger), in plain torch; torch's own "
@@ -61,7 +59,7 @@ class ChunkedLoss(Technique):
         return setup.with_fields(logits=LogitsWish(tokens=self.tokens))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """There must be a head over a vocabulary."""
+        """Require a head over a vocabulary."""
         if job.trains and (why := _lacks_vocabulary(job)):
             yield f"{why}. Try 'whole_logits'."
 
@@ -79,7 +77,9 @@ class ChunkedLoss(Technique):
         vocabulary = job.model.config.get("vocab_size")
         if why := _lacks_vocabulary(job):
             return why
+        # Only the decoder's targets have logits.
         length = job.target_length if job.task == "seq2seq-lm" else job.sequence_length
+        # Logits are compared in 32 bits, as the default chunk is counted.
         if vocabulary and 4 * vocabulary * job.batch_size * length <= LOGITS_BYTES:
             return "all logits of this job are no more than one chunk"
         return ""

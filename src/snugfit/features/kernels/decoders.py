@@ -2,10 +2,7 @@
 
 Three kernels replace the operators between the products of a layer. One adds a branch to the stream and norms
 the sum. The others are the rotation of queries and keys, and the gated activation. The products of queries,
-keys and values are one, and so are those of gate and up. Their weights are adjacent in memory.
-
-A module runs its own code if an adapter or a quantization replaced one of its layers. So does every module
-outside training.
+keys and values are one, and so are those of gate and up.
 """
 
 from __future__ import annotations
@@ -70,6 +67,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
             family = _family(module, part)
             if family is not None and fuse_part(module, family):
                 changed[type(module).__name__] = None
+        # The last norm of a model has no layer that could fuse it.
         norm = getattr(module, "norm", None)
         family = _family(norm, "RMSNorm")
         if family is not None and "forward" not in vars(norm):
@@ -82,6 +80,7 @@ def _family(module: Any, part: str) -> DecoderFamily | None:
     """Return the family of which a module is this part; None for every other module."""
     name = type(module).__module__.rpartition(".modeling_")[2]
     family = FAMILIES.get(name)
+    # A subclass in another file may compute something else.
     known = family is not None and type(module).__module__ == f"transformers.models.{name}.modeling_{name}"
     return family if known and family and type(module).__name__ == family.prefix + part else None
 
@@ -97,7 +96,9 @@ def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) ->
 def _either(
     forward: Callable[..., Any], family: DecoderFamily, module: Any, *arguments: Any, **keywords: Any
 ) -> Any:
+    # The class's own method, since the instance's is replaced by this one.
     own = partial(type(module).forward, module)
+    # The kernels save for a backward pass, which evaluation does not have.
     if not module.training:
         return own(*arguments, **keywords)
     return forward(module, family, own, *arguments, **keywords)
@@ -121,6 +122,7 @@ def _add_and_norm(
     """Return the stream with a branch added to it, and its norm in the dtype of the products to come."""
     whole = branch if stream is None else stream
     dtype = activation_dtype(whole)
+    # Without autocast, transformers multiplies by the scale in the wider dtype.
     if dtype == whole.dtype and not family.from_one:
         dtype = torch.promote_types(dtype, norm.weight.dtype)
     return add_rms_norm(branch, stream, norm.weight, _eps(norm), dtype, from_one=family.from_one)
@@ -138,8 +140,10 @@ def _norm(
 def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
     layers = module.q_proj, module.k_proj, module.v_proj
     biased = layers[0].bias is not None if _are_plain(layers) else False
+    # Halves of a head are rotated into each other, so its width must be even.
     if not _are_plain(layers, biased=biased) or module.head_dim % 2:
         return False
+    # Adjacent weights are one matrix, so the three products are one.
     lay_side_by_side([layer.weight for layer in layers])
     if biased:
         lay_side_by_side([layer.bias for layer in layers])
@@ -159,6 +163,7 @@ def _attend(
 ) -> tuple[torch.Tensor, Any]:
     """Run the forward pass of the family's attention, with its first half replaced."""
     layers = self.q_proj, self.k_proj, self.v_proj
+    # An adapter may have replaced a layer since the model was built.
     if not _are_plain(layers):
         return own(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
@@ -166,6 +171,7 @@ def _attend(
     width = self.head_dim
     heads = Heads(self.q_proj.out_features // width, self.k_proj.out_features // width, width)
     norms = None
+    # Qwen3 and Gemma 3 norm each head.
     if hasattr(self, "q_norm"):
         norms = Norms(self.q_norm.weight, self.k_norm.weight, _eps(self.q_norm), family.from_one)
     weights = Projections(
@@ -181,6 +187,7 @@ def _attend(
     given, scores = attend(
         self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, options
     )
+    # The output of some kernels is transposed, and the product needs rows.
     return self.o_proj(given.contiguous()), scores
 
 
@@ -195,6 +202,7 @@ def _remember(
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     is_simple = type(cache).__name__ == "DynamicCache" and type(layer).__name__ == "DynamicLayer"
+    # Other caches move, quantize or cut their contents.
     if layer is None or not is_simple or layer.is_initialized or cache.offloading:
         return cache.update(key, value, index)  # type: ignore[no-any-return]
     layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
@@ -210,6 +218,7 @@ def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
         return False
     lay_side_by_side([module.gate_proj.weight, module.up_proj.weight])
     _replace(module, _gate, family)
+    # False marks a gated MLP; `fused(recomputed_mlps)` sets some to True.
     setattr(module, RECOMPUTES, False)
     return True
 
@@ -240,6 +249,7 @@ def _fuse_layer(module: Any, family: DecoderFamily) -> bool:
     names = ["input_layernorm", "post_attention_layernorm"]
     if family.norms_branches:
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    # The layer fuses its norms, so all of them must be of this family.
     if not all(_family(getattr(module, name, None), "RMSNorm") == family for name in names):
         return False
     _replace(module, _run_layer, family)
@@ -263,6 +273,7 @@ def _run_layer(
     stream, normed = _add_and_norm(hidden_states, None, self.input_layernorm, family)
     branch, _ = self.self_attn(hidden_states=normed, **keywords)
     before_mlp = self.post_attention_layernorm
+    # Gemma norms a branch before it is added, and once more before the MLP.
     if family.norms_branches:
         _, branch = _add_and_norm(branch, None, self.post_attention_layernorm, family)
         before_mlp = self.pre_feedforward_layernorm
@@ -270,6 +281,7 @@ def _run_layer(
     from_mlp: torch.Tensor = self.mlp(normed)
     if family.norms_branches:
         _, from_mlp = _add_and_norm(from_mlp, None, self.post_feedforward_layernorm, family)
+    # The next layer's first norm is in another module, so this addition stays alone.
     return stream + from_mlp
 
 

@@ -1,9 +1,8 @@
 """Encoders with kernels of our own: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and GPT-2.
 
-Modules are matched by the name of their class and of the family's folder in transformers. So no model's file
-is imported that the process does not use. Each supported module gets a forward pass over the same parameters,
-bound to the instance. It leaves unsupported arguments (a cache of keys and values) to the model's own code. A
-linear layer that an adapter wraps, or that has a hook, is called as the model would call it.
+Each supported module gets a forward pass over the same parameters, bound to the instance. It leaves
+unsupported arguments (a cache of keys and values) to the model's own code. A linear layer that an adapter
+wraps, or that has a hook, is called as the model would call it.
 """
 
 from __future__ import annotations
@@ -68,11 +67,13 @@ def fuse(model: torch.nn.Module) -> list[str]:
     """Give supported modules of this model our forward passes, and return the names of their classes, once
     each."""
     seeds, changed = Seeds(), dict[str, None]()
+    # The number of a module is its call site, so each draws other numbers of dropout.
     for number, module in enumerate(model.modules()):
         patch = patch_of(type(module))
         if patch is None or not patch.fits(module):
             continue
         if patch.forward is None:
+            # A second hook would look for a mask that the first one has replaced.
             if SITE not in vars(module):
                 module.register_forward_pre_hook(without_mask, with_kwargs=True)
             setattr(module, SITE, Site(seeds, number))
@@ -91,6 +92,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 def patch_of(kind: type[Any]) -> Patch | None:
     """Return the patch for a class of transformers; None for an unsupported one."""
     parts = kind.__module__.split(".")
+    # Matching by name imports no model's file that the process does not use.
     if parts[:2] != ["transformers", "models"] or len(parts) < 4:
         return None
     return PATCHES.get((parts[2], kind.__name__))
@@ -103,6 +105,7 @@ def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
     """Return a linear layer's output, and its bias if a kernel can add it later (else None)."""
     if is_plain(layer):
         return torch.nn.functional.linear(x, layer.weight), layer.bias
+    # GPT-2's layers are transformers' Conv1D, whose weight is transposed.
     if type(layer).__name__ == "Conv1D" and "forward" not in vars(layer):
         return torch.matmul(x, layer.weight), layer.bias
     return layer(x), None
@@ -112,6 +115,7 @@ def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
     """Return GELU, or another activation, of a linear layer's output."""
     product, bias = product_of(layer, x)
     by_tanh = BY_TANH.get(type(activation).__name__)
+    # Without a bias or GELU, the kernel has nothing to fuse.
     if by_tanh is None or bias is None:
         y: torch.Tensor = activation(product if bias is None else product + bias)
         return y
@@ -165,6 +169,7 @@ def embed_bert(
 ) -> torch.Tensor:
     """Return words, positions and types, normed: (B, S, H). This starts a pass of the model."""
     words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+    # RoBERTa counts positions from its padding token.
     if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):  # RoBERTa
         position_ids = (
             self.create_position_ids_from_inputs_embeds(words, self.padding_idx)
@@ -175,6 +180,7 @@ def embed_bert(
     if token_type_ids is not None:
         words = words + types(token_type_ids)
     places = embed_positions(self, words, position_ids, past_key_values_length)
+    # All tokens have type 0, so its row is added to the positions, which are fewer.
     if token_type_ids is None:
         places = places + types.weight[0]
     return norm_embeddings(self, words, places)
@@ -201,6 +207,7 @@ def embed_positions(
         weight: torch.Tensor = table.weight[first : first + words.size(1)]
         return weight
     places: torch.Tensor = table(position_ids)
+    # Positions that are equal for all samples repeat in the kernel.
     return places[0] if places.size(0) == 1 else places
 
 
@@ -213,6 +220,7 @@ def embeds_plainly(module: Any) -> bool:
 def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return dropout of the norm of words plus positions: (B, S, H)."""
     site: Site = getattr(module, SITE)
+    # Embeddings are the first module of a pass, so a new seed begins there.
     site.seeds.begin()
     drop = site.draw(module, module.dropout.p, words)
     return norm_with_stream(words, places, module.LayerNorm, drops_last=True, **drop)
@@ -226,6 +234,7 @@ def attend_bert(
     **keywords: Any,
 ) -> Any:
     """Attend over one product's queries, keys and values."""
+    # Caches are for generation, which the model's own code serves.
     if past_key_values is not None:
         return type(self).forward(
             self, hidden_states, attention_mask, past_key_values=past_key_values, **keywords
@@ -240,6 +249,7 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
     They come from one product if all layers are torch's own.
     """
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    # One joint bias needs one from every layer.
     if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
     else:
@@ -309,6 +319,7 @@ def run_vit_layer(
     attended, _ = self.attention(normed, attention_mask, **keywords)
     drop = getattr(self, SITE).draw(self, self.dropout.p, hidden_states)
     normed, hidden = add_norm(attended, hidden_states, self.layernorm_after, gives_sum=True, **drop)
+    # The second residual is added before the next layer's norm, in another module.
     closed: torch.Tensor = self.dropout(self.mlp(normed)) + hidden
     return closed
 

@@ -40,7 +40,8 @@ class Flash(Technique):
         return setup.with_fields(attention="flash_attention_2")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """16 bits, and a model that transformers calls the package for."""
+        """Require 16 bits, and a model for which transformers calls the package."""
+        # Only these slots decide about the dtype of attention and about recomputation.
         setup = Setup()
         for slot in (Slot.PRECISION, Slot.CHECKPOINTING):
             setup = recipe[slot].install(setup)
@@ -49,6 +50,7 @@ class Flash(Technique):
         dtype = setup.autocast or setup.weights_dtype or job.dtype
         if dtype not in HALVES:
             yield f"it computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
+        # Selective checkpointing recognizes torch's attention operators, and this kernel is none of them.
         if setup.checkpoint is not None and setup.checkpoint.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
@@ -59,11 +61,13 @@ class Flash(Technique):
             "package flash-attn must be installed."
         )
         if not job.padding:
+            # torch prefers cuDNN's attention on Hopper.
             yield "without padding 'sdpa' takes the same kernels, or cuDNN's on Hopper, and needs no package."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield nothing: no plan searches it."""
+        # It was measured on no GPU (`unplanned`).
         return iter(())
 
 

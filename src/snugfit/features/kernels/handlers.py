@@ -52,6 +52,7 @@ class FusedHandler(KernelsHandler):
         """Run plain torch in a simulation of a CPU."""
         from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
+        # On a CPU the operations are plain torch, which a simulation of one must record.
         return None if value is None or on_gpu else shapes_on_cpu
 
 
@@ -83,6 +84,7 @@ class LigerHandler(KernelsHandler):
 
     def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
         """Return a call of Liger's own function; the Trainer calls it by itself, from its arguments."""
+        # The Trainer applies Liger by its own argument.
         if value is None or context.trainer:
             return {}
         options = "".join(f", {name}={given}" for name, given in value.parts.items())

@@ -76,6 +76,7 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
     def run_first(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
         key = id(tuner), *_key_of(tuner, given)
+        # The autotuner times settings before the first launch with each key, in every process.
         if isinstance(policy, CudaPolicy) and len(tuner.configs) > 1 and key not in timed:
             timed.add(key)
             _time_settings([given[name] for name in tuner.restore_value])
@@ -103,6 +104,7 @@ def _time_settings(changes: Sequence[torch.Tensor]) -> None:
 def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """Return the autotuner's key for a kernel's settings (`Autotuner.run`, `triton/runtime/autotuner.py`)."""
     named = [given[name] for name in tuner.keys if name in given]
+    # Triton's own key has the dtypes of all tensor arguments.
     dtypes = [str(given[name].dtype) for name in tuner.arg_names if hasattr(given.get(name), "dtype")]
     return *named, *dtypes
 
@@ -175,6 +177,7 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
     files = [module for name, module in sys.modules.items() if name.startswith(_OPERATORS)]
     functions = {
         id(value): value
+        # Liger compares device types with the constant "cuda"; on shapes the type is "meta".
         for file in files
         for value in vars(file).values()
         if isinstance(value, FunctionType) and "cuda" in value.__code__.co_consts
@@ -190,6 +193,7 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
                 )
         for function in functions.values():
             code = function.__code__
+            # The code object is exchanged, since other modules hold references to the function.
             undo.callback(setattr, function, "__code__", code)
             constants = tuple("meta" if one == "cuda" else one for one in code.co_consts)
             function.__code__ = code.replace(co_consts=constants)

@@ -23,6 +23,7 @@ from snugfit.errors import UsageError
 
 def path_in(value: Any, folder: Path) -> str | None:
     """Return the path in a value that contains no file itself; a relative one begins in `folder`."""
+    # A mapping with bytes contains the file itself, and its path is only a name.
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
     if not isinstance(value, str | os.PathLike):

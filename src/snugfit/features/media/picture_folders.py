@@ -51,6 +51,7 @@ class ClassFolders(Rows):
 
     def _pictures(self, folder: Path) -> list[str]:
         """Return the names of this folder's pictures, in order."""
+        # `scandir` has no fixed order, and samples need one in every run.
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         entries = [entry for entry in entries if not entry.name.startswith(".")]
         if inner := next((entry for entry in entries if entry.is_dir()), None):

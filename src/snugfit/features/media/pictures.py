@@ -90,6 +90,7 @@ def _open(entry: MediaEntry) -> Image:
     try:
         with Image.open(io.BytesIO(content)) as picture:
             picture.load()
+        # Pillow copies a picture to turn it, so upright ones are left as they are.
         turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
         return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # each of Pillow's formats has its own
@@ -105,6 +106,7 @@ def _array(entry: MediaEntry) -> np.ndarray:
         pixels = np.asarray(entry.value)
     except (ValueError, TypeError, RuntimeError):  # lists of several lengths; a tensor on a device
         pixels = np.asarray(None)
+    # A list has Python's integers, which may be pixels of 8 bits.
     if isinstance(entry.value, list) and pixels.dtype.kind in "iu" and pixels.size:
         pixels = pixels.astype(np.uint8) if 0 <= pixels.min() <= pixels.max() <= 255 else pixels
     if pixels.ndim not in (2, 3) or pixels.dtype != np.uint8:
@@ -112,12 +114,14 @@ def _array(entry: MediaEntry) -> np.ndarray:
             f"{entry.where}: an image must be a path, a file's bytes, a PIL image or an array (H, W, C) of "
             f"uint8, not {_kind(entry.value, pixels)}. Give prepared pixels as pixel_values."
         )
+    # Channels may come first, as torch has them.
     if pixels.ndim == 3 and pixels.shape[2] not in MODES and pixels.shape[0] in MODES:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] not in MODES:
         raise UsageError(
             f"{entry.where}: an image of the shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
         )
+    # Pillow has no third dimension for a single channel.
     return np.ascontiguousarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
 
 

@@ -39,8 +39,10 @@ def load_processor(given: Any, job: Job) -> Any:
             patterns=FILES,
             file=FILES[0],
         )
+    # A multi-part processor has the part as an attribute.
     processor = getattr(given, inner, given)
     inputs = getattr(processor, "model_input_names", None)
+    # A tokenizer is callable too, but has a vocabulary.
     if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
         raise UsageError(
             f"The processor is of type {type(given).__name__}; for {job.task} it must be transformers' "
@@ -80,6 +82,7 @@ def _load_image_processor(name: str, **options: Any) -> Any:
     from transformers import AutoImageProcessor
 
     try:
+        # Implementations differ in the last bits; Pillow's runs on every machine.
         return AutoImageProcessor.from_pretrained(name, backend="pil", **options)
     except ImportError:  # older versions look for torchvision before they look at the backend
         return _by_its_class(Path(name))

@@ -122,6 +122,7 @@ class MediaCollate:
 
         name, labels = self.preprocessor.input_name, self.targets.labels(samples, 0)
         inputs = [torch.as_tensor(sample[name]) for sample in samples]
+        # The extractor pads with its own value, and marks the padding.
         if isinstance(self.preprocessor, SoundPreprocessor) and len({one.shape for one in inputs}) > 1:
             return {**self.preprocessor.pad(inputs), "labels": labels}
         return {name: torch.stack(inputs), "labels": labels}
@@ -194,6 +195,7 @@ def media_samples(
         targets = _texts(rows.select_columns({columns["text"]}), columns["text"], job, tokenizer)
     notes = tuple(rows.notes())
     samples = MediaSamples(media=media, column=column, preprocessor=preprocessor, notes=notes, **targets)
+    # A processor that does not fit the model fails here, and not in the first step.
     samples.sample(0)
     return samples
 
@@ -247,11 +249,13 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
         )
     words, config = Tokenizer(tokenizer), job.transformers_config()
     start = getattr(config, "decoder_start_token_id", None)
+    # A tokenizer may begin a text with the decoder's start token, which the model adds itself.
     begun = start is not None and words.tokens(targets=["a"], limit=None)[0].ids[:1] == [start]
     lists, cut, lost = RaggedBuilder(), 0, 0
     numbered = enumerate(rows)
     while chunk := list(islice(numbered, ROWS_AT_ONCE)):
         texts = [rows.text(row, column, index) for index, row in chunk]
+        # The start token does not count towards the limit.
         for tokens in words.tokens(targets=texts, limit=job.target_length + begun):
             lists.append(tokens.ids[int(begun) :])
             cut, lost = cut + (tokens.cut > 0), lost + tokens.cut

@@ -116,6 +116,7 @@ def _in_memory(entry: MediaEntry) -> Sound:
     value: Any = entry.value
     if hasattr(value, "get_all_samples"):  # torchcodec's decoder, which datasets hands out
         decoded = value.get_all_samples()
+        # torchcodec returns (channels, samples).
         return Sound(_array(decoded.data.numpy().mean(axis=0), entry), decoded.sample_rate)
     if isinstance(value, Mapping):
         return Sound(_array(value.get("array"), entry), value.get("sampling_rate"))
@@ -130,6 +131,7 @@ def _array(value: Any, entry: MediaEntry) -> np.ndarray:
         sound = np.asarray(value)
     except (ValueError, TypeError, RuntimeError):
         sound = np.asarray(None)
+    # Samples of 16 bits become numbers in [-1, 1).
     if sound.dtype == np.int16:
         sound = sound / np.float32(1 << 15)
     if sound.ndim != 1 or sound.dtype.kind != "f":
@@ -146,10 +148,12 @@ def _read(content: bytes, entry: MediaEntry) -> Sound:
     try:
         with wave.open(io.BytesIO(content)) as file:
             return _pcm(file, entry)
+    # The file is no PCM `.wav`; soundfile may read it.
     except (wave.Error, EOFError) as error:
         said = str(error) or "it ends too early"
     if not content:
         raise UsageError(f"{entry.name}: the file is empty.")
+    # A RIFF file of a known format is broken; other formats may be soundfile's.
     if content.startswith(b"RIFF") and not said.startswith("unknown format"):
         raise UsageError(f"{entry.name}: this .wav is broken ({said}).")
     return _by_soundfile(content, entry, said)

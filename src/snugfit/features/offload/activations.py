@@ -1,22 +1,14 @@
 """Activation offloading: tensors that layers save for the backward pass are copied to the host and back.
 
 Autograd's hooks on saved tensors see everything that a forward pass saves. The tensors that a layer of the
-model's stacks saves, or a checkpoint saves as its input, are copied to the host. Embeddings, head and loss
-leave theirs on the device, because the backward pass needs them at once.
+model's stacks saves, or a checkpoint saves as its input, are copied to the host.
 
 A region is a group of tensors that are copied together: one layer's, or one input of a checkpoint. When a
 region is full its copies start, and the region before it is awaited and leaves the device. So two regions at
 most are on the device, at any speed of the link. The last region stays. When the backward pass reaches a
-region, the copies of the region before it start. A tensor saved by several operators is copied once, and
-lives until the last of them needs it, as without offloading.
+region, the copies of the region before it start.
 
-If only the first few layers are offloaded, each copy has more time (`Window`). A region may stay until as
-many further layers have run as are not offloaded. The activations of those fill that memory in the end
-anyway. In the backward pass its copy starts as early. So the copies overlap all layers, and not only the
-offloaded ones. A checkpoint's input is assigned to a layer when that layer is called, right after.
-
-A storage is copied whole, and every tensor returns with its old strides. So the backward pass runs the same
-kernels on the same numbers.
+If only the first few layers are offloaded, each copy has more time (`Window`).
 """
 
 from __future__ import annotations
@@ -92,6 +84,7 @@ class Travelling:
         """Free the extent on the host, and the memory on the device once nothing is written there."""
         if self.arrival is not None:
             self.arrival.wait()
+        # The allocator may reuse the memory, so a pending copy into it must have ended.
         if self.extent is not None:
             self.link.slabs.give_back()
 
@@ -102,6 +95,7 @@ class Region:
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
         """Regions to fetch when the backward pass reaches this one."""
+        # Weak references: autograd alone decides how long a storage is needed.
         self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
         self.sent: Any = None
         """Event to await before the region's storages may leave the device."""
@@ -114,6 +108,7 @@ class Region:
         """Release the device's memory of its storages once their copies are done."""
         members = self.alive()
         if members and self.sent is not None:
+            # The copies of a region run in order, so one event is the end of all.
             members[0].link.wait(self.sent)
         for one in members:
             one.base = None
@@ -157,6 +152,7 @@ class Window:
             for number, stack in enumerate(stacks)
             for index, layer in enumerate(stack)
         }
+        # One layer's activations are the most that may wait for the others.
         self._lengths = [max(1, len(stack) - first - 1) for stack in stacks]
         self.begin_pass()
 
@@ -175,6 +171,7 @@ class Window:
     def enter(self, layer: Any) -> None:
         """Record that this layer is called; a stack may run several times."""
         stack, index = self._indices[id(layer)]
+        # The same layer or an earlier one: the stack begins again.
         if stack != self._stack or index <= self._index:
             self.end()
         self._stack, self._index, self.is_inside = stack, index, True
@@ -235,10 +232,13 @@ class ActivationOffload:
                 f"the host. Try {roster.plain(Slot.ACTIVATION_OFFLOAD).name!r}."
             )
         add = self._handles.append
+        # First of all hooks, so that hooks of others already save their tensors under it.
         add(model.register_forward_pre_hook(self._enter, prepend=True))
+        # After an exception the hooks must end too.
         add(model.register_forward_hook(self._leave, always_call=True))
         if self.first is not None and any(len(stack) > self.first for stack in stacks):
             self._window = Window(stacks, self.first)
+        # Embeddings, head and loss are outside of layers; the backward pass needs theirs at once.
         for layer in (layer for stack in stacks for layer in stack if self.what == "all" or self._window):
             add(layer.register_forward_pre_hook(self._enter_layer))
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
@@ -260,10 +260,12 @@ class ActivationOffload:
     def _enter(self, model: Any, arguments: Any) -> None:
         import torch
 
+        # Evaluation saves nothing, and a nested call belongs to the outer one.
         if self._in_forward or self.what == "nothing" or not torch.is_grad_enabled():
             return
         self._begin_pass()
         tensors = (*model.parameters(), *model.buffers()) if self.what == "all" else ()
+        # Weights are on the device anyway, so a saved weight is no activation.
         self._weights = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
         self._in_forward = True
         self._hooks.__enter__()
@@ -282,6 +284,7 @@ class ActivationOffload:
         if self._in_forward:
             if self._window is not None:
                 self._window.enter(layer)
+                # A checkpoint saves its input before its layer is called.
                 self._decide(self._window)
             self._in_layer = self.what == "all" and not (self._window and self._window.stays)
 
@@ -295,12 +298,14 @@ class ActivationOffload:
     # ---- autograd's side ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        # The check inspects the frames above, so it must be called from here.
         checkpointed, window = _is_saved_by_a_checkpoint(), self._window
         if not self._travels(tensor):
             return tensor
         if window is None or (window.is_inside and not window.stays):
             return self._save(tensor, checkpointed=checkpointed) if checkpointed or self._in_layer else tensor
         if not window.is_inside:
+            # The layer that decides is called right after.
             if checkpointed:
                 self._undecided.append(KeptTensor(tensor))
             return self._undecided[-1] if checkpointed else tensor
@@ -310,6 +315,7 @@ class ActivationOffload:
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
         """Return the record of an offloaded tensor; a checkpoint's input gets a region of its own."""
         if checkpointed:
+            # The region of a checkpoint has nothing but its input.
             self._fill_up()
         if self._region is None:
             self._region = Region(self._before())
@@ -328,6 +334,7 @@ class ActivationOffload:
         if isinstance(saved, KeptTensor):
             for region in saved.before:
                 self._bring(region)
+            # A tensor that stays still marks the time at which other regions are fetched.
             if saved.tensor is not None:
                 return saved.tensor
             saved = saved.saved
@@ -336,11 +343,13 @@ class ActivationOffload:
         for region in (saved.region, *saved.region.before):
             self._bring(region)
         base = saved.travelling.tensor()
+        # A storage is copied whole, and each tensor returns with its old strides.
         return base.as_strided(saved.size, saved.stride, saved.offset)
 
     def _travels(self, tensor: torch.Tensor) -> bool:
         import torch
 
+        # Subclasses and sparse tensors may have several storages.
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
@@ -351,9 +360,12 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
         held, known = self._known.get(key, (_nothing, _nothing))
+        # A tensor saved by several operators is copied once.
         travelling: Travelling | None = known()
+        # The address may belong to a newer storage, and a write makes an earlier copy stale.
         if travelling is None or held() is not storage or travelling.version != tensor._version:
-            base = tensor.detach() if tensor.requires_grad else tensor  # which would keep its graph alive
+            # A tensor with a gradient would keep its graph alive.
+            base = tensor.detach() if tensor.requires_grad else tensor
             travelling = Travelling(self._link(tensor.device), base)
             self._known[key] = weakref.ref(storage), weakref.ref(travelling)
         region.members[id(travelling)] = weakref.ref(travelling)
@@ -372,6 +384,7 @@ class ActivationOffload:
         members = region.alive() if region is not None else []
         if region is None or not members:
             return
+        # A storage may be in two regions; it is copied with the first.
         new = [one for one in members if one.extent is None]
         if new:
             extents, region.sent = new[0].link.send([one.base for one in new if one.base is not None])
@@ -423,6 +436,7 @@ def _is_saved_by_a_checkpoint() -> bool:
     functions calls it in the function's place.
     """
     frame: FrameType | None = sys._getframe(2)
+    # The checkpoint's own code is at most three frames above the hook.
     for _ in range(3):
         if frame is None or frame.f_globals.get("__name__") == CHECKPOINTS:
             break

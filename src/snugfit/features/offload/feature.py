@@ -27,6 +27,7 @@ class Offload(Feature):
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return the whole depth if only the first layers are offloaded."""
         wish = OFFLOAD.of(setup)
+        # The first layers differ from the rest, so nothing repeats.
         return 1 if wish is None or wish.first is None else layers
 
     def treats_layers_alike(self, setup: Setup) -> bool:

@@ -36,6 +36,7 @@ class Optimizers(Feature):
     def rate_names(self, kernel: Any) -> Sequence[str]:
         """Return the rate of bitsandbytes' updates with one state."""
         is_small = kernel.operator == "bitsandbytes::optimizer_update_8bit_blockwise"
+        # The operator is the same for one state and for two; only the number of tensors differs.
         if is_small and kernel.tensors < TENSORS_OF_TWO_STATES:
             return [kernel.operator + ONE_STATE]
         return ()

@@ -96,6 +96,7 @@ class Galore(Projected):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield an objection to projections of thin matrices."""
         thin = recipe[Slot.ADAPTERS].trained_rank
+        # Matrices no larger than the rank stay AdamW's.
         if thin is not None and thin <= self.rank:
             yield (
                 f"only matrices of rank {thin} train, and a projection of rank {self.rank} makes none of "

@@ -32,7 +32,9 @@ def bitsandbytes_wish(
     keep = Call(path=f"{STEPS}:keep_embeddings", arguments={"bits": embeddings})
     return OptimizerWish(
         factory=Call(path=f"bitsandbytes.optim:{name}", arguments=arguments),
+        # bitsandbytes reads the override while the optimizer is created.
         prepare=keep if embeddings else None,
+        # The Trainer always keeps embeddings in 32 bits.
         trainer_name=trainer_name if embeddings != 8 else None,
         shapes=Call(path=f"{STEPS}:shapes"),
     )
@@ -57,6 +59,7 @@ class OfBitsandbytes(Technique):
     def code(self, job: Job) -> tuple[str, ...]:
         """Return lines that set the width of embeddings; none where it is that of other states."""
         prepare = self.alone.optimizer.prepare
+        # With 8 bits, bitsandbytes needs no override.
         if prepare is None or prepare.arguments["bits"] == 8:
             return ()
         return (

@@ -1,12 +1,8 @@
 """The setting for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
 
-The linear layers of the model's repeated layers are converted. Exceptions are layers whose weights do not
-train, and sizes that are no multiple of 16, which the hardware requires. The head and the modules around the
-layers stay unchanged, as in torchtitan. A converted layer has the same parameter under the same name, so
-optimizers and checkpoints need no change.
-
-The inner dimension of a weight's gradient is the number of tokens. `pad_inner_dim` pads it to a multiple of
-16, as accelerate does by default. Without it, a batch of another length would end a run.
+The linear layers of the model's repeated layers are converted. The head and the modules around the layers
+stay unchanged, as in torchtitan. A converted layer has the same parameter under the same name, so optimizers
+and checkpoints need no change.
 """
 
 from __future__ import annotations
@@ -70,13 +66,16 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
     if why := why_unconverted(model):
         raise RecipeError(f"{why}. Try 'bf16'.")
     chosen = {id(module) for module in convertible(model)}
+    # The number of tokens is the inner dimension of a weight's gradient, and no multiple of 16 by itself.
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
+    # The original layers are noted before they are replaced, to undo the conversion.
     before = {name: module for name, module in model.named_modules() if id(module) in chosen}
     # torchao creates each layer on `meta` first, which a simulation would count as a tensor of its device
     with _disable_current_modes():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
     for name, module in before.items():
         converted = model.get_submodule(name)
+        # torchao's layers begin in training mode.
         converted.train(module.training)
         _BEFORE[converted] = module
 
@@ -86,9 +85,11 @@ def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     layers."""
     import torch
 
+    # The head stays in 16 bits, as in torchtitan.
     for layers in layer_stacks(model):
         for module in (one for layer in layers for one in layer.modules()):
             if (
+                # A subclass may compute something else.
                 type(module) is torch.nn.Linear
                 and module.weight.requires_grad
                 and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)
@@ -110,6 +111,7 @@ def put_back(model: torch.nn.Module) -> None:
     """Undo the conversion of this module. Layers that a user has converted stay converted."""
     if "torchao" not in sys.modules:
         return
+    # A list, since the modules change meanwhile.
     for name, module in list(model.named_modules()):
         if module in _BEFORE:
             parent, _, own_name = name.rpartition(".")

@@ -4,10 +4,6 @@
 paths (`backends/cuda/ops.py`). Few rows use a kernel that unpacks while it multiplies. For more rows, the
 scales and then the whole weight are dequantized, and cuBLAS multiplies. The operators of the second path have
 shape functions of their own. So they run instead, in that order and with the same memory.
-
-The choice depends on rows, shapes and architecture by a table of measurements, in the function
-`_gemm_4bit_use_custom_cuda`. Its file cannot be imported where torch has no CUDA, so this module extracts the
-function from the source.
 """
 
 from __future__ import annotations
@@ -76,10 +72,12 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
         absmax_offset: Any = None,
     ) -> Any:
         rows = inputs.numel() // inputs.shape[-1]
+        # Few rows: one kernel without a temporary.
         if gpu and _is_fused(gpu, inputs.dtype, rows, tuple(shape), blocksize):
             scales = (absmax_8bit, absmax_code, absmax_offset)
             return fused(keyset, inputs, packed, shape, absmax, blocksize, quant_type, bias, *scales)
         nested = None
+        # Scales that are quantized themselves are widened first.
         if absmax_8bit is not None:
             nested = ops.dequantize_blockwise.default(
                 absmax_8bit, absmax, absmax_code, _NESTED_BLOCK, torch.float32
@@ -116,6 +114,7 @@ def fuses(
     """Return True if bitsandbytes unpacks a (columns, inner) weight in the kernel of a product with so many
     rows."""
     names = _bitsandbytes_choice()
+    # The table depends on the GPU, so its properties replace those of a device.
     names["_gpu_dispatch_props"] = lambda device_index: (multiprocessors, major, minor)
     return rows <= names[_MOST_ROWS] and bool(names[_CHOICE](0, dtype, rows, columns, inner))
 
@@ -131,6 +130,7 @@ def _bitsandbytes_choice() -> dict[str, Any]:
     spec = find_spec("bitsandbytes")
     assert spec is not None
     assert spec.origin is not None
+    # The file cannot be imported where torch has no CUDA, so the function is taken from its source.
     source = Path(spec.origin).parent.joinpath("backends", "cuda", "ops.py").read_text(encoding="utf-8")
     names: dict[str, Any] = {"torch": torch, "functools": functools}
     for node in ast.walk(ast.parse(source)):

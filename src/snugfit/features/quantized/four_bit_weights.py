@@ -4,9 +4,6 @@ From a folder, `from_pretrained` quantizes tensor by tensor as it loads. transfo
 weights, so this module does. It builds the model without data, and transformers' own quantizer replaces the
 linear layers. Then it draws one weight after another on the device, quantizes it, and drops the original. A
 simulation takes the same path on shapes.
-
-All other weights (embeddings, normalisations, the head) are loaded in the dtype of the products. They are
-widened afterwards where the weights are to be wider, as peft's `prepare_model_for_kbit_training` does.
 """
 
 from __future__ import annotations
@@ -48,6 +45,7 @@ class FourBitConstruction(Construction):
 
         return BitsAndBytesConfig(
             load_in_4bit=True,
+            # peft trains classifiers whole, so they are not quantized.
             llm_int8_skip_modules=[*get_keys_to_not_convert(model), *HEADS],
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=self.double,
@@ -57,12 +55,14 @@ class FourBitConstruction(Construction):
     @property
     def loaded_dtype(self) -> str:
         """The dtype of the products, and of the weights that are quantized."""
+        # Weights are quantized from the dtype of the products.
         return self.autocast or self.dtype
 
     def loading_arguments(self, model: Any) -> dict[str, Any]:
         """Return `from_pretrained`'s arguments to quantize a model like this one."""
         import torch
 
+        # With a device map, transformers quantizes on the device, tensor by tensor.
         return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -72,6 +72,7 @@ class FourBitConstruction(Construction):
         from transformers.quantizers import AutoHfQuantizer
 
         device = torch.get_default_device()
+        # Without data and outside of a simulation's trace: only sizes are needed here.
         with _disable_current_modes(), torch.device("meta"), _without_initialization():
             model: Any = make()
             quantizer = AutoHfQuantizer.from_config(self.config(model))
@@ -81,6 +82,7 @@ class FourBitConstruction(Construction):
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
         for module in model.modules():
+            # transformers would initialise quantized weights as numbers.
             module._is_hf_initialized = _is_quantized(module)
         model.initialize_weights()
         return self.finish(model)
@@ -100,8 +102,10 @@ class FourBitConstruction(Construction):
                 elif parameter not in new:
                     data = torch.empty_like(parameter, device=device)
                     new[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    # Biases of linear layers are zeros in transformers.
                     if _is_quantized(module):
                         torch.nn.init.zeros_(data)
+                # Both names of a tied weight get the same new one.
                 module._parameters[name] = new[parameter]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -129,6 +133,7 @@ class FourBitConstruction(Construction):
         vars(model).pop("hf_device_map", None)
         dtype, computed = getattr(torch, self.dtype), getattr(torch, self.loaded_dtype)
         for parameter in model.parameters():
+            # peft widens unquantized weights too (`prepare_model_for_kbit_training`).
             if parameter.dtype == computed != dtype:
                 parameter.data = parameter.data.to(dtype)
         return model  # type: ignore[no-any-return]
@@ -143,6 +148,7 @@ def scales_in_order(weight: Any) -> list[tuple[Any, str]]:
     state = getattr(weight, "quant_state", None)
     if state is None:
         return []
+    # With nested scales, `state2` has the scales of scales.
     nested = [(state, "offset"), (state.state2, "absmax"), (state.state2, "code")] if state.nested else []
     return [(state, "code"), (state, "absmax"), *nested]
 
@@ -181,6 +187,7 @@ def _own_code_books(model: nn.Module, device: torch.device) -> Iterator[None]:
     if device.type != "meta":
         yield
         return
+    # bitsandbytes caches its first code book for the process; one without data must not be it.
     book = vars(model)["code_book"] = torch.empty(256, dtype=torch.float32, device=device)
     from unittest.mock import patch
 

@@ -52,6 +52,7 @@ class QuantizeHandler(Handler):
         setup = context.setup
         weights = setup.weights_dtype or context.job.dtype
         computed = setup.autocast or weights
+        # Weights that are wider than the computation are widened after loading.
         widens = weights == "float32" != computed
         if not widens and weights != computed:
             raise context.refusal(
@@ -63,6 +64,7 @@ class QuantizeHandler(Handler):
         }  # fmt: skip
         if computed != "float32":  # which is the default
             options["bnb_4bit_compute_dtype"] = f"torch.{computed}"
+        # peft trains classifiers whole, so they stay unquantized.
         if has_classes(context.job.task):
             options["llm_int8_skip_modules"] = literal(list(HEADS))
         config = (

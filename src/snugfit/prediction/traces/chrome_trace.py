@@ -60,9 +60,11 @@ def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
 def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
     """Yield the live bytes by kind after each event of the steady step."""
     last = max(mark.step for mark in trace.marks)
+    # Consecutive marks of one phase are one passage.
     marks = [next(members) for _, members in groupby(
         (mark for mark in trace.phases if mark.step == last), key=lambda mark: mark.phase
     )]  # fmt: skip
+    # Every second span is the host's.
     times = _event_times(marks, len(trace.events), [*phase_spans(timed)][::2])
     live: dict[str, int] = {}
     for position, event in enumerate(trace.events):

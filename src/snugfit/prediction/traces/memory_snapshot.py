@@ -25,6 +25,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
     segments: list[dict[str, Any]] = []
 
     def note(action: str, address: int, size: int, block: Block) -> None:
+        # The viewer needs ascending times; a trace has an order only.
         entries.append({
             "action": action, "addr": address, "size": size, "stream": 0, "time_us": len(entries),
             "frames": _frames(block), "category": str(block.kind),
@@ -34,6 +35,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
         block = trace.blocks[abs(event) - 1]
         if event < 0:
             freed = live.pop(-event)
+            # torch records two actions for each free.
             for action in ("free_requested", "free_completed"):
                 note(action, freed.address, block.nbytes, block)
             allocator.release(freed)
@@ -88,6 +90,7 @@ def _segment(
     segment: dict[str, Any], blocks: Sequence[Any], frames: dict[int, Any], *, expandable: bool
 ) -> dict[str, Any]:
     start, size = segment["address"], segment["total_size"]
+    # A segment lists its blocks by address.
     inside = sorted(
         (one for one in blocks if start <= one.address < start + size), key=lambda one: one.address
     )

@@ -49,7 +49,9 @@ def attention_by(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        # A compiled backward pass follows even if no operand requires a gradient.
         asked = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        # Keys and values with the query's number of heads need no groups.
         grouped = enable_gqa and {query.size(-3)} != {key.size(-3), value.size(-3)}
         operands = Operands(
             query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=trains or asked
@@ -69,6 +71,7 @@ def _flash(of: Operands) -> Any:
     padding = -width % 8  # flash requires a head width that is a multiple of 8
     if padding:
         q, k, v = (torch.constant_pad_nd(operand, (0, padding)) for operand in (q, k, v))
+        # The default scale follows from the width before the padding.
         scale = scale if scale is not None else float(width) ** -0.5
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     out = operator(q, k, v, of.dropout, of.causal, False, scale=scale)[0]
@@ -96,9 +99,11 @@ def _cudnn(of: Operands) -> Any:
 def _efficient(of: Operands) -> Any:
     import torch
 
+    # The kernels accept additive masks only.
     bias = additive(of.mask, of.query.dtype)
     if bias is not None and not _is_aligned(bias):
         columns = bias.size(-1)
+        # `pad_bias` in torch pads a whole multiple by a further one.
         bias = torch.constant_pad_nd(bias, (0, MASK_IN - columns % MASK_IN))[..., :columns]
     bias = _expand(bias, of.query, of.key)
     operator = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -125,19 +130,23 @@ def _math(of: Operands) -> Any:
 
     q, k, v, scale = of.query, of.key, of.value, of.scale
     dtype, bias = q.dtype, additive(of.mask, q.dtype)
+    # Half precision is computed in fp32 here unless the switch allows it, so the scores need twice the bytes.
     if str(dtype) in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         q, k, v = (operand.to(torch.float32) for operand in (q, k, v))
+    # The root of the scale multiplies both operands, which keeps half precision from overflowing.
     root = (abs(scale) if scale is not None else float(q.size(-1)) ** -0.5) ** 0.5
     scaled = q * (-root if scale is not None and scale < 0 else root)
     if of.causal:
         triangle = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
         bias = additive(triangle, q.dtype)
+        # C++ frees the triangle before the product, so it must not live longer here.
         del triangle
     if of.grouped:
         heads = q.size(-3)
         k, v = (operand.repeat_interleave(heads // operand.size(-3), -3) for operand in (k, v))
     scores = torch.matmul(scaled, k.transpose(-2, -1) * root)
     if bias is not None:
+        # Under a further mode, torch adds out of place on a device too.
         scores = scores + bias if is_under_a_mode() else scores.add_(bias)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     if of.dropout > 0:
@@ -204,6 +213,7 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
     """
     import torch
 
+    # The compiled kernel has no autocast of its own, so its operands are cast first.
     if torch.is_autocast_enabled("meta"):
         dtype = torch.get_autocast_dtype("meta")
         query, key, value = (operand.to(dtype) for operand in (query, key, value))

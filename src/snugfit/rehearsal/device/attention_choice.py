@@ -3,13 +3,10 @@
 The choice determines the memory of attention. Only the math path materialises S x S scores. Each fused kernel
 has its own saved tensors and workspaces. torch reads the device's properties; here a policy replaces the
 device. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
-2.13), for dense tensors. The order is flash, efficient, math, cuDNN. cuDNN is first on sm_90 and sm_100 if
-its version is above 9.15.0. `sdpa_kernel` can disable or reorder kernels.
+2.13), for dense tensors. `sdpa_kernel` can disable or reorder kernels.
 
 The rules were compared with the choices of an H200 for 3,000 drawn calls
-(`results/h200-2026-11-22/attention-choices.json`). Two rules are not in the sources. Operands whose last
-stride is not 1 ran in math; the bias that T5's layers compute is one. A mask that requires a gradient ran in
-efficient; T5's cross-attention has one under checkpointing (contiguous zeros).
+(`results/h200-2026-11-22/attention-choices.json`).
 """
 
 from __future__ import annotations
@@ -74,6 +71,7 @@ class FusedKernels(NamedTuple):
     @property
     def order(self) -> tuple[str, ...]:
         """Priority of the kernels on this GPU in torch (`priority_order`)."""
+        # torch puts cuDNN first on these GPUs only if its version is above 9.15.0.
         return ("cudnn", "flash", "efficient", "math") if self.cudnn_first else DEFAULT_ORDER
 
 
@@ -105,9 +103,11 @@ def order_in_force(order: Sequence[str]) -> Iterator[None]:
     import torch
 
     before = torch._C._get_sdp_priority_order()
+    # A process with a GPU has that GPU's order, another one the default: in both, the user has set none.
     usual = [kernels.order for kernels in (kernels_on_cuda((8, 0)), kernels_on_cuda((9, 0)))]
     if before[: len(BACKENDS)] in ([BACKENDS[name] for name in names] for names in usual):
         numbers = [BACKENDS[name] for name in order]
+        # Further backends of torch stay behind in their order.
         torch._C._set_sdp_priority_order([*numbers, *(one for one in before if one not in numbers)])
     try:
         yield
@@ -168,6 +168,7 @@ def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
 def _is_strided(of: Operands, *, of_one: bool) -> bool:
     """Return True if a last stride is not 1. With `of_one`, operands with heads of width 1 are ignored."""
     operands = () if of_one and of.query.size(-1) == 1 else (of.query, of.key, of.value)
+    # Not in torch's sources: such operands ran in math on the H200. The bias that T5's layers compute is one.
     if of.mask is not None and of.mask.stride(-1) != 1:
         return True
     return any(operand.stride(-1) != 1 for operand in operands)
@@ -177,8 +178,10 @@ def _flash_takes(of: Operands, fused: FusedKernels) -> bool:
     width = of.query.size(-1)
     if of.mask is not None or not _fuses(of) or _is_strided(of, of_one=True):
         return False
+    # Flash aligns a causal mask at the lower right, torch at the upper left: they differ for unequal lengths.
     if of.causal and of.query.size(2) != of.key.size(2):
         return False
+    # Wide heads need more shared memory in backward than these architectures have.
     if of.needs_grad and not fused.wide_backward and not (width <= 192 or (width > 224 and not of.dropout)):
         return False
     return fused.flash and _is_half(of) and width == of.value.size(-1) and width <= 256
@@ -196,10 +199,12 @@ def _cudnn_takes(of: Operands, fused: FusedKernels) -> bool:
     if (
         of.key.size(2) == 1
         or (of.dropout and of.query.size(2) == 1)
+        # torch excludes cuDNN in deterministic mode, since its backward is not deterministic.
         or torch.get_deterministic_debug_mode() == 2
     ):
         return False
     widths = of.query.size(-1), of.value.size(-1)
+    # 192 and 128 are the head widths of latent attention (DeepSeek-V3), an exception of torch.
     return widths == (192, 128) or all(width % 8 == 0 and width <= fused.cudnn_width for width in widths)
 
 
@@ -209,6 +214,8 @@ def _is_cudnn_mask(of: Operands) -> bool:
     It must have two or four dimensions, each full or 1, and require no gradient.
     """
     mask = of.mask
+    # A mask that requires a gradient ran in efficient on the H200: T5's under checkpointing (contiguous
+    # zeros).
     if mask is None or mask.requires_grad or mask.dim() not in (2, 4):
         return False
     whole = (of.query.size(0), of.query.size(1), of.query.size(2), of.key.size(2))
@@ -216,6 +223,7 @@ def _is_cudnn_mask(of: Operands) -> bool:
 
 
 def _efficient_takes(of: Operands, fused: FusedKernels) -> bool:
+    # A row of a head must fill multiples of 16 bytes (`minimum_gemm_alignment`).
     aligned = 8 if _is_half(of) else 4
     return (
         _fuses(of)

@@ -107,6 +107,7 @@ class Autocasting:
     def _register(self, names: Sequence[str], wrap: Callable[[Any], Callable[..., Any]]) -> None:
         with overriding():
             for name in self._lists.of_installed_torch(names):
+                # A kernel that `composites.py` replaces must be called with cast operands too.
                 before = self._composites.get(name)
                 previous = _without_keyset(before) if before else _plain_kernel(name).call_boxed
                 self._library.impl(name, wrap(previous), KEY, with_keyset=True, allow_override=True)
@@ -174,6 +175,7 @@ def _switched_off(
         if not is_on(SWITCH):
             return previous(keyset, *arguments, **keywords)
         changed, named = prepare(arguments, keywords)
+        # Operators inside the kernel must not be cast again: torch excludes autocast's key there.
         switch(SWITCH, False)
         try:
             return previous(keyset, *changed, **named)
@@ -201,6 +203,7 @@ def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     def prepare(arguments: Any, keywords: Any) -> _Arguments:
         x, *rest = arguments
+        # A dtype given by the caller has priority over autocast's.
         given = keywords.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in rest)
         if _floats(x) and x.dtype in halves and not given:
             keywords = {**keywords, "dtype": torch.float32}
@@ -212,6 +215,7 @@ def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
 def _promoting(previous: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
+    # Lists of tensors promote together with single ones.
     def prepare(arguments: Any, keywords: Any) -> _Arguments:
         flat = [item for a in arguments for item in (a if isinstance(a, (list, tuple)) else (a,))]
         dtypes = {item.dtype for item in flat if _floats(item)}

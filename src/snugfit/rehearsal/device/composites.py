@@ -7,8 +7,6 @@ device's build would call. So the same tensors are saved for backward. Sources:
 
 Other operators write in place on a device, and create new tensors while a dispatch mode such as the recorder
 is active. torch composes them in this way so that tensor subclasses see every step (`isTensorSubclassLike`).
-A layer's bias is added to the product of a non-contiguous input (`native/Linear.cpp`). The gradient of binary
-cross-entropy is computed in one tensor (`torch/csrc/autograd/FunctionsManual.cpp`; torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -93,6 +91,7 @@ def _recurrent_kernels(notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
 
     def with_doubt(plain: Any) -> Callable[..., Any]:
         def recurrent(*arguments: Any) -> Any:
+            # Without cuDNN, a GPU runs torch's composition too, so the prediction is exact.
             if torch.backends.cudnn.enabled:
                 notes.doubt(RECURRENT_DOUBT)
             return plain.call_boxed(keys, *arguments)
@@ -110,10 +109,12 @@ def _linear(plain: Any, keys: Any) -> Callable[..., Any]:
     forward_mode: Any = torch.autograd.forward_ad
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # In these cases torch fuses the bias into the product, or adds it out of place (`native/Linear.cpp`).
         if bias is None or x.dim() == 2 or x.is_contiguous() or forward_mode._current_level >= 0:
             out: torch.Tensor = plain.call_boxed(keys, x, weight, bias)
             return out
         product = torch.matmul(x, weight.t())
+        # On a device, the bias is added in place to the product of a non-contiguous input.
         return product + bias if attention.is_under_a_mode() else product.add_(bias)
 
     return linear
@@ -134,6 +135,7 @@ def _with_logits(plain: Any, keys: Any) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            # `FunctionsManual.cpp` computes the gradient in one tensor (torch 2.11 to 2.13).
             x, target, weight, pos_weight = ctx.saved_tensors
             if pos_weight is None:
                 of_x = x.sigmoid().sub_(target)
@@ -152,6 +154,7 @@ def _with_logits(plain: Any, keys: Any) -> Callable[..., Any]:
         pos_weight: torch.Tensor | None = None,
         reduction: int = 1,
     ) -> torch.Tensor:
+        # A gradient of the target needs torch's own formula.
         run: Any = functools.partial(plain.call_boxed, keys) if target.requires_grad else _CrossEntropy.apply
         out: torch.Tensor = run(x, target, weight, pos_weight, reduction)
         return out
@@ -175,6 +178,7 @@ def _keep_for_backward(x: torch.Tensor) -> torch.Tensor:
         @staticmethod
         def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(value)
+            # Autograd needs an output of its own, and a view allocates nothing.
             return value.view_as(value)
 
         @staticmethod

@@ -3,17 +3,8 @@
 Tensor cores require channels last, and torch's convolutions usually have channels first. So cuDNN's
 heuristics choose engines that copy input, weight and output into a workspace. The choice is documented in no
 source. The rule was fitted on one H200 (cuDNN 9.19). Its data are allocator histories of drawn ViTs and
-Whispers, and the convolutions of `results/h200-2026-11-22/convolutions.json`.
-
-- Half precision copies. Its sizes are exact in forward, and except for a tail of up to 2 KiB in backward.
-- Half precision over the three colours of an image, as in patch embeddings, was fitted to 136 shapes
-  (`results/h200-2026-11-27/patch-embeddings.json`, bf16). Forward, results of up to 384 channels need no
-  copy. Backward, a long sum over pictures and patches is computed in parts, with fp32 results in the
-  workspace. The gradient of the weight from small pictures needs one such part and no copies. One case is not
-  covered: three shapes with 42 million or more input elements copied nothing forward; up to 39 million did.
-- fp32 with channels that fill multiples of 16 bytes (Whisper's) copies in TF32 only, at any size.
-- fp32 with other channels (the three colours of an image) copies above an amount of work. The amount is lower
-  with TF32 than without. The largest convolution without a copy has at least half of `LEAST_WORK`.
+Whispers, and the convolutions of `results/h200-2026-11-22/convolutions.json`. Patch embeddings were fitted to
+136 shapes (`results/h200-2026-11-27/patch-embeddings.json`, bf16).
 """
 
 from __future__ import annotations
@@ -67,8 +58,10 @@ not).
 def forward(arguments: Sequence[Any], out: Any) -> Scratch:
     """Return the scratch of `convolution(input, weight, ...)`."""
     x, weight = arguments[0], arguments[1]
+    # Not covered: three shapes with 42 million or more input elements copied nothing either.
     if (_is_of_patches(x, weight, out) and out.size(1) <= NARROW) or not _copies(x, weight, out, "forward"):
         return ()
+    # Exact for every recorded convolution in half precision.
     return (OUTPUTS, *_workspace(x, weight, out, padded=x.element_size() < 4))
 
 
@@ -83,6 +76,7 @@ def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ())
     copy = Buffer("gradient", gradient.numel() * gradient.element_size())
     copies = () if gradient.is_contiguous() else (copy,)
     copied = _copies(x, weight, gradient, "backward")
+    # Exact in half precision except for a tail of up to 2 KiB.
     workspace = _workspace(x, weight, gradient, padded=True) if copied else ()
     of_weight = _workspace_of_parts(x, weight, gradient) if _is_of_patches(x, weight, gradient) else workspace
     numbers = [number for number, gradient in enumerate(out[:2]) if gradient is not None]
@@ -111,11 +105,13 @@ def _padded_channels(x: Any) -> int:
 def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
     """Return the workspace of the weight's gradient from pictures in half precision."""
     samples, patches = x.size(0), gradient[0, 0].numel()
+    # The gradient of the weight from small pictures needs one fp32 result and no copies.
     if patches <= FEW_PATCHES and samples > FEW_SAMPLES:
         return nest(Buffer("cuDNN workspace", weight.numel() * FLOAT_BYTES + FEW_TAIL))
     rows, pixels, parts = samples * patches, weight[0, 0].numel(), 0
     if rows >= MOST_IN_PARTS:
         parts, pixels = 1, -(-pixels // PIXELS) * PIXELS
+    # A long sum over pictures and patches is computed in parts, with fp32 results in the workspace.
     elif rows > SUMMED_IN_PARTS:
         parts = 3 + (samples > MANY)
     part = weight.size(0) * pixels * _padded_channels(x) * FLOAT_BYTES
@@ -137,6 +133,7 @@ def _has_colours(x: Any) -> bool:
 def _copies(x: Any, weight: Any, out: Any, direction: str) -> bool:
     import torch
 
+    # Half precision runs on tensor cores, so it always copies.
     if x.element_size() == 2:
         return True
     if x.dtype != torch.float32:
@@ -144,6 +141,8 @@ def _copies(x: Any, weight: Any, out: Any, direction: str) -> bool:
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     precision = "tf32" if conv.fp32_precision == "tf32" else "ieee"
     if not _has_colours(x):
+        # Channels that fill multiples of 16 bytes (Whisper's) copy in TF32 only, at any size.
         return precision == "tf32"
+    # Other channels (the three colours of an image) copy above an amount of work.
     work = out.numel() * (weight.numel() // weight.size(0))
     return bool(work >= LEAST_WORK.get((direction, precision), float("inf")))

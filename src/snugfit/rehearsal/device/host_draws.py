@@ -1,9 +1,7 @@
 """Replace random numbers that a forward pass draws on the host for decisions: LayerDrop, stochastic depth.
 
 A real run draws new numbers in each step, so its peak is that of the worst draw. So a number that is compared
-with a probability is the largest possible one: no layer is dropped. This adds a warning, because code may
-also test for a number above a probability. Any other use of a drawn number adds one too. A comparison with
-the same result for every number adds none (with a probability of 0, as in BART's layers).
+with a probability is the largest possible one: no layer is dropped.
 
 Other draws (a loader's order, the initialisation of weights) are unchanged.
 """
@@ -136,6 +134,7 @@ class _Draw(float):
 
     def compare(self, other: Any) -> None:
         """Report a comparison with another number, if its result depends on the draw."""
+        # A probability of 0 or 1, as in BART's layers, has the same result for every draw.
         if not isinstance(other, (int, float)) or 0 < other < 1:
             self.tell()
 
@@ -181,6 +180,7 @@ class _DrawnTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw: _Draw = args[0].draw if isinstance(args[0], cls) else args[1].draw
+        # Otherwise the comparison would be dispatched to this method again.
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__.strip("_") in _COMPARING and isinstance(args[0], cls):
                 draw.compare(args[1])

@@ -3,11 +3,8 @@
 The rules come from torch's sources (2.11 to 2.13; each rule names its file). They match every allocation and
 free in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices).
 
-Embedding backward adds atomically up to 3,072 indices. Above, it sorts them, splits runs of one row into
-partial runs of at most ten indices, and sums partial runs. Each partial sum is in a row of its own and summed
-again. If this two-pass way would leave the GPU idle, partial sums are added atomically to the gradient. The
-allocations are bounded by the number of rows and do not depend on the data. Sorting and scanning are CUB's
-(`sorting.py`).
+The allocations are bounded by the number of rows and do not depend on the data. Sorting and scanning are
+CUB's (`sorting.py`).
 """
 
 from __future__ import annotations
@@ -96,15 +93,19 @@ def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
         return index(arguments, out, gpu)
     count, value = math.prod(_broadcast(indices)), arguments[2]
     nbytes = count * INDEX
+    # Negative indices are wrapped, then all are combined into one linear index (`computeLinearIndex`).
     linear: Scratch = (Buffer("wrapped", nbytes), Buffer("linear", nbytes), Buffer("wrapped", -nbytes))
     for _ in indices[1:]:
         linear += nest(Buffer("wrapped", nbytes), Buffer("stride", nbytes))
     copies: Scratch = ()
     rows = math.prod(operand.size(dim) for dim, one in enumerate(arguments[1]) if one is not None)
+    # The kernel reads values one after the other, so broadcast or strided values are copied.
     if value.numel() < count * (operand.numel() // max(rows, 1)) or not value.is_contiguous():
         copies = (Buffer("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
+    # Indexed dimensions that are apart are moved to the front, with a copy of the operand.
     if not _adjacent(arguments[1]):
         copies = (*copies, Buffer("indexed first", _nbytes(operand)))
+    # The sort needs only the bits of the largest row.
     bits = max(rows - 1, 1).bit_length()
     buffers = (Buffer("sorted", nbytes), Buffer("original", nbytes), Buffer("range", nbytes))
     sorting = nest(*copies, *buffers, Buffer("sort", sort_bytes(count, INDEX, bits)))
@@ -134,6 +135,7 @@ def embedding_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scra
         if not tensor.is_contiguous()
     )
     count, item = indices.numel(), indices.element_size()
+    # Few indices are added atomically, without a sort.
     if count <= SORTED_ABOVE:
         return nest(*copies, during=(OUTPUTS,))
     nbytes = count * item
@@ -149,13 +151,18 @@ def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: i
     The source is `native/cuda/EmbeddingBackwardKernel.cu`.
     """
     width = gradient.size(-1)
+    # Sorted indices are split into runs of one row, and these into partial runs, each with its own sum.
     runs = min(count, rows)
     partials = count // INDICES_PER_PARTIAL + runs
+    # Threads per row are whole warps.
     warped = -(-width // WARP) * WARP
     blocks = -(-runs * warped // min(warped, LARGEST_BLOCK))
+    # Half precision is summed in fp32.
     accumulated = 4 if gradient.element_size() < 4 else gradient.element_size()
+    # Too few blocks would leave the GPU idle, so partial sums are added atomically to the gradient.
     if blocks < multiprocessors * ATOMIC_BLOCKS and partials > 4 * blocks:
         last: Scratch = (Buffer("run of a partial", partials * item),)
+        # Atomic sums in half precision go to a gradient in fp32, which is cast afterwards.
         if gradient.element_size() < 4:
             last = (*last, Buffer("wide gradient", rows * width * 4))
     else:

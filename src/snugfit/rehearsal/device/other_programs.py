@@ -1,18 +1,7 @@
 """Add warnings about programs that may run instead of the simulated one.
 
-- Code under `torch.compile` is simulated without compilation. The compiler would trace the simulation's own
-  overrides, for seconds, and its kernels need a GPU.
-- transformers replaces functions of its models (scans, causal convolutions, delta rules) by those of
-  installed
-  packages (mamba-ssm, causal-conv1d, flash-linear-attention). Their kernels do not support `meta`. So
-  transformers' own PyTorch code is simulated in any case. Such functions are found by transformers' own log
-  message and check at their call.
-- `flex_attention` is compiled on the GPU from the model's functions, into a kernel of its own. It is
-  simulated
-  by the tensors that the compiled kernel allocates (`attention.py`), with the time of flash attention without
-  a mask. Uncompiled, it would store every score. A compiled function also creates the blocks of a mask,
-  without the whole mask.
-- Some models' code loads its own kernels (RWKV, YOSO, MRA, xLSTM), which its checks for packages show.
+A user's compiled code, and libraries' kernels for a model of transformers, do not run on `meta`. The PyTorch
+code behind them does.
 """
 
 from __future__ import annotations
@@ -63,6 +52,7 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
     """
     import torch
 
+    # The compiler would trace the simulation's own overrides, for seconds, and its kernels need a GPU.
     def compile(model: Any = None, **keywords: Any) -> Any:
         if model is None:
             return compile
@@ -70,6 +60,7 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
             doubt(COMPILED)
             return model
 
+        # transformers compiles flex_attention itself; its replacement runs below (`_flex_attention`).
         if getattr(model, "__module__", "") == _FLEX:
             return _without_whole_mask(model) if model.__name__ == "create_block_mask" else model
 
@@ -94,23 +85,28 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
         if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
             import torch
 
+            # Functions that were compiled before the simulation run uncompiled too.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.enter_context(patch.object(eval_frame, "_callback_from_stance", _no_callback(doubt)))
+        # flex_attention accepts only devices with a compiler.
         undo.enter_context(patch.object(flex, "_validate_device", lambda query, key, value: None))
         undo.enter_context(patch.object(flex, "flex_attention_hop", _flex_attention(doubt)))
         undo.enter_context(patch.object(WrappedFlexAttention, "_instance", None))  # caches a compiled one
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
+        # transformers logs this where it replaces scans and convolutions by kernels of mamba-ssm and others.
         def hear(message: str, *arguments: Any) -> None:
             if names := _FALLS_BACK.match(message):
                 doubt(without_package(names[1], installed=False))
             warn(message, *arguments)
 
         undo.enter_context(patch.object(logger, "warning_once", hear))
+        # While Dynamo exports, transformers runs its own code: the packages' kernels do not support `meta`.
         if hasattr(hub_kernels, "is_torchdynamo_exporting"):
 
             def not_the_packages() -> bool:
+                # The caller has the package's name only in a local variable.
                 package = str(sys._getframe(1).f_locals.get("package", "a package of kernels"))
                 doubt(without_package(package, installed=True))
                 return True
@@ -128,6 +124,7 @@ def kernels_asked_for(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each package of kernels that a file of this model checks for."""
     from importlib.util import find_spec
 
+    # Some models load kernels of their own (RWKV, YOSO, MRA, xLSTM), which their checks for packages show.
     files = {type(module).__module__ for module in model.modules()}
     names = {name for file in files for name in vars(sys.modules.get(file, object))}
     for function in sorted(_ASKS_FOR.keys() & names):
@@ -162,6 +159,7 @@ def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
     def create_mask(
         function: Any, batch: int | None, heads: int | None, rows: int, columns: int, device: Any, *_: Any
     ) -> Any:
+        # A compiled function creates the blocks without the whole mask, so one element has the mask's shape.
         truth = torch.empty(1, dtype=torch.bool, device=device)
         return truth.expand(batch or 1, heads or 1, rows, columns)
 

@@ -7,14 +7,7 @@ replace autocast, and composite operators whose C++ code depends on the device (
 rms_norm). CPU and CUDA tensors never reach these kernels, so other work of the process is unaffected.
 
 2. In Python, functions whose result depends on a device's name. Modules of torch and transformers import them
-by name, also long before a simulation. So the binding of every loaded module is replaced. At the end every
-binding is restored, including those of modules imported meanwhile.
-
-If a torch release moves a function, its override has no effect, and every number would be wrong without an
-error. So `_probe` runs one small example of each, once per policy and process, and compares the result. An
-error names a function that is missing.
-
-The states of random generators that a simulation uses (a loader's seed, the HF Trainer's) are restored too.
+by name, also long before a simulation. So the binding of every loaded module is replaced.
 """
 
 from __future__ import annotations
@@ -57,11 +50,14 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
         undo.callback(_ACTIVE.clear)
         _ACTIVE.append(True)
         try:
+            # A simulation draws too (a loader's seed, the HF Trainer's); it must not change the user's
+            # numbers.
             undo.enter_context(_random_numbers_kept())
             undo.enter_context(order_in_force(policy.attention_order))
             library = torch.library.Library("aten", "IMPL")
             undo.callback(library._destroy)
             kernels = composites(policy, notes)
+            # Composites first: autocast registers its casts in front of them.
             with overriding():
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, KEY)
@@ -70,11 +66,14 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
             undo.enter_context(bindings(policy, cache, autocasting.begin, notes))
             undo.enter_context(rehearsed_instead(notes.doubt))
             undo.enter_context(built_as_on_a_device())
+            # A moved function of torch would leave its override without effect, and every number wrong
+            # without an error.
             if policy not in _PROBED:
                 _probe(policy)
                 _PROBED.add(policy)
         except (AttributeError, ImportError, RuntimeError) as error:
             raise RehearsalError(missing_message(error)) from error
+        # The probe's choices of attention are not those of the step.
         notes.attention.clear()
         yield notes
 
@@ -245,7 +244,10 @@ _ORIGINALS: list[Any] = []
 
 
 def _rebind(replacements: dict[Any, Any]) -> None:
-    """Bind each name of a key of `replacements` to its value, in every loaded module."""
+    """Bind each name of a key of `replacements` to its value, in every loaded module.
+
+    Modules that were imported since the last search are searched too, so that they get the originals back.
+    """
     by_id = {id(old): new for old, new in replacements.items()}
     if not _are_as_looked_through():
         _look_through(by_id)

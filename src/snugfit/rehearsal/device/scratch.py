@@ -5,38 +5,8 @@ first by default). The rules come from torch's sources if a source exists. They 
 histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Scratch that neither covers is left
 out, and changes reserved bytes only.
 
-On every device, because torch composes one dispatched operator from several:
-
-- `_safe_softmax` finds rows that are all minus infinity (`native/transformers/attention.cpp`).
-- Sums into another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`; `make_reduction`,
-  `native/ReduceOpsUtils.h`), except CUDA's from half precision to fp32.
-- Layer norm and its backward copy a non-contiguous input (`expect_contiguous`, `native/layer_norm.cpp` and
-  `native/cuda/layer_norm_kernel.cu`).
-- The backward pass of log-softmax copies a non-contiguous gradient (`host_softmax_backward`,
-  `native/SoftMax.cpp` and `native/cuda/SoftMax.cu`).
-- Losses with a single number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
-- Embedding flattens its indices (`indexing.py`).
-- The largest of all elements is found in a contiguous copy of a non-contiguous operand (`max`,
-  `native/ReduceAllOps.cpp`).
-- The backward pass of CTC has a table in addition to forward's (`native/LossCTC.cpp`).
-
-On CUDA in addition:
-
-- Sums, norms and largest elements over many rows store partial results: `partial_results`. Those of largest
-  elements have their operand's dtype (`native/cuda/ReduceMaxValuesKernel.cu`).
-- Softmax backward stores `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
-- cuDNN and flash attention backward store fp32 accumulators of the query's gradient and one fp32 row each.
-  With grouped queries they also store the ungrouped gradients of key and value. Exact on three recorded
-  shapes.
-- Flash attention backward of sequences in one row does the same, by its source alone.
-- Efficient attention backward has a product and a row sum for delta, then its workspace. Exact in fp32 with
-  heads 64 and 128 wide.
-- The norms of a list of tensors store partial norms: `native/cuda/ForeachReduceOp.cu`.
-- A singular value decomposition copies the matrix by columns (`linalg_svd`, `native/BatchLinearAlgebra.cpp`;
-  `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`). A workspace of cuSOLVER's, whose size is
-  not documented, is left out.
-- Other rules: indexing and embedding backward in `indexing.py`, sorts and scans in `sorting.py`, convolutions
-  in `convolution.py`. Features add theirs to `CUDA_RULES` within a simulation.
+`_COMPOSED` has the rules for every device, because torch composes one dispatched operator from several.
+`CUDA_RULES` has those of CUDA; features add theirs within a simulation.
 """
 
 from __future__ import annotations
@@ -62,6 +32,7 @@ def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, gpu: GpuSize
 
 
 def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:
+    # It finds rows that are all minus infinity (`native/transformers/attention.cpp`).
     rows = out.numel() // max(out.size(int(arguments[1])), 1)
     temporaries = Buffer("is -inf", out.numel()), Buffer("all -inf", rows), Buffer("zero", out.element_size())
     return (OUTPUTS, *nest(*temporaries))
@@ -73,6 +44,8 @@ def _nbytes(tensor: Any) -> int:
 
 def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
     operand = arguments[0]
+    # A sum into another dtype converts its operand first (`cum_ops`, `make_reduction` in
+    # `native/ReduceOps*`).
     if operand.dtype == out.dtype:
         return ()
     return (OUTPUTS, *nest(Buffer("operand", operand.numel() * out.element_size())))
@@ -80,6 +53,7 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
 
 def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
     """Return the storage of all elements for a single number, which is resized from it."""
+    # Losses with one number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
     stored = out.untyped_storage().nbytes()
     return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
 
@@ -113,6 +87,7 @@ def _soft_margin_backward(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
+    # A non-contiguous input is copied (`expect_contiguous`, `native/layer_norm.cpp`).
     return _contiguous(arguments[0])
 
 
@@ -127,14 +102,17 @@ def _contiguous(operand: Any) -> Scratch:
 
 
 def _max_of_all(arguments: Sequence[Any], out: Any) -> Scratch:
+    # Without a dimension, the maximum is found in a contiguous copy (`max`, `native/ReduceAllOps.cpp`).
     return (OUTPUTS, *_contiguous_copy(arguments[0])) if out.__class__ is not tuple else ()
 
 
 def _ctc_backward(arguments: Sequence[Any], out: Any) -> Scratch:
+    # Backward has a table in addition to forward's (`native/LossCTC.cpp`).
     return (OUTPUTS, *nest(Buffer("log beta", _nbytes(arguments[6]))))
 
 
 def _log_softmax_backward(arguments: Sequence[Any], out: Any) -> Scratch:
+    # A non-contiguous gradient is copied (`host_softmax_backward`, `native/SoftMax.cpp`).
     gradient = arguments[0]
     return (OUTPUTS, *_contiguous_copy(gradient))
 
@@ -161,6 +139,7 @@ def _within(name: str, nbytes: int) -> Scratch:
 
 def _pow(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """Return the tensor for a number as the base (`pow_Scalar_out`, `native/Pow.cpp`)."""
+    # The base becomes a tensor of one fp64 number.
     return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
 
 
@@ -172,6 +151,7 @@ def _scan(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 def _sum(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     operand = arguments[0]
     partial = partial_results(operand, reduced_dimensions(arguments[1:]), out, gpu)
+    # CUDA's kernel reads half precision and writes fp32 without a conversion.
     if operand.element_size() == 2 and out.element_size() == 4:
         return partial
     converted = _operand_copy(arguments, out)
@@ -182,6 +162,7 @@ def _max(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     if out.__class__ is tuple:  # with indices of the largest along a dimension
         return ()
     copied, operand = _max_of_all(arguments, out), arguments[0]
+    # Partial largest elements have the operand's dtype (`native/cuda/ReduceMaxValuesKernel.cu`).
     partial = partial_results(operand, (), out, gpu, accumulated=operand.element_size())
     return (*copied[:2], *partial, *copied[2:])
 
@@ -196,10 +177,12 @@ def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def _svd(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    # Copied by columns (`svd_cusolver`); cuSOLVER's workspace is documented nowhere, and left out.
     return (OUTPUTS, *nest(Buffer("info", 4), Buffer("copy by columns", _nbytes(arguments[0]))))
 
 
 def _softmax_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    # `grad * output` is stored (`softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`).
     gradient = arguments[0]
     return _within("grad * output", _nbytes(gradient))
 
@@ -211,8 +194,10 @@ def _cudnn_forward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     query, key = arguments[1], arguments[2]
     batch, heads, length, width = query.shape
+    # An fp32 accumulator of the query's gradient and one fp32 row, exact on three recorded shapes.
     size = 4 * batch * heads * length * width + 4 * batch * heads * length + 256
     if key.size(1) != heads:
+        # With grouped queries, the ungrouped gradients of key and value are stored too.
         size += 2 * batch * heads * key.size(2) * width * query.element_size()
     return _within("attention workspace", size)
 
@@ -228,11 +213,13 @@ def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> 
         return ()
     tokens, heads, width = query.shape
     rows = tokens + 128 * (ends.size(0) - 1)
+    # Heads are padded to multiples of the kernel's block of columns.
     rounded = -(-width // (step := 32 if width <= 128 else 64)) * step
     buffers = [Buffer("row sums", 4 * heads * rows), Buffer("dq", 4 * rows * heads * rounded)]
     if key.size(1) != heads:
         ungrouped = key.size(0) * heads * width * key.element_size()
         buffers += [Buffer("ungrouped dk", ungrouped), Buffer("ungrouped dv", ungrouped)]
+    # Only gradient and output (arguments 0 and 4) are copied if they are not contiguous.
     copies = [Buffer("contiguous", _nbytes(one)) for one in arguments[:5:4] if not one.is_contiguous()]
     return nest(*copies, during=(OUTPUTS, *nest(*buffers)))
 
@@ -252,6 +239,7 @@ def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scr
     tiles = -(-length // rows) * -(-width // columns)
     workspace = Buffer("attention workspace", batch * heads * tiles * (4 * rows * columns + TILE_HEAD))
     freed = Buffer(workspace.name, -workspace.nbytes)
+    # In 16 bits the kernel itself computes delta.
     if half and gpu.capability > (7, 0):
         return Buffer("delta", row), workspace, Buffer("delta", -row), freed
     product = _nbytes(gradient)
@@ -278,6 +266,7 @@ def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> 
     than architectures of 100 KiB have, which use 64. In 32 bits, an H100 showed 128 x 64 for a width of 128,
     and 64 x 64 for 64. The others come from the source.
     """
+    # These architectures have at most 100 KiB of shared memory per block.
     small = capability < (8, 0) or capability in ((8, 6), (8, 9)) or capability[0] == 12
     if widest <= 64 or small:
         return 64, 64
@@ -346,6 +335,7 @@ def partial_results(
         if needs is not None:
             partials = needs.partials // ACCUMULATED * accumulated
             buffers += nest(Buffer("partial sums", partials), Buffer("semaphores", needs.semaphores))
+    # Halves of a half-precision result are added in an fp32 buffer.
     if len(pieces) > 1 and out.element_size() == operand.element_size() == 2:
         return nest(Buffer("accumulated", results * ACCUMULATED), during=buffers)
     return buffers
@@ -382,12 +372,14 @@ def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> Reduction
     stride. Source: `setReduceConfig`, `ReduceConfig::global_memory_size`, Reduce.cuh.
     """
     vector = 4
+    # Reduced dimensions in front of others are read in vectors of outputs.
     if inner:
         vector, dim0, dim1 = 1, inputs, outputs
     else:
         while vector > 1 and outputs % vector:
             vector //= 2
         dim0, dim1 = outputs // vector, inputs
+    # A block has a power of two in each axis, and up to 32 threads along the fast one.
     most = MOST_THREADS // vector
     power0, power1 = min(_power(dim0), most), min(_power(dim1), most)
     width = min(power0, 32)
@@ -395,12 +387,14 @@ def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> Reduction
     width = min(power0, most // height)
     step_in, step_out = (width, 1) if inner else (1, width)
     per_thread = -(-inputs // step_in)
+    # Few values per thread are not worth a reduction between the rows of a block.
     tall = per_thread >= height * FEW or per_thread >= MANY
     if tall:
         step_in *= height
     else:
         step_out *= height
     per_thread = -(-inputs // step_in)
+    # With a whole grid of blocks, the GPU is busy without a split.
     grid = -(-(outputs // vector) // step_out)
     target = gpu.multiprocessors * (gpu.threads // (width * height))
     if not (tall and per_thread >= MANY and grid <= target):

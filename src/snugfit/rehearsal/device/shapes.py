@@ -1,14 +1,6 @@
 """Shape functions for operators whose torch version differs between builds, or rejects a GPU's operands.
 
-torch's shape function of grouped matrix products pads the result's rows in a CUDA build only. In 2.11 it
-rejects dtypes that CUDA's fallback supports. The layout of a convolution's gradients changed between
-releases, and gradient accumulation copies a gradient with another layout than its weight. A simulation must
-give the same result on every build.
-
-RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`). It has no shape
-function, because torch would compose it elsewhere. The backward passes of CTC and of the margin losses have
-none either. Those of four losses hide the size of the buffer that contains their single number. In torch
-2.11, that of a product added to a matrix in another precision mistakes the precision for a factor.
+A simulation must give the same result on every build of torch, with CUDA or without.
 """
 
 from __future__ import annotations
@@ -39,6 +31,7 @@ def grouped_mm(
         shape = [groups, first.size(-2), columns]
     else:
         shape = [first.size(-2), columns]
+    # A CUDA build pads the rows, a CPU build does not; torch 2.11 rejects dtypes of CUDA's fallback.
     align = 16 // dtype.itemsize
     padded = -(-columns // align) * align
     stride = [padded, 1] if len(shape) == 2 else [shape[1] * padded, padded, 1]
@@ -54,6 +47,7 @@ def fused_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, and one number per row for backward (fp32 for half precision)."""
     rows = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
+    # The kernel computes statistics in fp32 (`_fused_rms_norm_cuda`); elsewhere torch composes the norm.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, dtype=wide)
 
@@ -90,6 +84,7 @@ def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *
     """
     shape, dtype = torch.broadcast_shapes(first.shape, second.shape), torch.result_type(first, second)
     elements = torch.empty(shape, dtype=dtype, device="meta")
+    # One number in a buffer of all elements, which torch's own functions on `meta` hide.
     return elements.resize_(()) if reduction else elements
 
 
@@ -114,6 +109,7 @@ def convolution_backward(
     Input and weight alone determine a channels-last layout (`determine_backend_memory_format`,
     `native/Convolution.cpp`).
     """
+    # Releases differ in this layout, and accumulation copies a gradient with another layout than its weight.
     layouts = [torch._prims_common.suggest_memory_format(operand) for operand in (x, weight)]
     layout = layouts[0] if layouts[0] is not torch.contiguous_format else layouts[1]
 
@@ -132,6 +128,7 @@ def addmm_in(
     added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, **_: Any
 ) -> torch.Tensor:
     """Return a product in 16 bits, added to in fp32 (`_addmm_dtype_cuda`, `native/cuda/Blas.cpp`)."""
+    # torch 2.11 mistakes the precision for a factor.
     return torch.empty(first.size(0), second.size(1), dtype=dtype, device="meta")
 
 

@@ -2,9 +2,7 @@
 
 The rules come from torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
 (`cub/device/dispatch`). They were compared with histories recorded on an H200. These have sorts of 1,854
-indices by small tiles (a mixture of experts) and of 2,048 to 147,456 by radix (embeddings). They also have
-scans of 4 to 14,745 numbers. CUB's tiles are those tuned for sm_90 and 8-byte keys. On other GPUs the sizes
-change by a few KiB.
+indices by small tiles and of 2,048 to 147,456 by radix, and scans of 4 to 14,745 numbers.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ The source is `do_launch_stable_sort_kernel`.
 INDEX = 8
 """Bytes of an index."""
 
+# Tuned by CUB for sm_90 and 8-byte keys. On other GPUs the sizes change by a few KiB.
 SINGLE_TILE, SORT_TILE, SCAN_TILE = 256 * 9, 384 * 12, 128 * 15
 """Items per thread block of CUB. The tile of scans is CUB's oldest and only bounds a few hundred bytes."""
 
@@ -42,6 +41,7 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
         return (OUTPUTS, *nest(Buffer("range", length * INDEX)))
     count, key, rows = operand.numel(), operand.element_size(), operand.numel() // length
     copies: Scratch = ()
+    # Only rows with adjacent elements can be sorted; others are copied, with values and indices.
     if operand.stride(dim) != 1:
         keys = Buffer("operand", count * key), Buffer("values", count * key)
         copies = (*keys, Buffer("indices", count * INDEX))
@@ -73,6 +73,7 @@ def sort_bytes(count: int, key: int, bits: int = 0) -> int:
     """
     if count <= SINGLE_TILE:
         return 1
+    # Radix sort takes 8 bits per pass.
     passes = -(-(bits or 8 * key) // 8)
     other = (count * key, count * INDEX) if passes > 1 else ()
     return _one_buffer(passes * 256 * 8, -(-count // SORT_TILE) * 256 * 4, *other, passes * 4)

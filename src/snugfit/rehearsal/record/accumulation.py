@@ -3,17 +3,10 @@
 If several uses of a tensor send back gradients, the autograd engine sums them on arrival. It adds into the
 first one if it holds the only reference (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`).
 That requires use counts of 1 for tensor and storage, and a dense layout. With an active dispatch mode, it
-never adds in place. Under the recorder, the addition arrives as `aten::add.Tensor`. Then the use counts
-include the engine's references and those of the path through Python. Their number depends on the torch
-release and on a policy's own kernels on that path (autocast's, for `index_put` and `scatter_add`). So they
-are counted at the first recording under a policy, in a graph with a known result. A tensor that Python code
-references (a backward pass in Python) has more.
+never adds in place. Under the recorder, the addition arrives as `aten::add.Tensor`.
 
 Derivatives that scatter a gradient into zeros also do so in place, and out of place under a dispatch mode
-(`areAnyTensorSubclassLike`). They are `index_backward` and `gather_backward`
-(`torch/csrc/autograd/FunctionsManual.cpp`), and those of max, topk and sort
-(`value_selecting_reduction_backward`, `native/ReduceOps.cpp`). `index_select_backward` and
-`masked_select_backward` (`native/TensorAdvancedIndexing.cpp`) do the same.
+(`areAnyTensorSubclassLike`).
 """
 
 from __future__ import annotations
@@ -43,9 +36,12 @@ class UseCounts(NamedTuple):
 aten = torch.ops.aten
 
 SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    # `index_backward` and `gather_backward`: `torch/csrc/autograd/FunctionsManual.cpp`.
     aten.index_put.default: lambda x: x[torch.zeros(2, dtype=torch.long, device="meta")],
     aten.scatter_add.default: lambda x: x.gather(0, torch.zeros(2, 4, dtype=torch.long, device="meta")),
+    # Max, topk and sort: `value_selecting_reduction_backward`, `native/ReduceOps.cpp`.
     aten.scatter.src: lambda x: x.max(-1)[0],
+    # `index_select_backward` and `masked_select_backward`: `native/TensorAdvancedIndexing.cpp`.
     aten.index_add.default: lambda x: x.index_select(0, torch.zeros(2, dtype=torch.long, device="meta")),
     aten.masked_scatter.default: lambda x: aten.masked_select(x, torch.ones_like(x, dtype=torch.bool)),
 }
@@ -57,6 +53,7 @@ class SoleOwner:
     """A test for operators of a backward pass that write into their first operand and allocate nothing."""
 
     def __init__(self) -> None:
+        # The use counts are private functions of torch, which another release may not have.
         try:
             self._most = {id(aten.add.Tensor): _addition_counts()}  # an operator itself hashes slowly
         except AttributeError as error:
@@ -66,6 +63,8 @@ class SoleOwner:
             ) from error
         for operator, example in SCATTERS.items():
             counts = _counts_in_backward(operator, example)
+            # With several runs or none, no single count shows sole ownership: the operator then stays out of
+            # place.
             if len(counts) == 1:
                 self._most[id(operator)] = counts[0]
 
@@ -73,6 +72,7 @@ class SoleOwner:
         """Return True if this operator of a backward pass would run in place without a dispatch mode."""
         most = self._most.get(id(func))
         if most is None or torch.is_grad_enabled() or arguments[0].device.type != "meta":
+            # The engine writes in place only with gradient mode off, so a recomputed part never does.
             return False
         if any(uses > limit for uses, limit in zip(_use_counts(arguments), most, strict=True)):
             return False
@@ -98,6 +98,8 @@ def _may_be_added(first: torch.Tensor, other: Any) -> bool:
 
 def _use_counts(arguments: tuple[Any, ...]) -> UseCounts:
     first = arguments[0]
+    # Counts include references of the engine and of the path through Python: they depend on the torch
+    # release.
     storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
     return UseCounts(first._use_count(), storage, sys.getrefcount(first))
 
@@ -130,6 +132,7 @@ def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.T
     x = torch.empty(4, 4, device="meta", requires_grad=True)
     counter = _Counter(operator)
     with torch.enable_grad(), counter:
+        # A graph with a known result: its counts calibrate `writes_in_place` for this policy's own kernels.
         example(x * 1.0).sum().backward()
     return counter.counts
 
@@ -142,6 +145,7 @@ def _addition_counts() -> UseCounts:
     """
     alone = _counts_in_backward(aten.add.Tensor, lambda x: x * 2 + x * 3)
     shared = _counts_in_backward(aten.add.Tensor, lambda x: x + x)
+    # Equal counts in both cases could not separate a sole owner from a shared tensor.
     if len(alone) != 1 or len(shared) != 1 or not alone[0][:2] < shared[0][:2]:
         raise RehearsalError(
             f"torch {torch.__version__} counts references in a way that snugfit does not know ({alone}, "

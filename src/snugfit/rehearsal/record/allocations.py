@@ -1,13 +1,10 @@
 """The allocations and frees of a recorded run, and the kinds of its bytes.
 
 The allocation of a storage is the first operator that returns it. Its free is the moment at which the last
-reference of Python and autograd disappears (a weak reference's callback). A storage without bytes requests
-nothing, and is left out.
+reference of Python and autograd disappears (a weak reference's callback).
 
 Weights, gradients, states, caches and workspaces are claimed by name during the run. The kind of other blocks
-is decided at the end of the run. A block is an activation if it is allocated in the forward pass and still
-alive at the end of that pass. The backward pass needs it. Blocks of recomputation are activations too. All
-others are temporaries.
+is decided at the end of the run.
 """
 
 from __future__ import annotations
@@ -63,6 +60,8 @@ class Allocations:
         if isinstance(out, torch.Tensor):
             self._add_tensor(operator, out)
         elif isinstance(out, (list, tuple)):
+            # A kernel may allocate its outputs in another order than it returns them, and the order decides
+            # addresses.
             for item in self.policy.output_alloc_order(operator, out):
                 if isinstance(item, torch.Tensor):
                     self._add_tensor(operator, item)
@@ -71,8 +70,11 @@ class Allocations:
 
     def add_kernel(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[Buffer]) -> None:
         """Allocate a kernel's outputs, its thread's workspaces if they are missing, and scratch."""
+        # Scratch with a marker places the outputs between its buffers; otherwise they come first.
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
             self.add_outputs(operator, out)
+        # On CUDA, autograd runs the backward pass in a thread of its own, and cuBLAS has workspaces per
+        # thread.
         thread = "backward" if self.phase == "backward" else "main"
         for name, nbytes in workspaces:
             if (name, thread) not in self._workspaces and self._from is not Memory.NOWHERE:
@@ -82,6 +84,7 @@ class Allocations:
             name, nbytes = buffer
             if nbytes > 0:
                 buffers[name] = self._add_block(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
+            # A negative size frees the buffer of this name.
             elif nbytes < 0:
                 self._add_free(buffers.pop(name))
             elif buffer == OUTPUTS:
@@ -95,9 +98,11 @@ class Allocations:
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._live:
+            # A storage without bytes requests nothing, so it has no block.
             nbytes = 0 if operator == _ZEROS else storage.nbytes()
             index = self._add_block(operator, nbytes) if nbytes else NO_BLOCK
             if self._from is Memory.NOWHERE:
+                # A replayed graph allocates nothing, but its outputs must still be recognized as the graph's.
                 self._played[address] = weakref.ref(storage)
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
@@ -110,13 +115,17 @@ class Allocations:
         if self._stream != DEFAULT_STREAM:
             self.streams[index] = self._stream
         self._blocks.append([nbytes, operator, self.modules.path(self.phase), self.phase, self.step, kind])
+        # In a backward pass, gradient mode is on only while checkpointing recomputes a part of the forward
+        # pass.
         if self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.add(index)
+        # The number starts at 1, so that its sign can mark a free.
         self.events.append(index + 1)
         return index
 
     def _on_free(self, address: int, index: int) -> Callable[[Any], None]:
         def free(reference: Any) -> None:
+            # The address may already belong to a newer storage.
             if self._live.get(address, (None, None))[1] is reference:
                 del self._live[address]
             if index not in self._released:
@@ -167,6 +176,7 @@ class Allocations:
         for address, (index, reference) in [*self._live.items()]:
             if index in self._of_graphs:
                 self._released.add(index)
+                # The tensor may live on: its later free must not free the block again.
                 self._live[address] = (NO_BLOCK, reference)
                 self._add_free(index)
 
@@ -198,6 +208,7 @@ class Allocations:
             return
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
         if index != NO_BLOCK and self._blocks[index][5] in ("", instead_of):
+            # Fields 2 and 5 of `Block` are module and kind.
             block = self._blocks[index]
             block[2], block[5] = module or block[2], kind
 
@@ -226,10 +237,12 @@ class Allocations:
             return Kind.WEIGHTS
         if phase == "update" and freed is None:
             return Kind.OPTIMIZER_STATES
+        # Recomputed tensors are needed by the backward pass, even if they die with their layer.
         if index in self._recomputed:
             return Kind.ACTIVATIONS
         if phase == "forward":
             at = bisect.bisect_right(forward_ends, allocated)
+            # The backward pass needs a block that is still alive at the end of its forward pass.
             if at < len(forward_ends) and (freed is None or freed >= forward_ends[at]):
                 return Kind.ACTIVATIONS
         return Kind.TEMPORARIES

@@ -1,10 +1,4 @@
-"""Find the line of code that reads a value, and the lists in its index.
-
-The read passes through frames of torch and of the simulation; the first frame outside of them is its origin.
-The origin may be a training loop: snugfit's, accelerate's or the HF Trainer's. Then the value is for a log,
-or for a check that ordinary data passes, and no allocation depends on it. The same is true for functions that
-only warn.
-"""
+"""Find the line of code that reads a value, and the lists in its index."""
 
 from __future__ import annotations
 
@@ -45,8 +39,11 @@ class CodeLine(NamedTuple):
     def asking(cls) -> Self | None:
         """Return the line that reads a value now, or None if it belongs to the training loop."""
         frame: FrameType | None = sys._getframe(1)
+        # The read passes through frames of torch and of the simulation; the first other frame is its origin.
         while frame is not None and _is_of(module_of(frame), _PASSES_ON):
             frame = frame.f_back
+        # A training loop reads for a log, or for a check that ordinary data passes: no allocation depends on
+        # it.
         if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNS:
             return None
         return cls(frame, frame.f_lineno)
@@ -102,16 +99,20 @@ def lists_in_index() -> list[Any]:
 
 def _expression(frame: FrameType) -> ast.expr | None:
     """Return the expression that a frame evaluates."""
+    # `f_lasti` counts bytes, and an instruction has two.
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     first, last, start, end = position or (None, None, None, None)
     if first is None or last is None:
         return None
+    # Columns of `co_positions` count bytes of UTF-8, not characters.
     lines = [line.encode() for line in linecache.getlines(frame.f_code.co_filename)[first - 1 : last]]
     if not lines:
         return None
+    # The end is cut first: for an expression on one line, both columns refer to the same string.
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][start:]
     try:
+        # Parentheses allow line breaks inside the expression.
         return ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
     except SyntaxError:
         return None
@@ -121,6 +122,8 @@ def _numbers(element: ast.expr, frame: FrameType) -> Iterator[Any]:
     """Yield the list of an index, if the index is one."""
     if isinstance(element, ast.List):
         names = [part.id for part in ast.walk(element) if isinstance(part, ast.Name)]
+        # A second evaluation must have no side effect, so only plain integers and operators on them are
+        # allowed.
         known = all(type(frame.f_locals.get(name, frame.f_globals.get(name))) is int for name in names)
         if not known or not all(isinstance(part, _NUMBERS) for part in ast.walk(element)):
             return

@@ -85,9 +85,11 @@ _CHOICES: dict[Any, int] = {
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
     """Return the number of options, and the dimension of the result along which choices are: -1 if it is
     reduced."""
+    # Position of `dim`: `topk` has `k` in front of it.
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)
     dims = [one for one in args[at : at + 1] if type(one) is int]
     chosen_from = args[0]
+    # Without `dim`, these return an index into the flattened tensor.
     if not dims and func in (aten.argmax.default, aten.argmin.default):
         return chosen_from.numel(), -1
     dim = (dims[0] if dims else -1) % chosen_from.dim()
@@ -98,7 +100,9 @@ def _choices(shape: tuple[int, ...], dim: int, options: int, *, spread: bool, wh
     """Return choices below `options`, different along `dim`, and different between samples if `spread`."""
     count = shape[dim] if dim >= 0 else 1
     samples = [size for at, size in enumerate(shape) if at != dim]
+    # A sort uses every option, so a shift by `count` would be a shift by 0.
     first = torch.arange(torch.Size(samples).numel(), device="cpu") * (1 if whole else count)
     choices = first.view(*samples, 1) * int(spread) + torch.arange(count, device="cpu")
+    # An empty dimension has no options; `max` avoids a division by zero.
     choices = choices % max(options, 1)
     return choices.movedim(-1, dim) if dim >= 0 else choices[..., 0]

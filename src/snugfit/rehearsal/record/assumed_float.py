@@ -2,9 +2,7 @@
 
 Most numbers that a model reads go into a log or scale a tensor, and no allocation depends on them. So an
 assumed number is a float that reports decisions: a comparison, or its conversion to an integer. Results of
-Python's operators and of `math` are such floats too. A plain float or a numpy float could not report later
-decisions, so a conversion to one reports at once. In an operator of torch, the number looks like any other.
-So its value is unusual, and an operator with this value has an unknown result.
+Python's operators and of `math` are such floats too.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+# torch receives it as an ordinary float, so only an unusual value identifies it in an operator.
 ABOUT_ONE = 1.0 + 2.0**-40
 """An assumed number: 1, plus a bit by which it and values computed from it are recognized."""
 
@@ -42,12 +41,15 @@ class AssumedFloat(float):
         return result
 
     def __array_ufunc__(self, function: Any, method: str, *operands: Any, **keywords: Any) -> Any:
+        # A numpy float could not report later decisions, so the conversion counts as one.
         self._decides()
+        # `float(one)` would call the replaced `__float__` and report a second time.
         plain = [float.__add__(one, 0.0) if isinstance(one, AssumedFloat) else one for one in operands]
         return getattr(function, method)(*plain, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to a plain float, so that a copy is one."""
+        # Operators on the float return assumed numbers; the unbound method returns a plain one.
         return float, (float.__add__(self, 0.0),)
 
 
@@ -70,6 +72,7 @@ def _computing(name: str) -> Callable[..., Any]:
 
     def compute(self: AssumedFloat, *others: Any) -> Any:
         result = method(self, *others)
+        # A power may be complex, and a foreign operand returns NotImplemented.
         return AssumedFloat(result, self._decides, self._known) if type(result) is float else result
 
     return compute

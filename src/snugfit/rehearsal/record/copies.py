@@ -56,6 +56,7 @@ class CopyRecorder(LinkObserver):
 
     def await_copy(self, later: int) -> None:
         """Record that the device waits for a copy with `later` copies queued after it."""
+        # A wait has no tensors: the clock reads this field as the number of later copies.
         self._write(AWAIT_COPY, _moving(0, tensors=later))
 
     def stage_out(self, nbytes: int) -> None:
@@ -92,6 +93,7 @@ class CopyRecorder(LinkObserver):
 def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> KernelCost:
     from snugfit.rehearsal.record.kernels import KernelCost
 
+    # A copy reads and writes its bytes, and `KernelCost.nbytes` counts both.
     return KernelCost(0, 2 * nbytes, ((nbytes,),), dtype, tensors, "", ())
 
 

@@ -3,11 +3,7 @@
 A user's module may contain `x.cuda()`, `device="cuda"`, `if x.is_cuda` or `torch.cuda.synchronize()`. In a
 simulation, its tensors are on `meta`, and CUDA may be missing. So while such a module is simulated for a GPU,
 all functions of torch treat devices named `cuda` as `meta`. For code outside of torch and the libraries,
-tensors are on `cuda:0` while the model runs, and CUDA is available. Memory in use is unknown in a simulation:
-its value is 0, with a warning.
-
-Some models of transformers check if their weights are on `meta`, and then create tensors on the host
-(`makes_on_the_host`, LongT5's buckets). For their file alone, a tensor is on a GPU too.
+tensors are on `cuda:0` while the model runs, and CUDA is available.
 """
 
 from __future__ import annotations
@@ -47,6 +43,7 @@ _READINGS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max
 """Functions of `torch.cuda` that return the memory in use."""
 
 _PLACES = frozenset({torch.Tensor.to, torch.Tensor.new_tensor, torch.Tensor.type})
+# Some models of transformers create tensors on the host if their weights are on `meta` (LongT5's buckets).
 _NONE_ON_META = re.compile(r"""device\.type != "meta"\s+else None\b""")
 
 
@@ -66,6 +63,7 @@ class CudaNames(TorchFunctionMode):
         self._phase, self._only = phase, only
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A property is read from C, so the next frame is the code that reads it.
         if func in _PROPERTIES and args[0].is_meta and self._answers(sys._getframe(1)):
             return _PROPERTIES[func]
         if func is torch.Tensor.cuda:
@@ -73,6 +71,7 @@ class CudaNames(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         kwargs = {name: _on_meta(value) for name, value in kwargs.items()} if kwargs else {}
+        # These accept the device as a positional argument too.
         if func in _PLACES:
             args = tuple(map(_on_meta, args))
         return func(*args, **kwargs)
@@ -123,6 +122,7 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
         wait()
 
     def bytes_in_use(*arguments: Any, **keywords: Any) -> int:
+        # The memory in use is unknown in a simulation.
         notes.doubt("The model's code asks how much GPU memory is in use. The prediction answers 0.")
         return 0
 
@@ -151,6 +151,7 @@ def _by_caller(plain: Any, answer: Any) -> Any:
     """Return a function that calls `answer` for the user's code, and `plain` for libraries."""
 
     def ask(*arguments: Any, **keywords: Any) -> Any:
+        # Libraries must see the real state, or they would call CUDA for tensors on `meta`.
         chosen = answer if _asked_by_the_user(sys._getframe(1)) else plain
         return chosen(*arguments, **keywords)
 

@@ -3,9 +3,6 @@
 A simulation computes small values in addition to shapes. For each operator it needs the relation between the
 result and the operands' values. It also needs the written tensors, and the operators that read no operand.
 Most of that follows from the operator's schema and its tags.
-
-Ordinary data is finite. So the result of `isfinite`, `isnan` and `isinf` is known for any operand, and needs
-no warning. A training loop uses them for checks.
 """
 
 from __future__ import annotations
@@ -103,6 +100,7 @@ ASKING = frozenset(
 )
 """Operators with which the host reads values, including copies if their target is on the host."""
 
+# A gradient scaler divides by a scale and checks for infinity: finite values leave its flags unchanged.
 _KEEPING = frozenset(
     {"aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_", "aten::set_"}
 )
@@ -118,6 +116,7 @@ def effect_of(func: Any) -> Effect:
     aliases = [argument.alias_info for argument in schema.arguments]
     written = [alias is not None and alias.is_write for alias in aliases]
     if any(written):
+        # A list as the first operand, as in foreach operators, contains several written tensors.
         only_first = written[0] and not any(written[1:]) and str(schema.arguments[0].type) == "Tensor"
         draws = torch.Tag.nondeterministic_seeded in func.tags
         return Effect.WRITES if only_first and not draws else Effect.WRITES_MANY
@@ -137,8 +136,10 @@ def finite_check(func: Any, args: tuple[Any, ...]) -> bool | None:
 
     `isfinite` is composed of `x == x` and `abs(x) != inf`.
     """
+    # Ordinary data is finite, so these results are known for any operand. Training loops use them for checks.
     if func in _FINITE:
         return _FINITE[func]
+    # A comparison of a tensor with itself is a check for NaN.
     if func in (aten.ne.Tensor, aten.eq.Tensor) and args[0] is args[1]:
         return bool(func is aten.eq.Tensor)
     if func in (aten.ne.Scalar, aten.eq.Scalar) and isinstance(args[1], float) and math.isinf(args[1]):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from snugfit.rehearsal.device.policy import Policy
 
+# A stack, because the contexts may nest.
 _TIMED: list[bool] = [True]
 
 
@@ -34,6 +35,7 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 
     nbytes = getattr(policy, "cache_bytes", 0)
     if nbytes and times_anything():
+        # The buffers are alive together until the function returns, as in Inductor's benchmark.
         beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
         beside += [torch.empty_like(one) for one in changes if one.numel() * one.itemsize <= nbytes]
 

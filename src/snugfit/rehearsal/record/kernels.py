@@ -1,9 +1,8 @@
 """Compute an operator's cost on the device: floating-point operations, bytes moved, shapes.
 
 FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`). It counts 2 per
-multiply-add, the convention of all published figures. Other operators count one operation per output element,
-which only serves to group operators. Their kernels are bound by the bytes they move. Those are counted
-exactly: each input is read once, each output written once, and an operand that is modified counts as both.
+multiply-add, the convention of all published figures. Bytes are counted exactly: each input is read once,
+each output written once, and an operand that is modified counts as both.
 """
 
 from __future__ import annotations
@@ -130,6 +129,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     outputs = list(tensors_in(out))
     if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
         return None
+    # An operator may return an operand that it writes; it must not count twice as an output.
     returned = {id(tensor) for tensor in outputs}
     outputs += [
         tensor for tensor in tensors_in(_tensors_written(func, args, kwargs)) if id(tensor) not in returned
@@ -138,11 +138,14 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     gathered = inputs[_GATHERING.get(func._schema.name, len(inputs)) :][:1]
     for table in gathered:  # only the selected rows are read, not the whole table
         moved -= max(0, _nbytes(table) - sum(map(_nbytes, outputs)))
+    # The backward pass needs only the shape of this operand, so its bytes are not moved.
     if func._schema.name in _UNREAD:
         moved -= _nbytes(inputs[1])
     flops = flops_of(func, args, kwargs, out)
+    # Without a formula, one operation per output element only groups operators: bytes bound their kernels.
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
+    # The first operand of `addmm` is the bias; the matrices after it decide about the arithmetic.
     operand = (inputs or outputs)[1 if func._schema.name in WITH_BIAS else 0]
     dtype, layout = _arithmetic(func, operand), _layout(func, args, kwargs, inputs, outputs)
     return KernelCost(flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs))
@@ -175,6 +178,7 @@ def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...
     if name not in MATRIX_PRODUCTS:
         return ()
     matrices = [*(inputs[1:3] if name in WITH_BIAS else inputs[:2]), *outputs[:1]]
+    # One of the last two strides is 1, and the other one is BLAS's leading dimension.
     return tuple(max(matrix.stride()[-2:]) for matrix in matrices if matrix.dim() > 1)
 
 
@@ -185,6 +189,7 @@ def _pointwise_layout(operands: list[Any]) -> str:
     third that casts.
     """
     last = operands[-1]
+    # TensorIterator merges the dimensions of dense operands with equal strides into one.
     alike = all(
         one.shape == last.shape and one.stride() == last.stride() for one in operands
     ) and torch.ops.aten.is_non_overlapping_and_dense.default(last)
@@ -223,6 +228,7 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> li
     groups = args[0].size(0) if ends is None else ends.size(0)
     (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
     if args[0].dim() == args[1].dim():
+        # The groups' real sizes depend on data: equal groups, rounded up, have about the same sum.
         inner = -(-inner // groups)
     else:
         rows = -(-rows // groups)
@@ -291,10 +297,12 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """
     if func._schema.name == "aten::_grouped_mm":
         return _grouped_flops(args[0], args[1])
+    # The registry lists operators out of place only.
     out_of_place = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").rstrip("_"), None)
     formula = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     if formula is None:
         return None
+    # Backward has the output's gradient in front of the query.
     first = 1 if "backward" in func._schema.name else 0
     if "attention" in func._schema.name and args[first].size(1) != args[first + 1].size(1):
         heads = args[first].size(1)
@@ -376,14 +384,17 @@ def cost_by_lengths(
     if ends[0] is None or ends[1] is None:
         return cost
     lengths = [one.diff() for one in ends if one is not None]
+    # Sequences fill whole tiles, so their lengths are rounded up.
     queries, keys = (-(-one // TILE) * TILE for one in lengths)
     whole = len(lengths[0]) * int(args[at + 2]) * int(args[at + 3])
+    # The formula's FLOPs are an upper bound; rounding up to tiles must not exceed it.
     share = min(1.0, int((queries * keys).sum()) / whole) if whole else 1.0
     return cost._replace(flops=int(cost.flops * share))
 
 
 def _numbers(ends: torch.Tensor, view_of: Callable[[torch.Tensor], View | None]) -> torch.Tensor | None:
     view = view_of(ends) if ends.is_meta else None
+    # Sequence ends that follow from weights have no value on the CPU.
     try:
         return None if view is None else view.tensor().long()
     except NotFollowed:

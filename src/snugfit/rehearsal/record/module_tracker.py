@@ -1,21 +1,10 @@
 """Track the active module of the model's code, and count checkpointed regions and Python functions.
 
 In forward, the active module is the one whose forward method runs. In backward, it is the one whose forward
-created the running autograd node. Autograd numbers its nodes in the order of their creation. So the tracker
-records the next number each time a module is entered or left. A running node's module follows from its
-number.
+created the running autograd node.
 
-A checkpointed region costs host time in addition to the kernels that run again. At its start, and at the
-start of its recomputation, the random states of host and device are saved or restored. The cost of its hooks
-for each saved tensor was counted once too, and explained no measurement. A simulation finds checkpoints by
-their pairs of hooks on saved tensors, because torch does not report them. Each checkpoint creates such a pair
-both times. With selective checkpointing, each operator of a layer passes through a dispatch mode in Python,
-and is counted there. Operators with a cached result never reach the recorder.
-
-A library's autograd Function in Python costs host time in addition to its kernels, forward and backward.
-Liger and bitsandbytes have such Functions. Each is counted at its start, and so are those of features.
-Functions of torch and of the core are not counted. Their cost is in other constants, or they replace a part
-of torch that is no Function on a GPU.
+A checkpointed region costs host time in addition to the kernels that run again. A library's autograd Function
+in Python (Liger, bitsandbytes) does so too, forward and backward.
 """
 
 from __future__ import annotations
@@ -32,6 +21,7 @@ from snugfit.feature_folders import FOLDER
 
 Hook = Callable[[Any], Any]
 
+# torch's and the core's cost is in other constants, or they replace parts of torch that are C++ on a GPU.
 _NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
 """Packages whose autograd Functions are not counted, and a folder in them whose Functions are."""
 
@@ -65,6 +55,7 @@ class ModuleTracker:
 
         with contextlib.ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter).remove)
+            # `always_call`, because checkpointing ends a recomputation early with an exception.
             undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             undo.enter_context(self._count_checkpoints())
             undo.enter_context(self._count_functions())
@@ -77,6 +68,8 @@ class ModuleTracker:
         if phase == "backward":
             node = torch._C._current_autograd_node()
             if node is not None:
+                # Autograd numbers its nodes as it creates them, so the last entry up to the number has the
+                # node's module.
                 at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
                 if at >= 0:
                     return self._sequence_path[at]
@@ -123,18 +116,23 @@ class ModuleTracker:
 
         init = saved_tensors_hooks.__init__
 
+        # torch does not report checkpoints, but each creates such a pair of hooks, forward and at its
+        # recomputation.
         def count(pair: Any, pack_hook: Hook, unpack_hook: Hook) -> None:
             self.checkpoints += 1
             init(pair, pack_hook, unpack_hook)
 
         def with_count(dispatch: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any, **keywords: Any) -> Any:
+                # Selective checkpointing passes each operator through Python. A cached result never reaches
+                # the recorder.
                 self.intercepted += 1
                 return dispatch(*arguments, **keywords)
 
             return run
 
         with contextlib.ExitStack() as patches:
+            # The cost of the hooks per saved tensor was counted once too, and explained no measurement.
             patches.enter_context(patch.object(saved_tensors_hooks, "__init__", count))
             for mode in (_CachingTorchDispatchMode, _CachedTorchDispatchMode):
                 dispatch = with_count(mode.__torch_dispatch__)
@@ -150,6 +148,7 @@ class ModuleTracker:
 
         def apply(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
             self.functions += _is_counted(kind)
+            # `apply` is bound by hand: the original is a class method in Python, or a C function.
             return forward.__get__(None, kind)(*arguments, **keywords)
 
         def apply_backward(node: Any, *gradients: Any) -> Any:

@@ -3,12 +3,7 @@
 `.item()`, `bool()`, `.tolist()`, `.cpu()` and `torch.equal` read values. So do operators with data-dependent
 shapes (`nonzero`, `unique`, `masked_select`, `bincount`, ...). Their results come from shadow values
 (`shadows.py`). If a value depends on weights, the result is an assumption (`assumed.py`). Then the trace gets
-a warning with the reading line. There is no warning if the training loop reads the value (`asker.py`), nor if
-the number is only logged. For this purpose `.item()` of an unknown float returns a float that reports
-decisions based on it.
-
-No assumption ends a loop such as `while p < 1`. So a line that reads assumed values a thousand times within
-one call of a module raises an error.
+a warning with the reading line.
 """
 
 from __future__ import annotations
@@ -90,17 +85,20 @@ class Questions:
         """Return the value of a one-element tensor."""
         tensor = args[0]
         if not tensor.is_meta:
+            # A tensor that was copied to the host may contain an assumed number.
             if self._shadows.is_unsure(args):
                 self._tell(Assumption.NUMBER, deferred=self._by_item)
             return func(*args, **kwargs)
         self._wait()
         value, assumption = self._value(tensor)
         answer = value.item()
+        # Older transformers kept a mask of ones; the installed one drops it if `mask.all()` is true.
         if self._hides_masks and answer is True:
             return False
         if assumption is None:
             self._log(answer)
         else:
+            # A number that is only logged needs no warning: its float reports a decision later.
             self._tell(assumption, deferred=self._by_item and isinstance(answer, float))
         return answer
 
@@ -110,6 +108,7 @@ class Questions:
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
         if assumption is not None:
+            # Assumed values are equal: both are ones.
             self._tell(Assumption.MASK)
             return True
         answer = torch.equal(one, other)
@@ -123,6 +122,7 @@ class Questions:
         copy = value.clone()
         if assumption is None:
             self._log(tuple(copy.shape))
+        # A float on the host is mostly logged, so its warning waits for a decision.
         elif copy.is_floating_point():
             self._shadows.set_unsure(copy)
         else:
@@ -152,6 +152,7 @@ class Questions:
         ):
             self._tell(Assumption.NUMBER)
 
+    # The host computes with real numbers, so the assumption is a mark on the storage.
     def host_ran(self, args: Any, out: Any) -> None:
         """Mark outputs of a host operator as assumed if an operand is."""
         if self._shadows.is_unsure(args):
@@ -202,6 +203,7 @@ class Questions:
         value, assumption = self._value(operand)
         if assumption is not None:
             assumptions.append(assumption)
+            # All elements differ, which is the upper bound for an operator that removes duplicates.
             if func in DISTINCT:
                 return torch.arange(operand.numel(), device="cpu").view(operand.shape)
         return value
@@ -240,6 +242,7 @@ class Questions:
                 return view.tensor(), view.shadow.assumption
             except NotFollowed:
                 pass
+        # The same assumptions as in `assumed.py`: conditions are true, numbers are 1.
         ones = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
 
@@ -249,6 +252,7 @@ class Questions:
             self._deferred = True
             return
         line = CodeLine.asking()
+        # A read of the training loop (`asker.py`) changes no allocation.
         if line is None:
             return
         if (question := (assumption, line.frame.f_code)) not in self._told:
@@ -256,6 +260,7 @@ class Questions:
             self._doubt(f"{assumption}{line}.")
         site = self._call(), line.frame.f_code, line.line
         self._asked[site] += 1
+        # No assumption ends a loop such as `while p < 1`.
         if self._asked[site] > MOST_ASKED:
             raise RehearsalError(
                 f"The step has a loop that depends on weights or random numbers{line}: it read such a "
@@ -267,6 +272,7 @@ class Questions:
 
     def next_batch(self) -> None:
         """Assign later results to the next micro-batch."""
+        # The limit is for one call of a module, so it starts again with each micro-batch.
         self._asked.clear()
         if self.answers[-1]:
             self.answers.append([])
@@ -313,11 +319,14 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
     def show_number(tensor: torch.Tensor, how: str) -> str:
         if tensor.is_meta and tensor.dim() == 0:  # formatted as a device's tensor, not as one on `meta`
+            # On `meta`, torch prints no number; on a device it prints the value.
             return format(tensor.detach().item(), how)
         text: str = show(tensor, how)  # type: ignore[no-untyped-call]
         return text
 
-    _device_constructors()  # it caches the functions that create tensors, by identity
+    # A later call would cache the replaced `torch.tensor`, and the real one would no longer follow the
+    # device.
+    _device_constructors()
     methods: Any = {"item": read_one, "tolist": read_and(tolist), "numpy": read_and(numpy)}
     with (
         patch.multiple(torch.Tensor, **methods, __format__=show_number),

@@ -1,14 +1,7 @@
 """The recorder: a dispatch mode that writes allocations, frees and kernels of a run to a trace.
 
 Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast. So the recorder sees
-the operators that a device would run. Three differences between `meta` and a device are corrected here:
-
-- The autograd engine adds gradients in place if it has the only reference to the first one. With an active
-  dispatch mode it does not (`isTensorSubclassLike`). So an addition that the engine would do in place returns
-  its first operand (`accumulation.py`).
-- `.item()`, `nonzero()` and similar operators have no value on `meta`: shadow values replace it
-  (`questions.py`).
-- Some kernels allocate in another order than they return, and allocate scratch: the policy has the rules.
+the operators that a device would run. It corrects the differences between `meta` and a device.
 
 The garbage collector is off during a simulation, because it would free cycles at arbitrary moments.
 """
@@ -160,11 +153,13 @@ class Recorder(TorchDispatchMode, Observer):
 
     def recording(self, attention: Iterable[str]) -> Recording:
         """Return the recorded data, with the kinds of bytes that depend on the whole run."""
+        # Optimizers create their states in the first update, so the states are named at the end of the run.
         self._claim_states()
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
         blocks = self.memory.blocks(phases)
         if self._questions.vary and _last_steps_differ(blocks, self.steps):
             self.doubt(STEPS_DIFFER)
+        # The other marks only serve to split the run into relative moves (`trace/relative.py`).
         lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
         trace = Trace(
             blocks,
@@ -203,6 +198,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     def phase(self, name: str) -> None:
         """Record the start of a phase, to which all later events belong."""
+        # Before an update all gradients exist; the update or `zero_grad` may free them.
         if name == "update":
             self._claim_gradients()
         if name == "load":
@@ -223,7 +219,8 @@ class Recorder(TorchDispatchMode, Observer):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._owners[tensor] = name
                 self.claim(tensor, Kind.WEIGHTS, name)
-            for parameter in module.parameters(recurse=False):  # known in the first step only
+            # Initial weights are known in the first step only, and every later step would differ from it.
+            for parameter in module.parameters(recurse=False):
                 if parameter.is_meta:
                     self._shadows.forget(parameter)
                 for owner, beside in tensors_beside(parameter):
@@ -276,14 +273,18 @@ class Recorder(TorchDispatchMode, Observer):
         if (
             self.host is not None
             and operator.asks
+            # Weights and states on the host come first: a copy to it moves them and reads no value.
             and (answer := self.host.copy_out(func, args, kwargs)) is not NotImplemented
         ):
             return answer
         if operator.asks and (answer := self._questions.answer(func, args, kwargs)) is not NotImplemented:
             return answer
+        # With an active mode, autograd adds gradients out of place; a device adds into the first one.
         in_place = not kwargs and self._phase == "backward" and self._writes_in_place(func, args)
+        # A GPU finds the positions of a mask's true elements with `nonzero`, which makes the host wait.
         if operator.by_masks and args[0].is_meta:
             args = (args[0], self._indices(args), *args[2:])
+        # With `output_size`, the result's shape follows from the call and no value is read.
         shaped = operator.shaped_by_data and args[0].is_meta and "output_size" not in kwargs
         call = None if shaped else SHAPE_CACHE.call(operator, args, kwargs)
         if shaped:
@@ -291,6 +292,7 @@ class Recorder(TorchDispatchMode, Observer):
         else:
             out = args[0] if in_place else SHAPE_CACHE.run(operator, call, args, kwargs)
         if not (isinstance(out, torch.Tensor) and out.is_meta):
+            # An operator whose result is not on `meta` ran on the host, with real numbers.
             self._questions.host_ran(args, out)
             if isinstance(out, torch.Tensor):
                 return out  # work of the host
@@ -302,6 +304,7 @@ class Recorder(TorchDispatchMode, Observer):
         ):
             self.claim(out, Kind.WEIGHTS)
         if in_place:
+            # The sum is in the storage of the first operand, whose value it replaces.
             self._shadows.forget(out)
         elif not shaped:
             self._shadows.follow(operator, args, kwargs, out)
@@ -316,6 +319,8 @@ class Recorder(TorchDispatchMode, Observer):
         """
         if any(map(_holds_tensors, types)):
             return NotImplemented
+        # torch switches the mode off inside the dispatch; switched on again, it receives the operators of the
+        # parts.
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
             return func.decompose(*args, **kwargs)
@@ -333,12 +338,16 @@ class Recorder(TorchDispatchMode, Observer):
         in_place: bool,
     ) -> None:
         """Record an operator's allocations and its kernel."""
+        # A product that adds to its own result returns nothing and has it as `out`.
         result = kwargs.get("out") if out is None else out
+        # A cached scratch is that of the call out of place.
         scratch = self._scratch.of(operator, None if in_place else call, args, result)
         name = name_of_call(operator.name, args, kwargs)
         self.memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
         last_step = self._step == self.steps - 1
+        # In the last step, `_run` records the wait with its position.
         self.times_waited += not last_step and reads_groups(operator.func, args, self.policy)
+        # Earlier steps need kernels only until the first one that releases the context's address space.
         if not last_step and self._released:
             return
         cost = SHAPE_CACHE.cost(operator, call, args, kwargs, out)
@@ -365,6 +374,7 @@ class Recorder(TorchDispatchMode, Observer):
             if one is None or one.dtype not in (torch.bool, torch.uint8):
                 numbers.append(one)
                 continue
+            # Through the dispatch, so that the kernel and the wait of `nonzero` are recorded.
             where = self.__torch_dispatch__(aten.nonzero.default, (), (one,))
             selects = ((where, 1, dim) for dim in range(one.dim()))
             numbers += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
@@ -376,6 +386,7 @@ class Recorder(TorchDispatchMode, Observer):
             one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
         ]
         values = [torch.tensor(numbers, device="cpu") for numbers in lists_in_index()] if unknown else []
+        # The source shows lists in order, without the index that each one belongs to.
         if [(one.shape, one.dtype) for one in unknown] == [(value.shape, value.dtype) for value in values]:
             for one, value in zip(unknown, values, strict=True):
                 self.memory.add_outputs("aten::index", one)
@@ -405,6 +416,7 @@ class Recorder(TorchDispatchMode, Observer):
     ) -> None:
         """Record the kernel of an operator, which may be a copy from the host."""
         if self.host is not None and self.host.copies_back(func, args, kwargs):
+            # The last tensor argument is the source of the copy; its bytes are read and written.
             source = next(one for one in reversed(args) if isinstance(one, torch.Tensor))
             self._add_kernel(STAGE_BACK, cost._replace(nbytes=2 * source.nbytes))
         else:
@@ -471,9 +483,11 @@ class Recorder(TorchDispatchMode, Observer):
     def _is_again(self, operator: str, flops: int) -> bool:
         """Return True if this kernel recomputes a part of the forward pass."""
         if self._phase != "backward":
+            # Eager recomputation has gradient mode on; a forward program in backward belongs to a checkpoint.
             return False
         if not self._compiled or self._again is None:
             return self._compiled or torch.is_grad_enabled()
+        # A joint program mixes recomputed and new contractions, which only their FLOPs separate.
         again = self._again[flops] > 0 and group_of(operator) == CONTRACTIONS
         self._again[flops] -= again
         return again
@@ -487,6 +501,7 @@ class Recorder(TorchDispatchMode, Observer):
         if not self._released:
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)
+        # Outside of a compiled program, a launch is a library's own Triton kernel.
         if self._step == self.steps - 1:
             origin = GENERATED if self._compiled else TRITON
             self._add_kernel(f"{origin}{name}", cost_of_generated(reads, writes, layout))
@@ -525,4 +540,5 @@ def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
     by_step = [
         Counter((one.operator, one.nbytes) for one in blocks if one.step == step) for step in range(steps)
     ]
+    # With two steps, the first has no optimizer states yet, so they always differ.
     return steps > 2 and by_step[-1] != by_step[-2]

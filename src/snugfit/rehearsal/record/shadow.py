@@ -43,6 +43,7 @@ class Shadow:
         self._make: Callable[[], torch.UntypedStorage] | None = make
         self._contents: torch.UntypedStorage | None = None
         self.assumption, self.depth = assumption, depth + 1
+        # A read runs the chain by recursion, so its length is limited.
         if depth >= DEEPEST:
             with contextlib.suppress(NotFollowed):  # raised again at the read
                 self.contents()
@@ -51,9 +52,11 @@ class Shadow:
     def contents(self) -> torch.UntypedStorage:
         """Return the bytes on the CPU. Raise `NotFollowed` if the CPU does not support the computation."""
         if self._contents is None:
+            # A computation that failed once is not tried again.
             if self._make is None:
                 raise NotFollowed
             make, self._make = self._make, None
+            # `make` holds the operands; they are dropped even if it fails.
             try:
                 self._contents = make()
             except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as refused:
@@ -120,12 +123,14 @@ class HostValue(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> HostValue:
         """Return this tensor's value; a small one is copied at once."""
         value, real = tensor.detach(), getattr(tensor, REAL_VALUES, None)
+        # The host may overwrite a small tensor, such as a counter, before the value is read.
         if real is None and tensor.numel() * tensor.element_size() <= COPIED:
             value = value.clone()
         return cls(value, value._version, real)
 
     def tensor(self) -> torch.Tensor:
         """Return the value. Raise `NotFollowed` if the tensor was modified meanwhile."""
+        # A large tensor is not copied, so a later write makes the noted value unknown.
         if self.value._version != self.version:
             raise NotFollowed
         return self.value if self.real is None else self.real()
@@ -142,6 +147,7 @@ class DeferredRun:
 
     def result(self, number: int) -> torch.Tensor:
         """Return the result of this index among those that are tensors."""
+        # The results come from one run, at the read of the first of them.
         if not self._results:
             args, kwargs = values_of(self._arguments)
             self._results = list(tensors_in(self._func(*args, **kwargs)))

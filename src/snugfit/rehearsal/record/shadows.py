@@ -3,13 +3,10 @@
 The batch is synthetic, so values that follow from it are known: lengths, masks, positions, labels, grids of
 patches. A shadow represents the contents of a storage. So all views of the storage share it, and a write
 through one view is visible through all. A shadow is a deferred computation: if all operands of an operator
-have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`). A mask that is never
-read costs only the stored call. Shadows keep no tensor on `meta` alive, so they do not change the recorded
-frees.
+have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`).
 
 Values that depend on weights have no shadow, except integers and booleans. Those are assumed (`assumed.py`),
-and values computed from them carry the assumption. Weights have no shadow after the model is built. The first
-step could use their initial values, but every later step could not.
+and values computed from them carry the assumption.
 """
 
 from __future__ import annotations
@@ -65,9 +62,11 @@ class _ByStorage:
         address, known = storage._cdata, self._by_address
 
         def forget(reference: Any) -> None:
+            # The address may have a newer storage, whose shadow stays.
             if address in known and known[address][0] is reference:
                 del known[address]
 
+        # A weak reference: a shadow that kept a storage alive would delay the recorded free.
         known[address] = weakref.ref(storage, forget), shadow
 
     def forget(self, storage: Any) -> None:
@@ -113,6 +112,7 @@ class Shadows:
         elif effect is Effect.DRAWS:
             self._assume(operator.func, args, out)
         elif effect is Effect.WRITES_MANY:
+            # Several written tensors are too rare to follow each.
             self._forget_all(args)
             self._forget_all(tuple(kwargs.values()))
 
@@ -124,6 +124,7 @@ class Shadows:
 
     def is_unsure(self, operands: Any) -> bool:
         """Return True if a number or a host tensor among these is assumed."""
+        # The usual case, in which no operand needs a search.
         if not self.unsure and not self.assumed_numbers:
             return False
         unsure, assumed = self.unsure, self.assumed_numbers
@@ -165,15 +166,18 @@ class Shadows:
         try:
             noted = self._note((args, kwargs))
         except NotFollowed:
+            # An unknown operand makes floats unknown, but integers and booleans decide about shapes.
             self._assume(func, args, out)
             return
         results = list(tensors_in(out))
         if not results:
             return
         assumption, depth = rests_on(noted)
+        # All results share one stored call, so that it runs once.
         call = DeferredRun(func, *noted)
         for number, tensor in enumerate(results):
             geometry = Geometry.of(tensor)
+            # An operator that returns its operand's storage keeps the value that is already known.
             if geometry.nbytes > LARGEST or self._known.of(tensor.untyped_storage()) is not None:
                 continue
             self._put(tensor, geometry.shadow(partial(call.result, number), assumption, depth))
@@ -203,6 +207,7 @@ class Shadows:
             return
         storage = target.untyped_storage()
         before = self._known.of(storage)
+        # A complete overwrite needs no previous value, so it starts a shadow for an unknown storage too.
         whole = func in OVERWRITES and _covers(target, storage.nbytes())
         if (before is None and not whole) or storage.nbytes() > LARGEST:
             self._known.forget(storage)
@@ -215,9 +220,11 @@ class Shadows:
         assumption, depth = rests_on(noted)
         geometry, rest = Geometry.of(target), None if whole else before
         if rest is not None:
+            # Parts that are not overwritten keep their assumption, and the chain grows by one.
             assumption, depth = rest.assumption or assumption, max(depth, rest.depth)
 
         def write() -> torch.UntypedStorage:
+            # A copy, since stored calls may still read the previous contents.
             contents = torch.UntypedStorage(geometry.nbytes) if rest is None else rest.contents().clone()
             operands, keywords = values_of(noted)
             func(geometry.within(contents), *operands, **keywords)
@@ -243,6 +250,7 @@ class Shadows:
             return type(operands)([self._note(one) for one in operands])
         if isinstance(operands, dict):
             return {name: self._note(one) for name, one in operands.items()}
+        # The number came from an assumed value through `.item()`, so the result is unknown.
         if isinstance(operands, float) and operands in self.assumed_numbers:
             raise NotFollowed
         return _CPU if isinstance(operands, torch.device) else operands

@@ -4,19 +4,9 @@ On `meta`, an operator's kernel only computes shapes, strides and dtypes of its 
 does so in Python, slower than a GPU computes the values. The kernel's cost (`kernels.py`) and its scratch
 (`device/scratch.py`) also follow from the operands' metadata, and take as long to compute. Layers,
 micro-batches and steps repeat, so nearly every call has occurred before with operands of the same shapes. So
-there is one record per call, with operator, operands' metadata and settings as its key. It contains
+there is one record per call, with operator, operands' metadata and settings as its key.
 
-- the result, as the description of an empty tensor;
-- the cost, for products by the current precision;
-- the scratch, by policy.
-
-The rest is independent of policies (they act above the shape functions). So one cache serves all simulations
-of the process: the thousand simulations of a plan compute each call once.
-
-The cache stores results of pure operators, whose results share no storage with an operand. It also stores
-those of operators that only write into their first operand and leave its shape. It never stores a view,
-because its storage is its operand's. The schema of some views hides that (`aten::_unsafe_view`), so the
-storages themselves are compared.
+Policies act above the shape functions, so one cache serves all simulations of the process.
 """
 
 from __future__ import annotations
@@ -113,6 +103,7 @@ class ShapeCache:
             return None
         call = operator.calls.get(key)
         if call is None:
+            # Dropping everything is rare and cheaper than an order of use for each call.
             if self._size >= LARGEST_CACHE:
                 self._size = 0
                 for known in self._operators.values():
@@ -128,6 +119,7 @@ class ShapeCache:
         if operator.shape_function is not None:
             return operator.shape_function(*args, **kwargs)
         aliasing = operator.aliasing
+        # A view shares its operand's storage, so no template can recreate it.
         if aliasing == "other" or call is None:
             return operator.func(*args, **kwargs)
         if call.result is not None:
@@ -135,6 +127,7 @@ class ShapeCache:
         if aliasing != "pure":
             return _run_in_place(operator, call, args, kwargs)
         out = operator.func(*args, **kwargs)
+        # The schema of some views hides their sharing (`aten::_unsafe_view`), so the storages are compared.
         if not _shares(out, (args, tuple(kwargs.values()))):
             call.result = _template(out)
         return out
@@ -150,6 +143,7 @@ class ShapeCache:
         """Return the cost of this call's kernel, or None without a kernel."""
         if call is None:
             return cost_of(operator.func, args, kwargs, out)
+        # Only fp32 products may run in TF32, so only their cost depends on the setting.
         depends = operator.is_product and args[0].dtype is torch.float32
         precision = _precision() if depends else None
         if precision not in call.costs:
@@ -166,6 +160,7 @@ class ScratchCache:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        # A policy that compares GPUs must see each call, so it gets a number that no other cache entry has.
         self._number = _number_of(policy) if policy.remembers_scratch else next(_NUMBERS)
 
     def of(self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], out: Any) -> Scratch:
@@ -200,6 +195,7 @@ def _run_in_place(operator: Operator, call: KnownCall, args: tuple[Any, ...], kw
         args = _distinct_elements(args)
     before = _key(args[:1])
     out = operator.func(*args, **kwargs)
+    # An operator that resizes its operand must run again each time.
     if (out is None or out is args[0]) and _key(args[:1]) == before:
         call.result = True
     return out
@@ -210,6 +206,7 @@ def _distinct_elements(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     `meta` computes each element of a foreach operator alone, and a deep model has thousands of equal ones.
     """
+    # Lists of the same length belong together: element by element they form one call.
     columns = [arg for arg in args if isinstance(arg, (tuple, list)) and len(arg) == len(args[0])]
     rows = {_key(row): row for row in zip(*columns, strict=True)}
     cut = iter([list(column) for column in zip(*rows.values(), strict=True)] or [[] for _ in columns])
@@ -273,6 +270,7 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
             key.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
         elif isinstance(value, (tuple, list)):
             key.append(_key(value))
+        # The state of a generator changes with each call.
         elif isinstance(value, torch.Generator):
             raise _NotAKey
         else:
@@ -291,6 +289,7 @@ def _template(out: Any) -> Any:
         result = (out.shape, out.stride(), out.dtype)
         if out.device.type != "meta" or out.storage_offset() or type(out) is not torch.Tensor:
             return None
+        # A result in a larger storage than its shape needs would be recreated too small.
         whole = torch.empty_strided(*result[:2], dtype=out.dtype, device="meta")
         same = whole.untyped_storage().nbytes() == out.untyped_storage().nbytes()
         return result if same else None
@@ -303,6 +302,7 @@ def _template(out: Any) -> Any:
 def _shares(out: Any, operands: Any) -> bool:
     """Return True if a result shares the storage of an operand or of another result."""
     results = list(_storages(out))
+    # Two results in one storage could not be recreated one by one.
     return len(set(results)) < len(results) or not set(results).isdisjoint(_storages(operands))
 
 

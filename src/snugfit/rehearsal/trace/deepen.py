@@ -1,10 +1,7 @@
 """Extend a trace to more layers, from two shallow models that differ by one period of layers (law 5).
 
 Each phase of a run is extended by itself (`grow.py`). Two moves have the same key if they differ only in
-numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks. A
-few buffers have an entry per layer, such as the seeds of all dropouts of a compiled model. A size that only
-one of the two models has is such a buffer's. This size, and the work of a kernel that reads the buffer, are
-numbers too.
+numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks.
 """
 
 from __future__ import annotations
@@ -45,6 +42,8 @@ def deepen(
     few, more = _by_phase(shallow, passes), _by_phase(deeper, passes)
     if len(few) != len(more) or shallow.attention != deeper.attention:
         return None
+    # A size that only one of the models has belongs to a buffer with an entry per layer (seeds of all
+    # dropouts).
     known = [{_kind(move) for part in parts for move in part} for parts in (few, more)]
     written = _Written(known[0] ^ known[1])
     for before, after in zip(few, more, strict=True):
@@ -97,9 +96,12 @@ class _Piles:
         Their order does not matter. In a compiled program it follows from buffer names (`buf9`, `buf10`).
         With `by_name`, the blocks are sorted independently of names.
         """
+        # Consecutive frees are popped in their recorded order, since each distance counts the blocks still
+        # there.
         freed = [self._stacks[free[0]].pop(-1 - free[1]) for free in frees]
         if not by_name:
             return freed
+        # Inductor frees in the order of buffer names (`buf9`, `buf10`), which shifts with the depth.
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
     def drop(self, number: int) -> _Placed:
@@ -113,11 +115,13 @@ class _Piles:
 
 def _is_open(alloc: Alloc) -> bool:
     """Return True if the time of the free decides between an activation and a temporary."""
+    # A layer's output may be an activation in one model and a temporary in the other.
     return alloc.phase == "forward" and alloc.kind in (Kind.ACTIVATIONS, Kind.TEMPORARIES)
 
 
 def _pile_of(alloc: Alloc) -> Alloc:
     stack = alloc.stack
+    # In a program, a buffer reuses the place of another that a different operator allocated.
     return stack._replace(operator="", kind="") if _is_open(alloc) or not stack.kind else stack
 
 
@@ -126,6 +130,7 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
     run."""
     piles, phase = _Piles(), ""
     parts: list[list[_Step]] = [[]]
+    # Only consecutive frees are sorted; an allocation between two fixes their order.
     for frees, moves in itertools.groupby(trace.moves, lambda move: type(move) is Free):
         if frees:
             parts[-1] += map(piles.drop, piles.blocks_of([*moves], by_name=phase in compiled))
@@ -203,6 +208,7 @@ class _Written:
         if isinstance(like, (Alloc, Kernel)):
             like = _with_numbers(like, iter(grown.numbers), sized=_kind(like) in self.grows)
         if type(like) is PhaseStart:
+            # Blocks that live until the next phase are activations, as in `Allocations`.
             for number in self._made_forward:
                 self._is(number, Kind.ACTIVATIONS)
             self._made_forward.clear()
@@ -228,9 +234,11 @@ class _Written:
         younger, older, *size = grown.numbers
         blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]
         last = len(blocks) - 1
+        # One end of the pile moves with the depth; the free counts from the other one.
         if younger != like.younger:
             if older == like.older:
                 younger = last - older
+            # A pile that never grows reuses the place that was freed last, at any depth.
             elif like.younger + like.older == last and not grown.repeats:
                 younger = like.younger
             elif younger + older != last:
@@ -248,6 +256,7 @@ class _Written:
         """Yield all moves, each free with the position of its block."""
         live = LiveSet()
         for move in self._written:
+            # Piles served to find the block; the trace names it by its stack again.
             if isinstance(move, int):
                 yield live.free_of(move)
                 continue

@@ -2,10 +2,6 @@
 
 A model can be made shallower under two conditions. Its config counts its layers once. The layers between the
 first and the last repeat with a period: either all are of one kind, or kinds alternate.
-
-Two sources show the kinds. The complete config lists them (`layer_types`) for the forward pass. The whole
-model, built without data, shows each layer's modules, shapes and scalar attributes. So the name of a config
-key is not needed, for example of one that makes the first three layers dense.
 """
 
 from __future__ import annotations
@@ -58,9 +54,11 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
     if job.model.module is not None or len(counts) != 1:
         return None
     layers = counts.pop()
+    # Only the complete config lists the kinds of layers for the forward pass (`layer_types`).
     complete = job.transformers_config().to_dict()
     per_layer = [value for value in complete.values() if isinstance(value, list) and len(value) == layers]
     period = math.lcm(*(_period_of(value) for value in per_layer)) if per_layer else 1
+    # At least four periods: three in the shallow model, and one more in the deeper one.
     if period * 4 > layers or not is_periodic(_meta_model(job, setup), layers, period):
         return None
     return Depth(keys, layers, period)
@@ -81,10 +79,12 @@ def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicChe
     """
     if wish is None:
         return PeriodicCheckpoint(None, 1)
+    # The first layers have no period, so the whole depth counts as one.
     if wish.first is not None:
         return PeriodicCheckpoint(wish, layers)
     if wish.layers_per_span:
         return PeriodicCheckpoint(wish, wish.layers_per_span * wish.every)
+    # The number of spans is fixed at that of the full depth; `count` more layers lengthen each by one.
     count = len(replace(wish, every=1).cut(layers))
     return PeriodicCheckpoint(replace(wish, spans=count), count)
 
@@ -114,6 +114,7 @@ def is_periodic(model: nn.Module, layers: int, period: int) -> bool:
     ]
     for stack in stacks:
         kinds = [_description(layer) for layer in stack]
+        # Every shallow model has a first, a last and one period between, so only those between must be alike.
         if any(kinds[at] != kinds[at + period] for at in range(period, layers - 2 * period)):
             return False
     return bool(stacks)
@@ -130,6 +131,7 @@ def _description(layer: nn.Module) -> list[Any]:
             {
                 key: value
                 for key, value in vars(module).items()
+                # Layer numbers differ in every layer, so they must not count.
                 if isinstance(value, (bool, int, float, str, type(None))) and not _is_number(key)
             },
         )

@@ -51,6 +51,7 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
     The deeper model has one period more than the shallow one. Return None if an insertion does not repeat the
     entries before it.
     """
+    # Small numbers compare faster than keys, and each entry is compared many times.
     numbers = count()
     known: dict[Hashable, int] = {}
     left, right = (
@@ -65,8 +66,10 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
     for ahead, end, length in [*insertions, _Insertion(len(left), len(right), 0)]:
         for index in range(at, end):
             few, more = shallow[index - behind].numbers, deeper[index].numbers
+            # Numbers are linear in the depth, so two depths determine them.
             grown.append(Grown(index, tuple(m + (m - f) * periods for f, m in zip(few, more, strict=True))))
         for index in [*range(end, end + length)] * (periods + 1 if length else 0):
+            # Within an insertion, each copy continues the numbers by the step between the last two copies.
             step = zip(deeper[index].numbers, deeper[index - length].numbers, strict=True)
             before = grown[-length].numbers
             moved = tuple(b + now - then for b, (now, then) in zip(before, step, strict=True))
@@ -82,11 +85,13 @@ def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] |
     behind = 0
     while True:
         at += _common(left, at - behind, right, at)
+        # Entries of `right` that still have no counterpart: no insertion may be longer.
         more = len(right) - len(left) - behind
         if more == 0:
             return insertions if at == len(right) else None
         length = _length_at(left, at - behind, right, at, more)
         if not length:
+            # The sequences differ in another way than by repeated entries.
             return None
         index = _middle(right, start, at, length)
         insertions.append(_Insertion(index - behind, index, length))
@@ -103,8 +108,10 @@ def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, m
     """
     best = longest = 0
     for length in range(1, min(most, at) + 1):
+        # The inserted entries equal both the entries before them and those after.
         if right[at] == right[at - length] and right[at - length : at] == right[at : at + length]:
             agree = _common(left, start, right, at + length)
+            # At the end of the shallow sequence no length agrees further, and the shortest one is taken.
             if agree > longest or (agree == 0 and start == len(left) and not best):
                 best, longest = length, agree
     return best
@@ -116,6 +123,7 @@ def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
     Entries at the ends of the repetition may have equal keys and other numbers.
     """
     earliest = at
+    # A repetition may be shifted as long as the entries at both ends are equal.
     while earliest - length > start and right[earliest - length - 1] == right[earliest - 1]:
         earliest -= 1
     return at - (at - earliest) // 2

@@ -47,8 +47,10 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
     that only fill them.
     """
     trace, marks = recording.trace, recording.marks
+    # Events after the last step free the model and are no part of a micro-batch.
     over = marks[-1].event  # the last step's end
     lasting = _lasting(trace.events[:over])
+    # Up to here, kernels may only fill allocations that outlive the run.
     all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1
     live, kernels = _live(trace, lasting), iter(trace.kernels)
     parts = _marks_by_micro_batch(marks)
@@ -60,6 +62,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
         for mark in part:
             if mark.kind is MarkKind.KERNEL:
                 kernel = next(kernels)
+                # A kernel that only fills lasting allocations has no counterpart in later micro-batches.
                 if before >= all_made or not _only_lasts(trace, before, mark.event, lasting, kernel):
                     ran.append(kernel)
                 before = mark.event
@@ -81,6 +84,7 @@ def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
             elif phase in ("update", "build"):
                 following = 1
             else:
+                # A load after a backward pass begins the next micro-batch of the same step.
                 following = number + ((phase, mark.phase) == ("backward", "load"))
             if following != number:
                 parts.append(_MicroBatchMarks(following, []))

@@ -2,13 +2,8 @@
 
 In a trace, a free names the number of its block, which changes with all moves before it. In a relative trace,
 it names the position of the block among the live ones. All blocks with the same size, operator, module, phase
-and kind are on one stack. Layers of one stack of layers count as one module. A free names the stack and the
-distance from its top. Backward passes free the youngest block first, optimizers the oldest or the youngest.
-So the same moves fit every layer, micro-batch and step. Phases, kernels, waits and ends of steps are moves
-too, in order.
-
-In a rank of several, a wait names a kernel of another stream. Its name is the number of later kernels in that
-stream, so the last kernel has the same name in every micro-batch.
+and kind are on one stack. A free names the stack and the distance from its top. So the same moves fit every
+layer, micro-batch and step. Phases, kernels, waits and ends of steps are moves too, in order.
 
 `RelativeTrace.of(trace, marks).trace()` equals the original trace in every field. The tests of law 5 check
 that.
@@ -110,6 +105,7 @@ def _stack_of(alloc: Alloc) -> Alloc:
     """
     if alloc.kind not in (Kind.TEMPORARIES, STATES):
         return alloc._replace(module=without_layer_numbers(alloc.module))
+    # One update works on all layers alike, so its temporaries of any parameter share a stack.
     module = "" if alloc.phase == "update" else without_layer_numbers(alloc.module)
     return alloc._replace(module=module, kind="")
 
@@ -152,6 +148,7 @@ def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
             kernel = next(kernels)
             if kernel.after:
                 yield StreamWait(order.places(kernel.after))
+                # Indices of kernels would change with each joined part, so a move names them by their places.
                 kernel = kernel._replace(after=())
             order.add(kernel)
             yield kernel
@@ -166,8 +163,10 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
         if event > 0:
             block = trace.blocks[event - 1]
             stream = streams.get(event - 1, DEFAULT_STREAM) if streams else DEFAULT_STREAM
+            # Graphs have a pool of their own: the stream keeps its blocks on separate stacks.
             if of_graphs and event - 1 in of_graphs:
                 stream = GRAPH_STREAM
+            # `tuple.__new__` skips the named constructor: a long run has millions of blocks.
             alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5], stream))
             live.alloc(alloc)
             yield alloc
@@ -193,6 +192,7 @@ class StreamKernels:
     def places(self, kernels: Iterable[int]) -> tuple[Place, ...]:
         """Return the places of these kernels, given by their indices in the step."""
         of = [self._of[number] for number in kernels]
+        # Counted from the newest kernel, so that the last kernel has the same place in every micro-batch.
         return tuple(Place(stream, len(self._streams[stream]) - 1 - number) for stream, number in of)
 
     def numbers(self, places: Iterable[Place]) -> tuple[int, ...]:
@@ -233,6 +233,7 @@ class LiveSet:
         stack = _stack_of(self.allocs[block])
         blocks = self.stacks[stack]
         at = len(blocks) - 1
+        # Backward passes free the youngest block first, so the search starts at the top.
         while blocks[at] != block:  # usually one of the youngest
             at -= 1
         del blocks[at]
@@ -287,6 +288,7 @@ class TraceWriter:
                 blocks.append(new(Block, (*move[:4], current, move[4])))
                 number = len(blocks)
                 events.append(number)
+                # A repeated move is the same object, and its id hashes faster than its fields.
                 stack = by_move.get(id(move))
                 if stack is None:
                     stack = by_move[id(move)] = stacks[_stack_of(move)]
@@ -302,8 +304,10 @@ class TraceWriter:
                 if move[2]:
                     last.awaited[number - 1] = last.order.numbers(move[2])
             elif type(move) is PhaseStart:
+                # Repeated pieces carry the step of their recording, so the caller sets the current one.
                 begins = move.step if step is None else step
                 if begins != current:
+                    # Only the last step has kernels in a trace, so each new step drops those before it.
                     last = self._last = _SteadyStep()
                 current = self._step = begins
                 self._phase = move.phase
@@ -324,6 +328,7 @@ class TraceWriter:
         first, written = len(self._blocks), 0
         while written < times:
             further = times - written - 1
+            # Without a further copy there is nothing to shift.
             counts = self._counts() if further and self._may_shift(moves) else None
             before = self._live(moves) if counts else {}
             self.follow(moves, step)
@@ -364,6 +369,7 @@ class TraceWriter:
     def _may_shift(self, moves: Sequence[Move]) -> bool:
         """Return True if further copies of these moves can differ in numbers alone."""
         return self._is_plain and not any(
+            # A freed state changes its kind (`_append_free`); blocks of other streams have further entries.
             (type(move) is Alloc and (move.kind == STATES or move.stream != DEFAULT_STREAM))
             or move is MarkKind.STEP_END
             for move in moves
@@ -386,6 +392,7 @@ class TraceWriter:
     def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
         """Return True if the stacks contain the same blocks as before, shifted by `by` if younger than
         `first`."""
+        # Blocks from before the repeated part stay; only those of the part itself may move.
         stacks = {id(stack): stack for stack in self._stacks.values()}
         return all(
             stacks[key] == [number + by if number > first else number for number in numbers]
@@ -410,6 +417,7 @@ class TraceWriter:
             launches = time * len(of_kernels)
             last.waits += [wait + launches for wait in of_waits]
             last.launched += [event + later for event in launched]
+        # The stacks must continue as if every copy had been written.
         by = times * len(of_blocks)
         for stack in {id(stack): stack for stack in map(self._stack, moves) if stack is not None}.values():
             stack[:] = [number + by if number > first else number for number in stack]

@@ -1,13 +1,5 @@
 """Repeat steps and micro-batches of a short recording.
 
-A step is periodic if it begins and ends with the same live blocks: the next step makes the same requests. So
-two steps are recorded. The first creates the optimizer states at its end. If the second is periodic, the
-third equals the second.
-
-Micro-batches repeat likewise. The first allocates the gradients, and the last frees its batch. Those between
-them are equal, so three are recorded for any larger number. Some runs reach this state later
-(`Recorder.micro_batches_to_settle`), and then all steps are recorded.
-
 Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
 simulated in full if they differ, or if the code may contain a counter of its own.
 """
@@ -28,9 +20,11 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
+# The first step creates the optimizer states. If the second ends with its first live blocks, it repeats.
 RECORDED_STEPS = 2
 """Number of steps recorded for a run of more steps."""
 
+# The first allocates the gradients, and the last frees its batch. Those between them are equal.
 RECORDED_MICRO_BATCHES = 3
 """Number of micro-batches recorded for a step of more. The last but one is repeated."""
 
@@ -57,10 +51,13 @@ def short_run(
     if setup.records_graphs:
         return None  # the first steps differ from each other
     steady = steady and not late
+    # A user's module may count its calls, so its steps are recorded in full.
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
     count = int(min(setup.micro_batches, recorded))
+    # The batch shrinks with the micro-batches, so that each has its size in the long run.
     small = replace(job, batch_size=job.batch_size // setup.micro_batches * count)
+    # If micro-batches settle late, steps may too, so all of them are recorded.
     recorded_steps = steps if late else min(steps, RECORDED_STEPS)
     return ShortRun(small, replace(setup, micro_batches=count), recorded_steps)
 
@@ -111,6 +108,7 @@ class PeriodicRun:
     def steady_step(self, most: int) -> Trace:
         """Return kernels, waits and phases of the last step, with each piece repeated at most `most`
         times."""
+        # Copies of the list repeat its moves as the same objects, which `TraceWriter` reuses.
         moves = [move for moves, times in self.recorded[-1] for move in list(moves) * min(times, most)]
         kernels: list[Kernel] = []
         waits: list[int] = []
@@ -119,6 +117,7 @@ class PeriodicRun:
             if type(move) is Kernel:
                 kernels.append(move)
             elif type(move) is PhaseStart:
+                # Only the order of phases matters here, so the marks have no event.
                 marks.append(Mark(0, *move))
             elif move is MarkKind.WAIT:
                 waits.append(len(kernels))
@@ -179,6 +178,7 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
     starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
         return [Piece(moves)]
+    # Without the last micro-batch but one, the moves fit one micro-batch fewer.
     if len(starts) < RECORDED_MICRO_BATCHES or micro_batches < len(starts) - 1:
         return None
     before_last, last = starts[-2:]
@@ -190,5 +190,6 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
 
 def _leaves_as_many(moves: Sequence[Move]) -> bool:
     """Return True if these moves leave the number of live blocks on each stack unchanged."""
+    # Equal counts per stack suffice: a stack identifies blocks only by their position.
     allocated = Counter([move.stack for move in moves if type(move) is Alloc])
     return allocated == Counter([move.stack for move in moves if type(move) is Free])

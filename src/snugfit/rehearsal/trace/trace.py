@@ -255,6 +255,7 @@ class Kernel(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Size in bytes of an element of the first input, for a dtype of matrix products."""
+        # Products in 8 bits are float8; every other narrow dtype has "16" in its name.
         return 1 if "float8" in self.dtype else 2 if "16" in self.dtype else 4
 
 
@@ -360,6 +361,7 @@ class Trace:
 
     def alive_at(self, position: int) -> list[int]:
         """Return the indices of the blocks alive after event `position`."""
+        # A dict keeps the order of allocation and removes in constant time.
         alive: dict[int, None] = {}
         for event in self.events[: position + 1]:
             if event > 0:

@@ -56,6 +56,7 @@ class MicroBatches(Technique):
         """Refuse samples that depend on each other: training in pieces would differ. It may be one, too,
         where data could not show it.
         """
+        # A loss that compares samples (contrastive, batch statistics) has another value for pieces.
         if reason := mixing_of(job).reason:
             return (
                 f"its loss is not a mean over samples, so a batch in pieces would train differently: {reason}"
@@ -72,12 +73,13 @@ class MicroBatches(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Every way to cut the job's batch."""
+        """Yield every way to cut the job's batch."""
         yield from (cls(n=n) for n in divisors_of(job.batch_size) if n > 1)
 
 
 def divisors_of(whole: int) -> list[int]:
     """Return all numbers that divide `whole`, in order."""
+    # Divisors come in pairs, so a search up to the square root finds all.
     pairs = ((i, whole // i) for i in range(1, math.isqrt(whole) + 1) if whole % i == 0)
     return sorted({divisor for pair in pairs for divisor in pair})
 

@@ -58,5 +58,5 @@ class EveryNthLayer(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Recomputing a half, a third or a quarter of the layers."""
+        """Yield every second, third and fourth layer."""
         yield from (cls(n=n) for n in (2, 3, 4))

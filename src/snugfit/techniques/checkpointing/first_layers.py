@@ -2,10 +2,6 @@
 
 It is for a job that almost fits. Each recomputed layer frees its activations and costs its own forward pass
 again. So bytes and seconds are on about a line between keep_all and every_layer, in steps of one layer.
-
-The first layers are chosen because the backward pass comes to them last. At that time the other layers'
-activations are freed, and there is room for a recomputed layer. The last layers would be recomputed while all
-activations are still in memory.
 """
 
 from __future__ import annotations
@@ -37,6 +33,7 @@ class FirstLayers(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Make each layer a span of its own and recompute the first k."""
+        # Backward comes to the first layers last, when the activations of all others are freed.
         return setup.with_fields(checkpoint=CheckpointWish(first=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -50,7 +47,7 @@ class FirstLayers(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Without the number of layers there is nothing to choose among."""
+        """Return an objection if the number of layers is unknown, since there is nothing to choose among."""
         if job.model.layers > 1:
             return ""
         return f"its config says of no layers (--keep '{cls.name}(2)' plans with two)"
@@ -58,9 +55,10 @@ class FirstLayers(Technique):
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
         """Return one layer and more, up to all but one."""
+        # All layers together are `every_layer`, a technique of its own.
         return [cls(k=k) for k in range(1, job.model.layers)]
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Half of the layers."""
+        """Yield half of the layers."""
         yield cls(k=max(1, job.model.layers // 2))

@@ -45,6 +45,7 @@ class Segments(Technique):
         their hidden state, since a segment's layers are called together.
         """
         yield from dropped_prefix(job)
+        # A segment's layers are called together and pass on the hidden state alone.
         if job.trains and job.model.architecture in HANDING_ON:
             yield (
                 f"the layers of {job.model.architecture} pass a position bias from one to the next, so "

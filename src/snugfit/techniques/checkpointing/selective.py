@@ -3,10 +3,6 @@
 Products with weights and attention take nearly all of a layer's time, and their results are only a part of
 its activations. These are kept, so norms, activation functions, casts and sums are computed again. The price
 is host time: every operator of such a layer passes through Python.
-
-Attention takes s / (6 h + s) of the multiplications of a layer of width h, for s tokens. That counts four
-square projections and two of 4 h (24 h^2 a token), and scores and sums (4 s h). Below a seventh, s < h,
-keeping it saves little.
 """
 
 from __future__ import annotations
@@ -48,6 +44,7 @@ class Selective(Technique):
         """Make each layer a span of its own that keeps the results of some operators. Attention with dropout
         is kept in a recorded step with seeded dropout, since such a step cannot draw twice.
         """
+        # A recorded step cannot draw twice, so attention is kept; seeds repeat all other dropout.
         drawn = draws_once(setup) and seeds_dropout(setup)
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
@@ -63,7 +60,7 @@ class Selective(Technique):
             )
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Attention with dropout is computed again, except in a recorded step with seeded dropout."""
+        """Warn that attention with dropout is computed again, unless a recorded step has seeded dropout."""
         if why := self.planned_without(job, recipe):
             yield f"{why}."
 
@@ -73,11 +70,13 @@ class Selective(Technique):
         measured and predicted, recomputing fewer layers then saves the same bytes in less time.
         """
         stated = {} if job.model.module is not None else job.model.config
+        # The width in the job's own config avoids an import of transformers for most jobs.
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
         if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
             if may_be_seeded(stated.get("model_type")):  # the one kind of recomputing that can be recorded
                 return ""
             return f"attention has dropout ({dropout}), so it is computed again and not kept"
+        # A token costs 24 h^2 in products with weights and 4 s h in attention: below a seventh if s < h.
         if short or job.sequence_length < _width(job):
             return (
                 "attention is less than a seventh of a layer's work where sequences are shorter than the "
@@ -87,8 +86,11 @@ class Selective(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Attention alone where it can be kept. The others are for who names them: recomputing fewer layers
-        takes less time than keeping all products."""
+        """Yield attention alone if it can be kept, else products.
+
+        Further settings are for users who name them. Recomputing fewer layers takes less time than keeping
+        all products.
+        """
         lost = job.stated_dropout(of="att") and not may_be_seeded(job.model.config.get("model_type"))
         yield cls(what="products" if lost else "attention")
 
@@ -106,6 +108,7 @@ def _stated_width(facts: Mapping[str, Any]) -> int:
     """Return the width in the model's own config, without an import of transformers; 0 if the config has
     parts. Most jobs need no more.
     """
+    # A config with parts has a width for each, and only transformers knows the one of the text.
     parts = any(isinstance(value, Mapping) for key, value in facts.items() if key.endswith("config"))
     width = 0 if parts else facts.get("hidden_size", 0)
     return width if isinstance(width, int) else 0

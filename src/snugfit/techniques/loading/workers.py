@@ -48,6 +48,7 @@ class Workers(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield as many processes as the batches' pictures or sound need."""
+        # Tokens are cheap to prepare, so only floats (pictures, sound) need more workers.
         yield cls(n=min(MOST, max(FEW, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
 
     def install(self, setup: Setup) -> Setup:

@@ -33,7 +33,7 @@ class AsLoaded(Technique):
         return setup.with_fields(weights_dtype=None, autocast=None, scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Before Ampere bfloat16 is emulated."""
+        """Warn on a GPU before Ampere, which emulates bfloat16."""
         if job.dtype == "bfloat16" and compute_capability and compute_capability < (8, 0):
             yield (
                 "the weights are loaded in bfloat16, which this GPU emulates slowly. It supports float16 "

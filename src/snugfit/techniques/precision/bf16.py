@@ -30,9 +30,10 @@ class Bf16(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Run the forward pass and the loss under autocast."""
+        # bfloat16 has the exponent of fp32, so no gradient underflows and none is scaled.
         return setup.with_fields(weights_dtype=None, autocast="bfloat16", scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Before Ampere bfloat16 is emulated."""
+        """Warn on a GPU before Ampere, which emulates bfloat16."""
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly. It supports 'fp16'."

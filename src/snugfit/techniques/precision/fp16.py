@@ -32,14 +32,17 @@ class Fp16(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Run forward pass and loss under autocast, with a gradient scaler around the update."""
+        # float16 reaches down to 6e-8 only, so small gradients need a scaled loss.
         return setup.with_fields(weights_dtype=None, autocast="float16", scale_gradients=True)
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
         """Return True for `bf16` on GPUs that compute it at float16's rate, without a scaler."""
+        # From Ampere on, both have the same rate, and bfloat16 needs no scaler.
         return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse trained weights of 16 bits: the scaler takes 32-bit gradients only."""
+        # Adapters may train in fp32 on 16-bit weights, which the scaler accepts.
         adapted = recipe[Slot.ADAPTERS].install(self.install(Setup()))
         if job.trains and (dtype := adapted.trained_dtype(job)) in LOST_BELOW:
             yield (

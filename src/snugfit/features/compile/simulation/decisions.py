@@ -62,6 +62,7 @@ def noted_decisions() -> Iterator[Decisions]:
 
     def note_estimate(*arguments: Any, **keywords: Any) -> Any:
         peak, timeline = estimate(*arguments, **keywords)
+        # Inductor also estimates the final order; only estimates inside the reordering are a choice.
         if ordering[-1]:
             decisions.orders.append([*timeline])
         else:
@@ -88,6 +89,7 @@ def noted_decisions() -> Iterator[Decisions]:
 def _noting(decide: Any, decisions: Decisions) -> Any:
     def should_reuse_buffer(line: Any, free_line: Any, size: int) -> bool:
         taken = bool(decide(line, free_line, size))
+        # Without a kernel between the two, the reuse changes no peak.
         adjacent = free_line.scheduler_node_index + 1 == line.scheduler_node_index
         between = None if adjacent else int(line.wrapper.estimate_peak.peak_between(free_line, line))
         decisions.reuses.append(Reuse(size, taken, between))
@@ -100,6 +102,7 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     few, more = shallow.orders, deeper.orders
     if len(few) != len(more):
         return False
+    # Without a choice among orders, the depth cannot change it.
     if len(more) < CHOSEN_AMONG:
         return True
     chosen = _lowest([max(order, default=0) for order in more])
@@ -113,6 +116,7 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
         deep_peak = _deep_peak(one, other, periods)
         if deep_peak is None:
             deep_peak = max(other) + (max(other) - max(one)) * periods
+        # Inductor takes the first of equal peaks.
         if deep_peak < peak or (deep_peak == peak and number < chosen):
             return False
     return True
@@ -126,6 +130,7 @@ def _lowest(peaks: Sequence[int]) -> int:
 def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> int | None:
     """Return the peak of a deep model's estimates, or None if it does not follow from these."""
     few, more = _changes(shallow), _changes(deeper)
+    # Sizes with an entry per layer (the seeds of all dropouts) differ between the depths.
     vary = {*few} ^ {*more}  # sizes with an entry per layer, such as the seeds of all dropouts
     before, after = (
         [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]
@@ -157,6 +162,7 @@ def _same_reuses(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
         return False
     for one in grown:
         reuse = deeper.reuses[one.like]
+        # Inductor reuses a buffer only if that leaves the estimated peak unchanged.
         if one.numbers and reuse.taken != (one.numbers[0] + reuse.nbytes <= peak):
             return False
     return True

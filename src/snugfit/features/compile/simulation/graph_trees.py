@@ -1,21 +1,10 @@
 """CUDA graphs of compiled programs, by the rules of torch's CUDA graph trees.
 
-The source is `torch/_inductor/cudagraph_trees.py` of torch 2.13. A program has three kinds of runs.
-
-- The *first run* launches kernels as usual, but allocates from a pool that only graphs use.
-- A call after that step is *recorded*. Inputs are copied to the pool unless their address is constant
-  (weights,
-  and outputs of another graph). Then the kernels are recorded, and allocations use the pool.
-- From then on the graph is *played*. Its inputs are copied to their recorded addresses, the host launches it
-  as a whole, and its outputs have their recorded addresses.
+The source is `torch/_inductor/cudagraph_trees.py` of torch 2.13. A program has three kinds of runs: a first
+run that launches kernels, a recording, and replays.
 
 A replay allocates nothing. Blocks of the pool are free for the allocator when the next step begins. Their
 memory is never released to the device.
-
-Graphs that run one after the other in a step share the pool. Each is recorded in the pool's state after the
-previous one. A new step begins with the first program that is called after a backward pass. cuBLAS's
-workspaces are freed before and after each first run and each recording. Before a recording the allocator
-releases its cached memory.
 
 Other orders raise an error: a new program while others are played, or inputs with changed addresses. There
 torch records again and again, and its pool grows.
@@ -102,6 +91,7 @@ class GraphTrees:
         """Run a program: for the first time, recorded, or as a replay."""
         self._start()
         out = self._run(function, arguments)
+        # Between a forward pass and its backward pass no new step can begin.
         self._pending = not function.is_backward
         self._calls_then = self._calls
         return out
@@ -111,6 +101,7 @@ class GraphTrees:
         import torch
 
         if not self._generator:
+            # The pool begins with the generator's seed and offset, in memory of the graphs' own stream.
             self._recorder.empty_cache()
             before = self._recorder.memory.use_stream(GRAPH_STREAM)
             self._generator = [
@@ -121,17 +112,21 @@ class GraphTrees:
     def _run(self, function: GraphFunction, arguments: list[Any]) -> Any:
         if self._state in (_State.FIRST_RUN, _State.RECORDING):
             self._try_to_end()
+        # While one program runs for the first time, all after it in the step launch kernels too.
         if function not in self._ran or self._state is _State.FIRST_RUN:
             if self._state is _State.PLAYING:
                 raise RehearsalError(IRREGULAR)
             return self._first_run(function, arguments)
         if self._state is not _State.RECORDING:
+            # Graphs of a step share the pool, so a recording is valid only after the same programs.
             inputs = self._places(function, arguments)
+            # The same addresses of inputs are a condition of a replay.
             for node in self._last.children[function]:
                 if node.inputs == inputs:
                     return self._play(node, arguments)
             if self._path and function in self._roots.children:
                 self._try_to_end()
+                # A new step begins with the first program that is called after a backward pass.
                 if not self._path:
                     return self._run(function, arguments)
             if self._state is _State.PLAYING:
@@ -148,6 +143,7 @@ class GraphTrees:
         begins = self._calls != self._calls_then and not self._pending
         if not (begins or not any(True for _ in self._live())):
             return
+        # Blocks of a first run or a recording become free for the next step.
         if self._state is not _State.PLAYING:
             self._recorder.memory.release_graphs()
         self._path, self._state = [], _State.NOTHING
@@ -169,6 +165,7 @@ class GraphTrees:
         for number, one in enumerate(arguments):
             storage = one.untyped_storage() if _is_tensor(one) else None
             lies_at: Any = managed.get(storage._cdata) if storage is not None else None
+            # A weight's address is constant; any other static input is assumed to be so too.
             if lies_at is None and storage is not None and number in function.static:
                 lies_at = self._recorder.memory.built_block(storage)
             places.append(lies_at)
@@ -179,6 +176,7 @@ class GraphTrees:
         self._recorder.records_graph()
         memory = self._recorder.memory
         node = _Node(function)
+        # torch frees cuBLAS's workspaces before and after each first run and each recording.
         memory.give_workspaces_back()
         with memory.allocating(Memory.GRAPHS):
             out = function.run(arguments)
@@ -191,8 +189,10 @@ class GraphTrees:
         node = _Node(function, self._places(function, arguments))
         originals = {number: arguments[number] for number in function.returned}
         with memory.allocating(Memory.GRAPHS):
+            # Inputs with a changing address are copied into the pool.
             given = self._copy_inputs(node, arguments)
         memory.give_workspaces_back()
+        # The allocator releases its cached memory before a recording.
         self._recorder.empty_cache()
         with memory.allocating(Memory.GRAPHS):
             out = _run_on(function, given, originals)
@@ -202,6 +202,7 @@ class GraphTrees:
 
     def _play(self, node: _Node, arguments: list[Any]) -> Any:
         originals = {number: arguments[number] for number in node.function.returned}
+        # A replay allocates nothing: outputs have their recorded addresses.
         with self._recorder.memory.allocating(Memory.NOWHERE):
             given = self._copy_inputs(node, arguments)
             with self._recorder.played_back():
@@ -215,6 +216,7 @@ class GraphTrees:
         for one in out:
             reference = None
             if _is_tensor(one) and self._recorder.memory.is_of_graphs(storage := one.untyped_storage()):
+                # An output in a known storage belongs to an earlier program.
                 reference = None if storage._cdata in known else weakref.ref(storage)
             node.outputs.append(reference)
         self._path.append(node)
@@ -227,6 +229,7 @@ class GraphTrees:
         import torch
 
         given = list(arguments)
+        # The caller's list is emptied, so that inputs can be freed during the program.
         arguments.clear()
         moves = [
             number

@@ -7,17 +7,6 @@ program, and so do simulations of one process.
 
 Two modes of Inductor are simulated: `default` and `reduce-overhead`. Another mode is simulated as the nearer
 of these, and another backend as uncompiled code: both with a warning.
-
-Three problems would give wrong results without an error:
-
-- Under a dispatch mode, Dynamo runs the code uncompiled, unless the mode ignores compilers
-  (`Recorder.ignore_compile_internals`). So each call of a layer must run a program. A program that runs in
-  the dispatch of an operator does not count, because Dynamo compiles torch's own Python there. Dynamo may
-  split the graph of a whole model. Then no kernel may run outside of its programs.
-- The recorder follows modules by global hooks, which Dynamo would trace into the program. So they are removed
-  during a compiled call.
-- torch caches the kernel of each operator for traced graphs. So this cache is cleared when overrides start
-  and end.
 """
 
 from __future__ import annotations
@@ -114,6 +103,7 @@ class Compiler:
         self._chosen: set[str] = set()  # sources of benchmarked kernels
         self._sizes = FirstSizes()
         self._padded: set[str] = set()  # products that were benchmarked with and without padding
+        # Dynamo must trace torch's own functions, not those of the simulation.
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
@@ -139,8 +129,10 @@ class Compiler:
             self._trees.begin_call()
             with self._real_surroundings(), plain_refusals():
                 out = compiled(*arguments, **keywords)
+            # Under a dispatch mode, Dynamo silently runs the code uncompiled.
             if self._run == before:
                 raise RehearsalError(NOT_COMPILED.format(name=name))
+            # Dynamo may split a whole model's graph, and run the code between the parts uncompiled.
             if wish.is_one_program and (beside := self._first_beside(kernels)):
                 raise RehearsalError(_about_breaks(name, beside, counters["graph_break"] - breaks))
             return out
@@ -178,6 +170,7 @@ class Compiler:
         """Record a program of this simulation inside the context."""
         import torch
 
+        # A program inside an operator's dispatch does not count: there Dynamo compiles torch's own Python.
         self._run += bool(torch._C._len_torch_dispatch_stack())
         self._notes.attention.extend(attention)
         with self._inside(), self._recorder.program(**how):
@@ -192,11 +185,13 @@ class Compiler:
 
         hooks = [getattr(hooked, name) for name in _HOOKS]
         before = [dict(one) for one in hooks]
+        # Dynamo would trace the recorder's global hooks into the program.
         for one in hooks:
             one.clear()
         try:
             with (
                 patch.object(eval_frame, "_callback_from_stance", self._callback),
+                # The simulation forces eager mode for a user's own compiled code.
                 torch.compiler.set_stance("default"),
                 patch.multiple(torch.Tensor, **self._own),
                 patch.multiple(torch, **self._functions),
@@ -216,6 +211,7 @@ class Compiler:
         import torch
 
         on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        # Code may read CUDA's autocast, but no tensor here is on CUDA, so it casts nothing.
         if isinstance(self._policy, CudaPolicy):
             torch.set_autocast_enabled("cuda", torch.is_autocast_enabled(SWITCH))
             torch.set_autocast_dtype("cuda", torch.get_autocast_dtype(SWITCH))
@@ -232,6 +228,7 @@ class Compiler:
         """
         with self._sizes.ask(inputs) as any_sizes:
             key = self._policy, budget, graph.code, _surroundings(), any_sizes, _shape_of(inputs)
+            # The key has the graph's own code, without that of submodules.
             shared = not records and not list(graph.children())
             if shared and key in _GRAPHS:
                 return _GRAPHS[key]
@@ -253,6 +250,7 @@ class Compiler:
             return fx.compile_fx(graph, inputs, inner_compile=make)
 
     def _make(self, graph: Any, inputs: Sequence[Any], *, records: bool, **options: Any) -> Any:
+        # The key has everything that AOTAutograd and Inductor read, so equal layers are lowered once.
         key = (self._policy, str(_shape_of(inputs)), *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
@@ -265,12 +263,15 @@ class Compiler:
             call = load(text, _launch, _choose)
             program = _Program(call, strides, again, decisions, attention_in(text))
             _PROGRAMS[key] = program
+        # AOTAutograd needs the strides of the outputs, also from a stored program.
         _tell_strides(program.strides)
         assumed = tuple(dict.fromkeys(self._assumed))
         run = _runs_program(program, assumed, tuple(self._timed))
+        # Only CUDA has graphs; on the CPU the program runs as it is.
         if records and isinstance(self._policy, CudaPolicy):
             static = frozenset(options.get("static_input_idxs") or ())
             function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
+            # Programs outlive the simulation that created them, so the current one is looked up.
             run = as_boxed(lambda arguments: _NOW[-1].play(function, arguments))
         return run
 
@@ -295,6 +296,7 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
         now = _NOW[-1]
         for sentence in assumed:
             now._recorder.doubt(sentence)
+        # Inductor benchmarks while it compiles, before the first run.
         now.time_products_padded(timed)
         for ran in _RAN:
             ran.append(program.decisions)
@@ -388,9 +390,11 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
 
     compiler = Compiler(policy, recorder, notes, eval_frame._callback_from_stance)
     nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a planner's workers
+    # Workers of a planner compile nothing else, so traces for the same policy stay valid.
     if not (nothing_else_compiles and [policy] == _TRACED_FOR):
         torch._dynamo.reset()
         _TRACED_FOR[:] = [policy]
+    # torch caches each operator's kernel for traced graphs, which the overrides replace.
     forget_traced_kernels()
     _NOW.append(compiler)
     try:
@@ -399,7 +403,9 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             patch.object(compiling, "compiled_function", compiler.compiled_function),
             patch.object(torch._ops, "resolve_key", composed_as_elsewhere(torch._ops.resolve_key)),
             patch.object(rng_prims, "get_device", _where_numbers_are_drawn(rng_prims.get_device)),
+            # A cached graph would skip the lowering, and with it the decisions.
             functorch.patch(enable_autograd_cache=False),
+            # Each size is compiled by itself, so that buffer sizes are numbers (`FirstSizes`).
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
             torch._dynamo.config.patch(accumulated_recompile_limit=MANY),
         ):
@@ -487,7 +493,9 @@ class FirstSizes:
 
         number = getattr(CompileContext.current_compile_id(), "frame_id", None)
         sizes = next((one.shape for one in inputs if isinstance(one, torch.Tensor) and not one.is_leaf), None)
+        # torch compiles a function with dynamic shapes when it meets a second size.
         any_sizes = number is not None and self._sizes.setdefault(number, sizes) != sizes
+        # With dynamic shapes, AOTAutograd expects contiguous gradients and copies all others.
         as_outputs = functorch.guess_tangent_strides_as_outputs and not any_sizes
         with functorch.patch(guess_tangent_strides_as_outputs=as_outputs):
             yield any_sizes

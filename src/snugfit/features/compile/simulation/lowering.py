@@ -38,11 +38,14 @@ def lower(
     on_gpu = isinstance(policy, CudaPolicy)
     target = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     with contextlib.ExitStack() as stack:
+        # Lowering runs operators of its own, which the recorder must not see.
         stack.enter_context(_disable_current_modes())
+        # Nothing is compiled, so no processes and no benchmarks are needed.
         stack.enter_context(config.patch(compile_threads=1, max_autotune=False, fx_graph_cache=False))
         stack.enter_context(torch.no_grad())
         fx.view_to_reshape(graph)
         _describe_again(graph, inputs)
+        # Passes read the device of the graph's tensors: patterns and constants ignore `meta`.
         fake = relabel(graph, torch.device("cpu"))
         _init_patterns()
         if isinstance(policy, CudaPolicy):
@@ -50,6 +53,7 @@ def lower(
         stack.enter_context(V.set_fake_mode(fake))
         fx._recursive_record_original_output_strides(graph)
         fx._recursive_post_grad_passes(graph, is_inference=options.get("is_inference", False))
+        # Fusion, reductions and library kernels depend on the real device.
         relabel(graph, target)
         values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         given = {
@@ -57,7 +61,9 @@ def lower(
             "shape_env": graph.shape_env if hasattr(graph, "shape_env") else None,
             **{name: options[name] for name in _PASSED_ON if name in options},
         }
+        # Releases of torch differ in these arguments.
         known = inspect.signature(GraphLowering).parameters
+        # Padding of strides depends on the device, so it is decided for the target.
         stack.enter_context(fx.maybe_disable_comprehensive_padding(values))
         lowering = GraphLowering(graph, **{name: value for name, value in given.items() if name in known})
         lowering.freeze_runtime_asserts()
@@ -67,6 +73,7 @@ def lower(
         lowering.run(*values)
         report_strides(lowering.graph_outputs)
         code = lowering.codegen()[0]
+    # Some releases return an object with the text in it.
     return str(getattr(code, "value", code))
 
 
@@ -88,6 +95,7 @@ def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
             value = node.meta.get("val")
             if not isinstance(one, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
+            # A forward program's output may have other strides than the trace assumed.
             if value.stride() != one.stride():
                 node.meta["val"] = torch.empty_strided(
                     value.shape, one.stride(), dtype=value.dtype, device="meta"
@@ -103,6 +111,7 @@ def computed_again(graph: Any) -> Counter[int]:
 
     counts: Counter[int] = Counter()
     for node in graph.graph.nodes:
+        # Only forward nodes in a backward graph are recomputed.
         of_forward = node.meta.get("partitioner_tag") == "is_forward"
         if not of_forward or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -126,6 +135,7 @@ def relabel(graph: Any, device: torch.device) -> Any:
         if value is not None:
             node.meta["val"] = torch.utils._pytree.tree_map(lambda one: _on(one, device), value)
             fakes = [one for one in torch.utils._pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
+            # All tensors of a graph belong to one fake mode.
             mode = fakes[0].fake_mode if fakes else mode
         if node.op == "call_function":
             node.args = torch.fx.node.map_aggregate(node.args, lambda one: _device(one, device))
@@ -147,6 +157,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
     if not isinstance(value, FakeTensor) or value.fake_device == device:
         return value
+    # Under the fake mode, a new tensor would be created as another fake one.
     with torch._C._DisableTorchDispatch():
         shapes = torch.empty(0, dtype=value.dtype, device="meta")
         shapes.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
@@ -192,6 +203,7 @@ def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
     from torch._subclasses import fake_tensor
 
     interfaces = device_interface.device_interfaces
+    # Registered once, since it would replace the patched interface later.
     device_interface.init_device_reg()
     answers = _interface(policy)
     with contextlib.ExitStack() as undo:

@@ -1,14 +1,9 @@
 """Simulate the memory of Inductor's padding benchmarks (`fx_passes/pad_mm.py`).
 
 For a product with sizes that are no multiple of 16 bytes, Inductor creates operands on the GPU. It runs the
-product with and without padding, once and then repeatedly. In the repeated runs, a buffer of the size of the
-GPU's cache is alive, which Inductor writes to flush the cache. All of this is freed after the benchmark. But
-the workspaces of cuBLAS begin here, and segments remain that activations use later. An H100 (torch 2.11)
-showed this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5 in fp16.
-
-Inductor's source intends to benchmark only products that are bound by the GPU's arithmetic. But it treats a
-clock in MHz as one in kHz (`is_mm_compute_bound`, `torch._utils_internal.max_clock_rate`), so it benchmarks
-all. On that H100, one with 7.8 multiplications per element was among them.
+product with and without padding, once and then repeatedly. All of this is freed after the benchmark. But the
+workspaces of cuBLAS begin here, and segments remain that activations use later. An H100 (torch 2.11) showed
+this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5 in fp16.
 """
 
 from __future__ import annotations
@@ -76,8 +71,10 @@ def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[s
     flushed = getattr(policy, "cache_bytes", 0)
     if not flushed or not times_anything():
         return
+    # The benchmark runs outside of the model's autocast, which would cast its operands.
     with torch.no_grad(), torch._C._DisableAutocast():
         for product in products:
+            # Inductor means to skip products that memory bounds, but mistakes MHz for kHz and benchmarks all.
             if product.key not in timed:
                 _time(product, flushed, as_it_is=product.key_unpadded not in timed)
                 timed |= {product.key, product.key_unpadded}
@@ -88,6 +85,7 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     first, second = _make(product.first), _make(product.second)
     added = None if product.added is None or not as_it_is else _make(product.added)
     rows, inner, columns = _padding(first, second)
+    # An operand whose kernel writes it padded costs no padding in the benchmark.
     first_padded = _pad(first, rows, inner) if product.first.written_padded else first
     second_padded = _pad(second, inner, columns) if product.second.written_padded else second
     added_padded = None if product.added is None else _make(product.added)
@@ -112,6 +110,7 @@ def _run_twice(run: Callable[[], torch.Tensor], flushed: int) -> None:
     import torch
 
     run()
+    # In repeated runs, a buffer of the cache's size is alive, which Inductor writes to flush the cache.
     beside = torch.empty(flushed, dtype=torch.uint8, device="meta")
     run()
     del beside
@@ -131,6 +130,7 @@ def _make(like: Operand) -> torch.Tensor:
     """Return a tensor of this layout in a storage of its extent (`realize_tensor`)."""
     import torch
 
+    # The storage ends with the last element, also for strides with gaps.
     spans = sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True)) + 1
     return torch.empty(spans, dtype=like.dtype, device="meta").as_strided(like.shape, like.stride)
 

@@ -43,6 +43,7 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
     """
     if (library := LIBRARIES.get(front_end)) is None:
         return ""
+    # A wish with other fields than these cannot be expressed by the libraries.
     known = ParallelWish(
         weights=wish.weights,
         ranks=wish.ranks,
@@ -88,6 +89,7 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
     import torch.distributed as dist
     from accelerate.state import DistributedType, PartialState
 
+    # Variables of a launcher would override the arguments.
     for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS) and name != DEVICE]:
         del os.environ[name]
     os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -128,6 +130,7 @@ def training_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 
 def _mesh(wish: ParallelWish) -> dict[str, Any]:
+    # One row of processes needs no mesh.
     if wish.shards in (0, wish.ranks):
         return {}
     from accelerate.parallelism_config import ParallelismConfig

@@ -127,17 +127,20 @@ class ParallelHandler(Handler):
 
     def distribute(self, value: ParallelWish, model: Any) -> Any:
         """Return the model in DDP, or with its weights sharded over the processes."""
+        # Copies alone need no mesh.
         if value.copies and value.ranks_of_one_part == 1:
             return in_ddp(value, model)
         if value.weights == "alone" and value.tensor == value.context == 1:
             return model
         device, runs = device_of(model), model
         mesh = mesh_of(value, device)
+        # Matrices are cut first, so that FSDP2 shards their parts.
         if value.tensor > 1:
             in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
         if value.chunks > 1:
             _distribute_parts(value, model, mesh)
         elif value.weights == "sharded":
+            # Ranks of one sequence hold the same weights, so these are sharded over them too.
             over = mesh_of(with_contexts(value), device) if value.context > 1 else mesh
             in_fsdp(value, model, data_mesh(over))
             give_back_whole_weights(device)
@@ -158,6 +161,7 @@ class ParallelHandler(Handler):
             contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
         elif value.copies and not is_last:
             contexts.append(model.no_sync)
+        # Each rank has computed a part of the gradients of norms of heads.
         elif value.tensor > 1 and is_last:
             contexts.append(functools.partial(_parts_are_summed, model))
         if value.context > 1:
@@ -287,6 +291,7 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | Non
     return DistributedDataParallel(
         model,
         process_group=group,
+        # On a CPU, DDP takes no device.
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=wish.bucket_views,
     )
@@ -316,6 +321,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
         "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }
+    # Gradients are summed in fp32, as in torchtitan.
     if wish.dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=getattr(torch, wish.dtype), reduce_dtype=torch.float32
@@ -325,6 +331,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
     for stack in layer_stacks(model):
         for layer in stack:
             fully_shard(layer, **options)
+    # The backward pass needs the root's weights first, so they stay unless `reshard` is all.
     fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})
     return model
 

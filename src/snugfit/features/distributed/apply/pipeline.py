@@ -77,6 +77,7 @@ class StagePasses:
         count = loop.setup.micro_batches
         whole = join(pieces, count)
         inputs = place(self.inputs(whole), loop.device)
+        # Missing micro-batches have no share of the loss.
         shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
         built.observer.phase("forward")
         losses = self.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
@@ -129,6 +130,7 @@ class StagePasses:
             return
         observer.phase("update")
         gradient: Any = shared.grad
+        # A sharded gradient is a DTensor; each rank sums its own part.
         dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=self._ends)
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
@@ -236,6 +238,7 @@ class StagePasses:
                 self._stages.append(stage)
         kind: Any = get_schedule_class(self._wish.schedule)
         stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
+        # The shares already sum to the whole loss, so torch must not divide gradients.
         self._schedule = kind(stages, micro_batches, loss_fn=_times_share, scale_grads=False)
         self._may_drop_outputs = "return_outputs" in inspect.signature(self._schedule.step).parameters
 

@@ -17,6 +17,7 @@ def device_of(model: torch.nn.Module) -> str:
     import torch.distributed as dist
 
     kind = next(model.parameters()).device.type
+    # With NCCL, a model on the host will move to a GPU.
     return "cuda" if kind == "cpu" and "nccl" in str(dist.get_backend_config()) else kind
 
 
@@ -37,6 +38,7 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
         "context": wish.context,
         "tensor": wish.tensor,
     }
+    # The slowest link comes first, so neighbouring ranks share the fastest.
     axes = {axis: count for axis, count in counts.items() if count > 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 

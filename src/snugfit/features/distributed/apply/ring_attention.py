@@ -66,12 +66,14 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
     _refuse(mesh.size(), batch)
     batch.update(_of_whole(batch, mesh.size()))
+    # The mask is all ones here (`_refuse`), and the ring takes none.
     batch.pop("attention_mask", None)
     cut = [batch[name] for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
     passes, plain = _Passes(), torch.nn.functional.scaled_dot_product_attention
     around = context_parallel(mesh, buffers=cut, buffer_seq_dims=[1] * len(cut), no_restore_buffers={*cut})
     _PASSES.append(passes)
     try:
+        # cuDNN's kernel fails in torch's ring (pytorch issue 176915).
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), around:
             yield
     finally:
@@ -85,11 +87,14 @@ def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
     import torch
 
     ids = batch["input_ids"].clone()
+    # A model would count the positions of each piece from 0.
     places = torch.arange(ids.size(1), device=ids.device)[None]
     given = {"input_ids": ids, "position_ids": places}
     if (labels := batch.get("labels")) is not None:
+        # A piece does not have the label after its last token.
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         given |= {"labels": following, "shift_labels": following}
+        # Averaged over the ranks, the loss is then the mean over the whole.
         given["num_items_in_batch"] = (following != IGNORED).sum() / ranks
     return given
 
@@ -102,6 +107,7 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
             "know. Fill them to one length (pack: true)."
         )
     length = batch["input_ids"].size(1)
+    # Two pieces a rank balance the work of a causal mask.
     if length % (2 * ranks):
         raise RecipeError(
             f"Sequences are cut over {ranks} GPUs, two pieces each, and those of a batch have {length} "

@@ -120,6 +120,7 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
     embedding, head = decoder.embed_tokens.weight, getattr(model, HEAD).weight
     tied = embedding if embedding is head else None
     if not is_first:
+        # A tied matrix has both of its names in the first and in the last stage.
         decoder.embed_tokens = _elsewhere()(tied if is_last else None)
     if not is_last:
         decoder.norm = _elsewhere()()
@@ -237,6 +238,7 @@ def _decoder_of(model: Any) -> Any:
             f"{type(model).__name__} cannot be cut into stages: only decoders are that have "
             f"{', '.join(PARTS)} and {HEAD}, as Llama, Mistral and Qwen do. Try 'fsdp'."
         )
+    # Other parts with weights would be needed by several stages.
     more_parts = {name for name, child in decoder.named_children() if any(True for _ in child.parameters())}
     if more_parts - {*PARTS}:
         named = ", ".join(sorted(more_parts - {*PARTS}))

@@ -48,6 +48,7 @@ def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) 
     tied = _tied(model)
     plan = {name: style for name, word in plan_of(model).items() if (style := _style(word)) is not None}
     parallelize_module(model, mesh, dict(plan), src_data_rank=None)  # each has the whole, and keeps its part
+    # torch replaces each cut weight, which breaks ties.
     for module, source in tied:
         module.weight = source.weight
     if experts:
@@ -134,6 +135,7 @@ def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """
     first: dict[int, Any] = {}
     tied = []
+    # Modules of other stages come last, so that they refer to a real one.
     for module in sorted(model.modules(), key=is_elsewhere):
         weight = module._parameters.get("weight")
         if weight is not None and (source := first.setdefault(id(weight), module)) is not module:

@@ -165,6 +165,7 @@ class ShardedSnapshot:
 
     def close(self) -> None:
         """Release the waiting processes if there is no folder, in the first process."""
+        # Without an answer, the other processes would wait in `write_share`.
         if not self._is_told:
             self._tell(None)
 
@@ -200,6 +201,7 @@ def shards_of(
     )
     if is_last:
         copied.weights = _whole_model(state, copied.state)
+    # The copies are asynchronous, and the next step changes the weights.
     if state.device.type == "cuda":
         import torch
 
@@ -413,6 +415,7 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
             f"{folder} has {left[0]}, which is not a weight of this model by that name. Continue that run as "
             "it began, with whole weights in each process."
         )
+    # Missing and foreign names are reported below, in our own words.
     options = StateDictOptions(full_state_dict=True, strict=False)
     missing = set(set_model_state_dict(model, saved, options=options).missing_keys) - beside
     given = {id(model.get_parameter(name)) for name in saved if name in dict(model.named_parameters())}
@@ -439,6 +442,7 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
             if weight not in weights or id(weights[weight]) in elsewhere:  # another process has it
                 continue
             dtype = known[name].properties.dtype
+            # For a DTensor this is a DTensor with the same parts.
             rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
             optimizer.state[weights[weight]][key] = rooms[name]
     return rooms

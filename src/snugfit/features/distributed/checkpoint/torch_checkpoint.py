@@ -103,6 +103,7 @@ def list_of_parts(folder: Path) -> Mapping[str, Any]:
     listed: Mapping[str, Any] = _read_list(folder).state_dict_metadata
     due = sum(prod(part.size) * part.properties.dtype.itemsize for part in listed.values())
     file_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    # A list may claim any size, and room is made before the files are read.
     if due > file_bytes:
         raise SnugfitError(
             f"{folder / LIST_OF_PARTS} names tensors of {due:,} bytes, but the files next to it have "
@@ -133,6 +134,7 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
     """Raise `SnugfitError` for a part that would take more memory than its bytes in the file."""
     file = folder / stored.relative_path
     why = ""
+    # torch would follow a path out of the folder.
     if stored.relative_path != PurePath(stored.relative_path).name:
         why = "its file is in another folder"
     elif stored.transform_descriptors:

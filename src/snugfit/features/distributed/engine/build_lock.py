@@ -103,6 +103,7 @@ def remove_if_dead(lock: Path) -> str | None:
             if builders := builders_at(lock):
                 number = ", ".join(map(str, builders))
                 return f"Waiting for process {number}, which builds {lock.parent.name} in {lock.parent}."
+            # A time in the future is a wrong clock, and no sign of life.
             if (changed := _last_change(lock)) > (now := time.time()) - QUIET_SECONDS and changed <= now:
                 return f"Waiting for {lock}: its holder is not found, and files next to it still change."
             lock.unlink()
@@ -157,6 +158,7 @@ def _refuse_unseen(lock: Path, file: os.stat_result) -> None:
     if kind not in LOCAL_FILE_SYSTEMS:
         raise Unseen(f"other machines may write to its file system, {kind}")
     is_first = os.readlink("/proc/self/ns/pid") == FIRST_PID_NAMESPACE
+    # A folder on the container's own file system is shared with no other.
     if not is_first and file.st_dev != os.stat("/").st_dev:
         raise Unseen("other containers may share its folder")
 

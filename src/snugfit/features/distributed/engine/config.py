@@ -66,6 +66,7 @@ def engine_config(
         "gradient_accumulation_steps": setup.micro_batches,
         "gradient_clipping": clip or 0.0,
         "bf16": {"enabled": wish.dtype == "bfloat16"},
+        # DeepSpeed refuses optimizers that are not on its own list.
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero_section(wish, bucket_sizes(width), folder or swap_folder(wish)),
     }

@@ -1,9 +1,8 @@
 """The plain loop with DeepSpeed's engine: the same calls as accelerate's `prepare` and `backward`.
 
-The model is built on the host, moved, and passed to `deepspeed.initialize` with its optimizer. That optimizer
-becomes DeepSpeed's CPU Adam where states are on the host, as accelerate makes it. A micro-batch goes through
-`engine(**batch)` and `engine.backward(loss)`, and `engine.step()` clips, updates and drops the gradients.
-Several processes are a group already, and one is a group of its own, with no launcher.
+The model is built on the host, moved, and passed to `deepspeed.initialize` with its optimizer. A micro-batch
+goes through `engine(**batch)` and `engine.backward(loss)`; `engine.step()` clips, updates and drops the
+gradients. Several processes are a group already, and one is a group of its own, with no launcher.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ class EngineStep(PlainStep):
                 if loss is not None:
                     losses.append(loss)
         self.model, self.optimizer = engine.module, engine.optimizer.optimizer
+        # Losses are read after the last step, because each read waits for the device.
         answers = [float(loss) for loss in losses]
         engine.destroy()
         return answers
@@ -77,7 +77,9 @@ class EngineStep(PlainStep):
     def backward(self, built: Built, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward pass of a micro-batch in the engine."""
         engine: Any = built.runs
+        # snugfit's loop decides which micro-batch is the last, so the engine must not count them itself.
         engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        # The loss is already this micro-batch's share of the step's loss.
         engine.backward(loss, scale_wrt_gas=False)
 
 
@@ -106,6 +108,7 @@ def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.M
     assert wish is not None
     if device.type != "meta":
         refuse_without_file_operator(wish)
+    # Without a dtype, weights stay as they are built, in fp32.
     dtype = None if wish.dtype == "float32" else wish.dtype
     return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=True)
 
@@ -177,13 +180,14 @@ def in_process_group(device: torch.device, tell: Callable[[str], None] = print_l
     """Set DeepSpeed up with torch's default process group, as a launcher does. Without a group, this process
     becomes a group of one.
 
-    Afterwards DeepSpeed's records of groups are removed. torch's linear function, which the third stage
-    replaces, is restored. `tell` receives a line on a build that it waits for.
+    Afterwards DeepSpeed's changes to this process are undone. `tell` receives a line on a build that it
+    waits for.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
     from torch.nn import functional
 
+    # DeepSpeed's first import decides on which device it computes.
     import_for(device)
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -197,11 +201,14 @@ def in_process_group(device: torch.device, tell: Callable[[str], None] = print_l
     if device.type == "cuda" and (visible := os.environ.get(VISIBLE_DEVICES)):
         environment[VISIBLE_DEVICES] = in_numbers(visible)
     with contextlib.ExitStack() as stack:
+        # Registered first, so that it runs last, when no file of the engine is in use.
         stack.callback(remove_swap_folder)
         stack.enter_context(dead_locks_removed(tell))
         stack.enter_context(patch.dict(os.environ, environment))
+        # DeepSpeed has its groups in global variables of these modules.
         stack.enter_context(patch.dict(vars(comm)))
         stack.enter_context(patch.dict(vars(groups)))
+        # The third stage replaces this function.
         stack.enter_context(patch.object(functional, "linear", functional.linear))
         if device.type == "cpu":  # DeepSpeed would compile an operator by which CPUs exchange
             exchanges = importlib.import_module("deepspeed.comm.torch")
@@ -210,6 +217,7 @@ def in_process_group(device: torch.device, tell: Callable[[str], None] = print_l
             yield
             return
         backend = "nccl" if device.type == "cuda" else "gloo"
+        # A group of one process needs no address; its store is in memory.
         dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
         try:
             yield

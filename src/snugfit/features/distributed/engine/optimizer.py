@@ -63,6 +63,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: own[name] for name in _TOLD if name in own})
+        # The engine's step drops the gradients.
         self._has_gradients = False
         self.engine.step()
 
@@ -87,6 +88,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         name, answer = next((name, answer) for name, answer in _NORMS if hasattr(optimizer, name))
         mark = torch.tensor(-1.0, device=self.engine.device)  # as DeepSpeed marks a norm that is none
         with patch.object(optimizer, name, lambda: answer(mark)):
+            # A step with this norm drops all gradients and changes no weight.
             optimizer.step()
         assert optimizer.overflow, "DeepSpeed would have updated weights"
 
@@ -119,6 +121,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if not states:
             return None
         count = states[0]["step"]
+        # torch's AdamW counts in a tensor, DeepSpeed's Adam for the host in an integer.
         if isinstance(count, torch.Tensor):
             return count.detach().clone()
         return torch.tensor(float(count), device=self.engine.device if self._is_fused else "cpu")
@@ -134,7 +137,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         if not given:
             return
         names = {name for values in given.values() for name, value in values.items() if is_of_weights(value)}
+        # The engine counts updates per partition, so all of its weights have one number.
         self.begin_states(names, max(float(values.get("step", 0)) for values in given.values()))
+        # A state is written into the room that `begin_states` has made in its partition.
         for weight, values in given.items():
             for name in names & values.keys():
                 self.put_state(weight, name, values[name])
@@ -151,6 +156,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             state["step"] = count if is_torchs else int(steps)
         if not is_torchs:
             self._count_on_host(int(steps))
+        # DeepSpeed links weights to states after its first update, which has not happened yet.
         if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # the second stage's
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -189,11 +195,14 @@ def start_engine(
     """Return DeepSpeed's engine and its wrapped optimizer, for the job of one process. `model` is on the
     host, in fp32.
     """
+    # The engine replaces the weights of the groups by its partitions, so these are copies.
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    # These views still have the fp32 values after the engine has cast the weights.
     before = [(weight, weight.detach()) for weight in model.parameters() if weight.requires_grad]
     engine = make_engine(job, setup, model, optimizer)
     wish = SHARDING.of(setup)
     assert wish is not None
+    # In fp32 the engine casts nothing.
     if wish.dtype != "float32":
         for weight, value in before:
             _put_weight(weight, value)
@@ -228,6 +237,7 @@ def whole_weight(weight: Any) -> torch.Tensor:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
+    # Only trained weights have fp32 copies in the partitions.
     if weight.requires_grad:
         gathered: torch.Tensor = safe_get_full_fp32_param(weight)
         return gathered

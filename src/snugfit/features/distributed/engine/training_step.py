@@ -1,9 +1,7 @@
 """Optimizer steps of DeepSpeed's engine, in the order and with the checks of `loop.py`.
 
 The engine owns the backward pass and the update. Gradients go into its partitions as they come, averaged over
-the processes. Its step computes their norm, changes nothing if the norm is not finite, clips and updates. The
-check before an update therefore covers the loss alone. The engine reports a bad gradient after its step,
-which then has updated nothing. It waits for the gradients itself.
+the processes. Its step computes their norm, changes nothing if the norm is not finite, clips and updates.
 """
 
 from __future__ import annotations
@@ -32,13 +30,16 @@ class EngineTrainingStep(TrainingStep):
         self, state: TrainState, built: Built, loss: float, meanwhile: Callable[[], None]
     ) -> bool:
         optimizer: Any = state.optimizer
+        # Before the engine's step there is no norm, so this check covers the loss alone.
         self._check.record_norm(None)
         meanwhile()
         self.device_was_busy = not self._check.is_done()
         self.phases.phase("update")
         optimizer.step()
+        # The norm waits for the device, so it is read only if it is used.
         norm = optimizer.norm() if self.job.clip or optimizer.overflowed else None
         if optimizer.overflowed:
+            # The engine has updated nothing, so the weights are still those before the step.
             self.norm = norm if self.job.clip else None
             raise NonFinite(loss, self.norm)
         self.norm = norm

@@ -63,6 +63,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
 def _choices(
     job: Job, slot: Slot, fixed: Kept, along: dict[Slot, list[Technique]], *, mesh: bool
 ) -> Sequence[Technique]:
+    # On an axis that was not chosen, each group is one GPU.
     if slot in along and slot not in fixed.slots:
         return [roster.plain(slot)]
     usual = list(of_slot(job, slot, fixed))
@@ -90,6 +91,7 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
     processes = processes_of(setup)
     if processes is None:
         return gpus == 1
+    # A user's own groups need not fill hosts.
     whole_hosts = None if Slot.SHARDING in fixed.slots else GPUS_PER_HOST
     return gpus > 1 and processes.shares_evenly(gpus, job.batch_size, whole_hosts)
 
@@ -109,6 +111,7 @@ class MeshSpreading(Spreading):
     def sharings(self, job: Job, gpus: int, fixed: Kept, axes: int) -> Iterator[Sharing]:
         """Yield one technique for each slot of several GPUs."""
         usual = list(of_slot(job, Slot.SHARDING, fixed))
+        # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
         rest = [one for one in stopgaps(usual) if one not in usual]
         for techniques in sharings(job, gpus, fixed, axes):
             kinds = tuple(type(one) if one.slot is Slot.SHARDING else one for one in techniques)
@@ -127,6 +130,7 @@ class SharedByMesh(Shared):
     def wish(self) -> ParallelWish | None:
         """Wish for several processes, regardless of their number; None on one GPU."""
         wish = PARALLEL.of(self.setup)
+        # The number of GPUs is compared apart.
         return wish and replace(wish, ranks=0)
 
     @property
@@ -234,6 +238,7 @@ def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bo
     own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
     if own == rival:
         return True
+    # Only weights sharded over all GPUs are known to take no more than in any other way.
     if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
         return False
     alike = replace(

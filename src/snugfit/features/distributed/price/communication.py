@@ -1,14 +1,8 @@
 """The cost of exchanging tensors between GPUs: NCCL's bytes, and the seconds of each exchange.
 
-An exchange of size `S` among `n` GPUs takes a start and `factor * S` bytes over the bus. NCCL's own tests
-count so (nccl-tests, doc/PERFORMANCE.md). `factor` is
-
-- `2 (n - 1) / n` for an all-reduce,
-- `(n - 1) / n` for an all-gather, a reduce-scatter and an all-to-all,
-- 1 for a broadcast.
-
-The bus is the GPUs' own link within a host. Between hosts it is the network: as many adapters work at a time
-as GPUs of the group are in one host.
+An exchange of size `S` among `n` GPUs takes a start and `factor * S` bytes over the bus (`_factor`). The bus
+is the GPUs' own link within a host. Between hosts it is the network: as many adapters work at a time as GPUs
+of the group are in one host.
 
 Measured: two and four H200s of one host over NVLink (`evidence.json`). Everything else is scaled by data
 sheets, and a network has usual figures. A prediction reports both.
@@ -62,8 +56,10 @@ class Interconnect(GpuLink):
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
+        # So many ranks of a group are in one host if they are `stride` apart.
         within = max(1, min(peers, self.gpus_per_host // max(1, abs(stride))))
         hosts = math.ceil(peers / within)
+        # Between hosts, NCCL sums in a tree, and other exchanges go round a ring.
         in_tree = kernel.operator == ALL_REDUCE
         counts = {
             "exchanges": 1,
@@ -75,6 +71,7 @@ class Interconnect(GpuLink):
 
     def _bus(self, kernel: Kernel, within: int, hosts: int) -> float:
         inside = self.link * self.share(kernel.operator, within) if within > 1 else math.inf
+        # The slower of the two limits an exchange that uses both.
         share = total("bus_share", conditions=("network",))
         return min(inside, within * self.network * share if hosts > 1 else math.inf)
 
@@ -87,8 +84,10 @@ class Interconnect(GpuLink):
 
 
 def _factor(operator: str, peers: int) -> float:
+    """Return the bytes over the bus for each byte of an exchange, as nccl-tests counts (PERFORMANCE.md)."""
     if operator in (BROADCAST, SEND, RECEIVE):
         return 1.0
+    # An all-reduce is a reduce-scatter with an all-gather after it.
     return (2 if operator == ALL_REDUCE else 1) * (peers - 1) / peers
 
 
@@ -113,10 +112,13 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
         return 0
     to_one = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE)}
     groups = {kernel.peers for kernel in exchanges if kernel.operator not in (SEND, RECEIVE)}
+    # The group of all ranks, of distance 1, is counted as the first.
     further = {stride for _, stride in groups - {(gpus, 1)}}
     nearest = {min((abs(stride) for _, stride in to_one), default=1)}
     of_stages = nearest - {1} - further  # the group of the stages, where it sums nothing
+    # Sends need a connection to each peer, with buffers of its own; so does an all-to-all.
     sends = to_one | {kernel.peers for kernel in exchanges if kernel.operator == ALL_TO_ALL}
+    # Some groups communicate only before the recorded step.
     more = max(len(groups - {(gpus, 1)}) + len(of_stages), trace.groups)
     peers = sum(peers - 1 for peers, _ in sends)
     counts = {
@@ -135,12 +137,14 @@ def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = 
         return []
     connected = interconnect_of(gpu)
     doubts = []
+    # A calibration of this machine's own exchanges leaves no such doubt.
     if gpu.key not in devices("bus_share") and not (rates and rates.bus):
         how = "PCIe, of which a guess is taken" if connected.is_pcie else "their link's data sheet"
         doubts.append(
             f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's memory "
             "is an H200's."
         )
+    # A group whose last rank is outside of the first host.
     if any((count - 1) * abs(stride) >= connected.gpus_per_host for count, stride in peers):
         doubts.append(
             f"Hosts are taken to have {connected.gpus_per_host} GPUs and a network of "

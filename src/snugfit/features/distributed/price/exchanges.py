@@ -81,11 +81,13 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
     launches = [kernel.launch for kernel in timed]
     late = {}
     for event, number in enumerate(trace.events):
+        # Negative numbers are frees.
         awaited = trace.awaited.get(-number - 1) if number < 0 else None
         if not awaited:
             continue
         done = max(ends[kernel] for kernel in awaited)
         first = bisect.bisect_left(launches, done)  # of the kernels that are launched after that
+        # Allocations before the last launch that precedes `done` find the block still in use.
         back = trace.launched[first - 1] if 0 < first < len(launches) else len(trace.events) * bool(first)
         if back > event:
             late[event] = back
@@ -116,6 +118,7 @@ class DistributedExchanges(Exchanges):
         wish, engine = PARALLEL.of(setup), SHARDING.of(setup)
         if engine is not None and engine.stage == 3 and loop != "plain":
             return 0  # `built_by_transformers`: they are made on the device, part by part
+        # Each process of these loops builds the whole model, of which the trace has one shard.
         copies = (wish.shards or wish.ranks) if wish and loop != "plain" and wish.weights == "sharded" else 1
         if wish is not None and len(traces) > 1:
             return copies * weights_of_stages(job, wish, traces)
@@ -181,6 +184,7 @@ class PipelinedRanks:
             without_other_stages(trace), self._gpu, batch_size=batch_size, rates=rates, workers=workers
         )
         link = interconnect_of(self._gpu, rates)
+        # `alone` has no transfers between stages, so their seconds are added.
         sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
         self._step = step = pipelined_step(
             {self._stages[one.rank]: one.trace for one in self._ranks},
@@ -193,6 +197,7 @@ class PipelinedRanks:
             tied=self._job.ties_embeddings(),
         )
         length, idle = step.step_seconds, step.idle[self._stages[rank]]
+        # The rest of the step beside device and other stages is the wait for the host.
         waits = idle > max(length - idle - alone.device_seconds, PIPELINE_BOUND_ABOVE * length)
         return replace(
             alone,

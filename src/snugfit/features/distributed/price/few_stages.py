@@ -122,9 +122,11 @@ class StagesQuestion:
     def judge(self, depth: Depth | None) -> list[StagesStep]:
         """Return the figures of the step on each kind. `part` is the job of one data rank."""
         pieces = self._setup.micro_batches
+        # Once every stage is filled, each further micro-batch adds the same.
         few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
         points = self._depths(depth)
         by_depth = [self._simulate(depth, layers, few) for layers in points]
+        # One micro-batch more shows the increase of each.
         longer = self._simulate(depth, points[0], few + 1) if pieces > few else by_depth[0]
         return [
             self._together(kind, points, [one[kind] for one in by_depth], longer[kind], few)
@@ -138,6 +140,7 @@ class StagesQuestion:
         """
         if depth is None:
             return (0,)
+        # Recomputed layers form a pattern, which a shallower model must repeat whole.
         _, repeats = periodic_checkpoint(self._setup.checkpoint, depth.layers)
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
@@ -148,6 +151,7 @@ class StagesQuestion:
         """Return the stages of a model with so many layers in each, on each kind, with so many
         micro-batches."""
         part, setup = self._part, replace(self._setup, micro_batches=pieces)
+        # The batch changes in proportion, so a micro-batch has the same size.
         part = replace(part, batch_size=part.batch_size // self._setup.micro_batches * pieces)
         if depth is not None and layers:
             checkpoint, _ = periodic_checkpoint(setup.checkpoint, depth.layers)
@@ -159,6 +163,7 @@ class StagesQuestion:
         for stage in stages_to_rehearse(self._wish, part.model.layers):
             trace = rehearse(part, setup, self._policy, steps=STEPS, rank=rank_of(stage, self._wish))
             for kind, figures in enumerate(self._figures(trace, setup, stage)):
+                # The longer stages come first, so the first one of a place is the largest.
                 known[kind].setdefault(_place(stage, self._wish), figures)
         return known
 
@@ -172,9 +177,11 @@ class StagesQuestion:
             rates = rates_for(gpu, self._wish.ranks)
             order = orders_of(self._wish, setup.micro_batches)[stage]
             work = stage_work(trace, order, gpu, rates, workers=setup.loader.workers)
+            # Sorted, so that figures of several depths are in one order.
             passes = self._passes[_place(stage, self._wish)] = sorted(work.passes)
             clock = KernelClock(rates, interconnect_of(gpu, rates))
             sent = transfer_seconds(trace, interconnect_of(gpu, rates))
+            # One length for all transfers, the longest.
             self._transfer[kind] = max(self._transfer[kind], sent)
             self.doubts[kind].update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
             figures.append(
@@ -183,6 +190,7 @@ class StagesQuestion:
                     allocated_bytes=after.allocated_peak,
                     after=work.after,
                     model_seconds=sum(
+                        # Exchanges are counted apart, with the waits for other stages.
                         clock.seconds(kernel)
                         for kernel in trace.kernels
                         if kernel.phase in MODELS_OWN and kernel.operator not in COLLECTIVES
@@ -230,10 +238,12 @@ class StagesQuestion:
         """Return one stage of the deep model, with all micro-batches."""
         kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
+        # A GPU has `chunks` stages of so many layers.
         points = [count * self._wish.chunks for count in points]
         shallow = [one.get(kind) or next(iter(one.values())) for one in by_depth]
         by_number = zip(*(one.numbers for one in shallow), strict=True)
         deep = [linear_extrapolate(points, values, layers) for values in by_number]
+        # Unused bytes do not grow with layers, so the largest counts.
         known = _StageFigures.of((max(one.unused_bytes for one in shallow), *deep[1:]))
         if pieces == few:
             return known
@@ -244,6 +254,7 @@ class StagesQuestion:
             for values in zip(shallow[0].numbers, further, known.numbers, strict=True)
         ])  # fmt: skip
         return known._replace(
+            # A further micro-batch adds the buffers for its transfer.
             allocated_bytes=known.allocated_bytes + (pieces - few) * further[1],
             passes=with_all.passes,
             model_seconds=with_all.model_seconds,

@@ -135,6 +135,7 @@ class PipelinedStep:
 def without_other_stages(trace: Trace) -> Trace:
     """Return the trace of a stage without waits for other stages."""
     kernels = (
+        # Without peers, such a kernel takes no time.
         kernel._replace(peers=ALONE, nbytes=0) if kernel.operator in (SEND, RECEIVE) else kernel
         for kernel in trace.kernels
     )
@@ -149,14 +150,17 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
     """
     queue = queue_of(without_other_stages(trace), rates, interconnect_of(gpu, rates), workers=workers)
     moments = SimulatedStreams(*queue).moments
+    # Passes are looked up by the stage's number on this GPU.
     numbers = {stage: number for number, stage in enumerate(sorted({one.stage for one in order}))}
     kinds = [(one.kind, numbers[one.stage]) for one in order]
     seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
     before = after = 0.0
     reached = moments[0][1] if moments else 0.0
     for kernel, at, (_, _, end) in zip(queue.kernels, _pass_of_each(trace), moments, strict=True):
+        # A kernel may end before one that was launched earlier, in another stream.
         took = max(0.0, end - reached)
         if kernel.phase in _PASSES and kinds:
+            # Kernels before the first pass already belong to the loop's forward phase.
             seconds[kinds[max(0, at)]] += took
         elif at < 0:
             before += took
@@ -170,9 +174,8 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
 def _pass_of_each(trace: Trace) -> list[int]:
     """Return, for each kernel, the number of passes that began before its own; -1 for kernels before the
     first.
-
-    The loop marks its forward passes before torch begins the first of them.
     """
+    # The first mark is the loop's, which precedes torch's first pass.
     begins = trace.passes[1:]
     return [bisect.bisect_right(begins, number) - 1 for number in range(len(trace.kernels))]
 
@@ -202,12 +205,10 @@ def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pa
 
 @functools.lru_cache(maxsize=16)
 def _orders_of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Pass]]:
-    """Return the passes of each rank, in the order of torch's own class of this name.
-
-    That class reads only the numbers of the stages.
-    """
+    """Return the passes of each rank, in the order of torch's own class of this name."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
+    # torch's class reads only the numbers of the stages.
     asked = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": None}
     stages: Any = [SimpleNamespace(stage_index=ranks * number, **asked) for number in range(chunks)]
     of_torch: Any = get_schedule_class(schedule)(stages, micro_batches, scale_grads=False)
@@ -235,6 +236,7 @@ def simulate_stages(
     update, with `tied` the first and the last.
     """
     length = _step_length(work, orders, transfer, clips=clips, tied=tied)
+    # The same step with instant transfers: the difference is their exposed time.
     at_once = _step_length(work, orders, 0.0, clips=clips, tied=tied)
     busy = [
         own.before + own.after + sum(own.passes[one.kind, one.stage // len(work)] for one in order)
@@ -252,6 +254,7 @@ def _step_length(
 ) -> float:
     free = [0.0] * len(work)
     end = last = 0.0
+    # The first steps fill the pipeline; the last is steady.
     for _ in range(SIMULATED_STEPS):
         last = end
         free = _run_passes(work, orders, transfer, free)
@@ -281,14 +284,17 @@ def _run_passes(
             forward = one.kind == FORWARD
             source = one.stage - 1 if forward else one.stage + 1
             given = 0.0
+            # Gradients of weights need nothing from another stage.
             if 0 <= source <= last and one.kind != WEIGHTS:
                 if (forward, source, one.micro_batch) not in done:
                     break
+                # Two stages of one GPU transfer nothing.
                 given = done[forward, source, one.micro_batch] + transfer * (source % ranks != rank)
             now[rank] = max(now[rank], given) + work[rank].passes[one.kind, one.stage // ranks]
             nexts[rank] += 1
             if one.kind != WEIGHTS:
                 done[forward, one.stage, one.micro_batch] = now[rank]
+                # The stage that waited for this pass may continue.
                 other = (one.stage + (1 if forward else -1)) % ranks
                 if other not in waiting and other != rank:
                     waiting.append(other)

@@ -44,7 +44,7 @@ class SimulatedStreams:
 
     @property
     def moments(self) -> list[tuple[float, float, float]]:
-        """When each kernel of the last step is launched, starts to run and ends, since the host began it."""
+        """Moments of each kernel of the last step since its begin: it is launched, starts and ends."""
         moments = zip(self.begins, self.starts, self.ends, strict=True)
         began = self._began
         return [(launch - began, start - began, stop - began) for launch, start, stop in moments]
@@ -66,11 +66,14 @@ class SimulatedStreams:
                 self._wait_for_default()
             self.begins[number] = self.host_at
             self.host_at += self._launches[number]
+            # The streams run while the host launches.
             self._advance(self.host_at)
             waiting = self._waiting[kernel.stream]
             waiting.append(number)
+            # A kernel behind another one of its stream starts at that one's end.
             if len(waiting) == 1 and kernel.stream not in self._running:
                 self._begin(kernel.stream, waiting)
+        # Waits after the last kernel.
         for _ in syncs:
             self._wait_for_default()
         while self._running:
@@ -79,7 +82,7 @@ class SimulatedStreams:
         return max(self.host_at, max(self.ends, default=0.0))
 
     def _wait_for_default(self) -> None:
-        """Let the host wait until the stream that computes has caught up."""
+        """Let the host wait until all launched kernels of the computing stream have ended."""
         while DEFAULT_STREAM in self._running or self._waiting[DEFAULT_STREAM]:
             self._advance(self.now + self._next_end())
         self.host_at = max(self.host_at, self.now) + self._host.wait
@@ -90,6 +93,7 @@ class SimulatedStreams:
 
     def _next_end(self) -> float:
         """Return the seconds until the next kernel ends."""
+        # Kernels slow each other only if an exchange and another kernel run at once.
         if not 0 < self._running_exchanges < len(self._left):
             return min(self._left.values())
         return min(left / self._rate(number) for number, left in self._left.items())
@@ -134,6 +138,7 @@ class SimulatedStreams:
         """Start the first waiting kernel in an idle stream, if it may start now."""
         number = waiting[0]
         after = self._kernels[number].after
+        # A kernel without an end is still to come.
         if after and any(math.isnan(self.ends[other]) for other in after):
             return
         waiting.popleft()

@@ -28,6 +28,7 @@ class RankAllocations(Allocations):
         self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
 
     def _add_free(self, index: int) -> None:
+        # A block without a number was never counted.
         if index == NO_BLOCK or self.is_over:
             return
         super()._add_free(index)
@@ -44,6 +45,7 @@ class RankAllocations(Allocations):
         address = storage._cdata
         index, reference = self._live.get(address, (NO_BLOCK, None))
         if index != NO_BLOCK:
+            # The storage object lives on, so its own end must not free the block again.
             self._released.add(index)
             self._live[address] = (NO_BLOCK, reference)
             self._add_free(index)
@@ -61,5 +63,6 @@ class RankAllocations(Allocations):
         The allocator does not reuse its freed block before that stream finishes.
         """
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
+        # A use in the block's own stream delays nothing.
         if index != NO_BLOCK and stream != self.streams.get(index, DEFAULT_STREAM):
             self._borrowers[index].add(stream)

@@ -64,6 +64,7 @@ def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
     """Return the kernel of an operator. An all-to-all whose whole tensor goes to one rank is a send."""
     if func in ALL_TO_ALL_SINGLE and args and sum(size != 0 for size in args[2]) == 1:
         return SEND
+    # Names are like `c10d::_allgather_base_`.
     name = func.name().partition("::")[2].lstrip("_")
     return next((kernel for part, kernel in KERNELS.items() if part in name), ALL_REDUCE)
 
@@ -101,6 +102,7 @@ def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int
     if kernel_of(func) not in (SEND, RECEIVE):
         return None
     ranks = torch.distributed.get_process_group_ranks(group)
+    # The first number after tensors and group is the other rank within its group.
     other = next(argument for argument in args[2:] if isinstance(argument, int))
     return 2, ranks[other] - torch.distributed.get_rank()
 
@@ -127,6 +129,7 @@ def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Te
         return [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, torch.Tensor)]
     if func.namespace == "_c10d_functional":  # its operand belongs to other code
         gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
+        # A send or an all-reduce carries tensors of other code.
         return [out] if gives else []
     if kernel == ALL_GATHER:
         return [tensor for tensor in tree_leaves((out, args[:1])) if isinstance(tensor, torch.Tensor)]

@@ -36,8 +36,8 @@ class ShapesModule:
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
-        """Return a new stream; its priority is ignored. On one GPU, DeepSpeed's own work is in the computing
-        stream (`overlap_comm` is off)."""
+        """Return a new stream; its priority is ignored."""
+        # On one GPU, DeepSpeed's own work is in the computing stream (`overlap_comm` is off).
         if self._devices == 1:
             return self.default_stream()
         number = self._order.make()
@@ -113,7 +113,8 @@ class ShapesEvent:
         order.wait(order.current if stream is None else stream.stream_id, self.moment)
 
     def synchronize(self) -> None:
-        """Record that the host waits for the event; with one stream, it waits where it reads a value."""
+        """Record that the host waits for the event."""
+        # With one stream, the host waits where it reads a value.
         if self._module.device_count() > 1:
             self._module.wait()
 

@@ -197,6 +197,7 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
     from snugfit.features.distributed.simulate.engine import ShapesAccelerator
 
     host = HostTensors(
+        # A conversion on the device is an operator of the step.
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
     )
     recorder.host = host
@@ -216,12 +217,17 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
             (cpuinfo, "get_cpu_info", dict),  # it takes a second
             (cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)),
             *((swapper, "AsyncIOBuilder", lambda: FileOperator(host)) for swapper in swappers),
+            # On one GPU all work is in one stream.
             (torch.Tensor, "record_stream", lambda self, stream: None),
+            # There are no other ranks to compare with.
             (coordinator, "assert_ints_same_as_other_ranks", lambda *ints: None),
+            # A norm without data cannot be read.
             *((module, "is_invalid_grad_norm", lambda norm: False) for module in (stage2, stage3)),
             *((module, "float", _Number(recorder)) for module in (stage2, stage3)),
             (stage2, "torch", TorchForShapes()),
+            # torch draws these ids by Python's `random`, whose state belongs to the run.
             (fake_work, "generate_unique_id", itertools.count().__next__),
+            # The recorder and the host's memory are two modes.
             (attention, "RECORDING_MODES", 2),
         ]
         stack.enter_context(replace_attributes(patches))
@@ -261,6 +267,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
 
     def gather(*arguments: Any, **keywords: Any) -> _Gathering:
         begin(*arguments, **keywords)
+        # The handle waits for the collectives that this gather has just started.
         return _Gathering(recorder, recorder.take_unawaited())
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -297,6 +304,7 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
     def wait_and_claim(handle: Any, *arguments: Any, **keywords: Any) -> None:
         wait(handle, *arguments, **keywords)
+        # A handle of one weight has it in a private attribute, whose name Python mangles.
         private = f"_{kind.__name__}__param"
         for weight in handle.params if hasattr(handle, "params") else [getattr(handle, private)]:
             recorder.memory.claim(weight.data, Kind.GATHERED, instead_of=Kind.COMMUNICATION)
@@ -310,6 +318,7 @@ def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> C
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:
         method(stage, *arguments, **keywords)
         for bucket in stage.ipg_buckets.values():
+            # The second stage has a list of buffers, the third a single one.
             for buffer in bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]:
                 recorder.claim(buffer, Kind.COMMUNICATION)
         if (gradients := getattr(stage, "grad_partitions_flat_buffer", None)) is not None:
@@ -336,6 +345,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         streams: ShapesModule,
     ) -> None:
         super().__init__()
+        # DeepSpeed reads the name of the backend from this attribute.
         self._communication_backend_name, self._recorder, self._pin = "fake", recorder, pin
         self._memory_bytes = PLENTY if memory_bytes is None else memory_bytes
         self._streams = streams

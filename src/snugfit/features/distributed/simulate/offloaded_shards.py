@@ -34,6 +34,7 @@ class HostShards(HostTensors):
         """Return a page-locked host tensor for a copy of this device tensor, and record the copy."""
         MetaLink.observer.stage_out(like.nbytes)
         with _disable_current_modes():
+            # `take` counts a whole storage, so the copy of a view needs one of its own size.
             alone = torch.empty(like.shape, dtype=like.dtype, device="meta")
         tensor = self.take(alone)
         self.lend(tensor)
@@ -62,6 +63,7 @@ def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
         if parameter.offload_to_cpu:
             _keep_on_host(parameter, host)
 
+    # FSDP2 pins shards that are not pinned yet.
     pinned = torch.Tensor, "is_pinned", lambda tensor, *device: host.holds(tensor)
     with replace_attributes([(FSDPParam, "_init_sharded_param", shard_and_keep), pinned]), host:
         recorder.host = host
@@ -74,6 +76,7 @@ def _keep_on_host(parameter: Any, host: HostShards) -> None:
     shard = parameter._sharded_param_data
     parameter._sharded_param_data = host.keep(shard)
     dim = parameter.fsdp_placement.dim
+    # As in FSDP2, the parameter is the part of the padded shard without padding.
     padded = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
     own = padded.narrow(dim, 0, before._local_tensor.size(dim))
     parameter.sharded_param = torch.nn.Parameter(

@@ -1,14 +1,7 @@
 """Run torch's own distributed code for one rank of several, on tensors without data.
 
-The context provides a process group that sends nothing, a device module with streams, and a recorder with
-support for the following:
-
-- FSDP2 frees and reallocates the bytes of a storage that stays the same object (`UntypedStorage.resize_`).
-- DTensor computes the shape of a result with operators on fake tensors, which a device never runs.
-- Blocks come from the pools of the current stream, and kernels wait for those of other streams.
-- Ranks exchange tensors.
-
-At its end, the context restores the process's state.
+The context provides a process group that sends nothing, a device module with streams, and a recorder of
+streams and exchanges. At its end, the context restores the process's state.
 """
 
 from __future__ import annotations
@@ -80,9 +73,9 @@ class RankRecorder(Recorder):
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return 1: in the second micro-batch, some kernels still wait for collectives that occur only at the
-        start of the first (DDP's buffers). Return infinity for a pipeline, whose order of passes depends on
-        all micro-batches, and for DeepSpeed's engine."""
+        """Return 1: in the second micro-batch, some kernels still wait for collectives at the start of the
+        first (DDP's buffers). Return infinity for a pipeline, whose order of passes depends on all
+        micro-batches, and for DeepSpeed's engine."""
         wish = PARALLEL.of(setup)
         return 1 if wish is not None and wish.stages == 1 else math.inf
 
@@ -121,6 +114,7 @@ class RankRecorder(Recorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # DTensor computes shapes with operators on fake tensors, which a device never runs.
         if asks_for_shapes() or (self._phase == "build" and func.is_view and self._is_on_host(args[0])):
             return func(*args, **kwargs)
         if collectives.is_wrapping(func):
@@ -128,6 +122,7 @@ class RankRecorder(Recorder):
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
         if self.shards is not None and DTensor not in types:
+            # Operators on the host's shards are no kernels.
             if self.shards.works_here(func, args, kwargs):
                 return func(*args, **kwargs)
             if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
@@ -154,6 +149,7 @@ class RankRecorder(Recorder):
         if name == "backward":
             self._first_to_come = True
         elif self._phase == "backward":
+            # The optimizer waits for all gradients that are averaged.
             self.order.wait(DEFAULT_STREAM, self.take_unawaited())
             self._carried.clear()
         if self.in_stages and name in ("forward", "backward") and self._step == self.steps - 1:
@@ -177,6 +173,7 @@ class RankRecorder(Recorder):
         or another collective runs in parallel to the computation. `_release_first_buckets` gives the
         reason; two H200s showed it without other collectives.
         """
+        # NCCL drops the previous pass's buckets when this one's first is averaged.
         if self._first_to_come:
             self._kept.clear()
             self._first_to_come = False
@@ -223,6 +220,7 @@ class RankRecorder(Recorder):
         wait."""
         recording = super().recording(attention)
         awaited = dict(self.memory.awaited)
+        # Positions of launches are needed only if a block waits.
         launched = [mark.event for mark in recording.marks if awaited and mark.kind is MarkKind.KERNEL]
         trace = replace(
             recording.trace,
@@ -277,12 +275,15 @@ class RankRecorder(Recorder):
     def _add_exchange(self, kernel: str, nbytes: int, group: Any, *, own_stream: bool) -> None:
         if group is not dist.group.WORLD:
             self._further_groups.add(group.group_name)
+        # Only kernels of the last step are recorded.
         if self._step != self.steps - 1:
             return
         before = self.order.current
         if own_stream:
             name = group.group_name
+            # Negative numbers differ from those of streams that other code makes.
             stream = self._of_group.setdefault(name, len(self._of_group) - (1 << 10))
+            # The exchange starts after the kernels that make its tensors.
             self.order.wait(stream, self.order.moment(before))
             self.order.current = stream  # allocations still use the memory of the current stream
         self._add_kernel(
@@ -300,6 +301,7 @@ class RankRecorder(Recorder):
         operator: str,
         cost: KernelCost | None,
     ) -> None:
+        # Only this rank's experts are computed.
         if cost is not None and func is torch.ops.aten._grouped_mm.default:
             cost = cost._replace(flops=cost.flops // self.experts)
         super()._run(func, args, kwargs, operator, cost)
@@ -342,18 +344,22 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
     def resize(storage: Any, nbytes: int) -> Any:
         before = storage.nbytes()
         out = _resize(storage, nbytes)
+        # FSDP2 frees and reallocates the bytes of a storage that stays the same object.
         if storage.device.type == "meta" and before != nbytes:
             recorder.memory.resize(storage, nbytes)
         return out
 
     replaced: tuple[Patch, ...] = (
         (torch.UntypedStorage, "resize_", resize),
+        # FSDP2 refuses weights on `meta`.
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         with_count("pre_forward", 2),
         with_count("unshard", 1),
         with_count("post_backward", 2),
+        # There are no other processes to compare shapes with.
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         averaged_buckets(recorder),
+        # torch draws these ids by Python's `random`, whose state belongs to the run.
         (fake_work, "generate_unique_id", itertools.count().__next__),
         counted_weights(recorder.count_weights_apart),
         *([takes_the_largest_part()] if recorder.rank is None and wish.states == "sharded" else []),
@@ -416,6 +422,7 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("a process group is there already")
+    # torch registers its fake backend for devices other than `meta`.
     if not hasattr(dist.Backend, "FAKE") or "meta" not in dist.Backend.backend_capability.get("fake", ()):
         dist.Backend.register_backend(
             "fake", fake_pg._create_fake_pg, extended_api=True, devices=["cpu", "cuda", "meta"]
@@ -481,19 +488,15 @@ def _elements(groups: list[dict[str, Any]]) -> int:
 
 
 def while_spreading(recorder: RankRecorder) -> list[Patch]:
-    """Return the patches under which FSDP2 and accelerate shard a model over ranks.
-
-    A model on the host and on the device is on `meta` both times, where FSDP2 moves nothing. A tensor without
-    a recorded allocation is on the host, and is created on the device instead of the move. accelerate
-    identifies parameters by the addresses of their data; addresses of storages replace them. FSDP2 without a
-    mesh shards over all ranks of torch's own device type.
-    """
+    """Return the patches under which FSDP2 and accelerate shard a model over ranks."""
     import torch.distributed.fsdp._fully_shard._fsdp_init as first
     import torch.distributed.fsdp._fully_shard._fully_shard as second
 
+    # A model on the host and on the device is on `meta` both times, where FSDP2 would move nothing.
     moving = functools.partial(_move, recorder)
     instead = {
         "_move_states_to_device": moving,
+        # Without a mesh, FSDP2 shards over all ranks of torch's own device type.
         "_init_default_mesh": _mesh_of_all,
         "_init_default_fully_shard_mesh": _mesh_of_all,
     }
@@ -503,6 +506,7 @@ def while_spreading(recorder: RankRecorder) -> list[Patch]:
         for name, function in instead.items()
         if hasattr(module, name)
     ]
+    # accelerate identifies parameters by the addresses of their data, which are 0 on `meta`.
     return [*replaced, (torch.Tensor, "data_ptr", _address)]
 
 
@@ -541,13 +545,8 @@ class _Handle:
 
 
 def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
-    """Return patches of a pipeline stage's communication with other stages.
-
-    Stages agree by two methods that shapes are known (`PipelineStage._warmup_forward_vote`, since torch
-    2.13). Here they always agree. A sent tensor is alive as long as its handle. Handles of gloo reference it,
-    and so do NCCL's of a single exchange (`WorkNCCL::outputs_` of `pointToPoint`). With `handles_for_all`,
-    exchanges that begin together have one handle without tensors (`batch_isend_irecv`, `endCoalescing`), as
-    in torch before 2.13.
+    """Return patches of a pipeline stage's communication with other stages. With `handles_for_all`,
+    exchanges that begin together have one handle.
 
     Neither end has a stream here, because a stage's wait is not in its own trace
     (`features/distributed/price/stages.py`). A block that is freed during its transfer is reusable at once,
@@ -557,16 +556,19 @@ def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
     from torch.distributed.pipelining import PipelineStage
 
     def agree(*asked: Any, **more: Any) -> torch.Tensor:
+        # Since torch 2.13, stages agree by two methods that shapes are known; here they always agree.
         return torch.ones(1, dtype=torch.int32, device="cpu")
 
     plain, together = exchanges.isend, exchanges.batch_isend_irecv
 
     def isend(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> _Handle:
         plain(tensor, *arguments, **keywords)
+        # A sent tensor lives as long as its handle, gloo's or NCCL's of one exchange (`WorkNCCL::outputs_`).
         return _Handle(tensor)
 
     def batch_isend_irecv(operations: list[Any]) -> list[_Handle]:
         together(operations)
+        # NCCL's handle of several exchanges has no tensors (`endCoalescing`), in torch before 2.13.
         return [_Handle()]
 
     instead: list[tuple[str, Any]] = [("isend", isend)]

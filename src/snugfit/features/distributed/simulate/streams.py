@@ -1,8 +1,7 @@
 """Streams of a simulation: the current one, and the waits between kernels of different streams.
 
 A stream runs its kernels one after the other. An event marks the position of a stream. A stream that waits
-for the event runs nothing further until all earlier work of the other stream is finished. Only kernels of the
-recorded step have numbers, so an event of an earlier step has no kernels.
+for the event runs nothing further until all earlier work of the other stream is finished.
 """
 
 from __future__ import annotations
@@ -40,11 +39,13 @@ class StreamOrder:
 
     def moment(self, stream: int) -> Moment:
         """Return the current position of a stream."""
+        # Only kernels of the recorded step have numbers, so an event of an earlier step has none.
         last = {self._last[stream]} if stream in self._last else set()
         return frozenset(last | self._awaited[stream])
 
     def wait(self, stream: int, moment: Moment) -> None:
         """Let a stream wait for the position of another."""
+        # A stream runs after its own last kernel anyway.
         self._awaited[stream] |= moment - {self._last.get(stream, -1)}
 
     def place(self, number: int) -> tuple[int, tuple[int, ...]]:

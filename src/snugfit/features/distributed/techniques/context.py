@@ -67,6 +67,7 @@ class ContextParallel(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cut sequences, and choose ring attention; weights stay sharded as they are."""
+        # Another attention stays, so that `objections` can refuse it.
         attention = RING if setup.attention == "sdpa" else setup.attention
         return several_gpus.along(setup, context=self.n).with_fields(attention=attention)
 
@@ -74,6 +75,7 @@ class ContextParallel(Technique):
         """Yield the settings that ring attention does not support or that are not simulated on several
         GPUs.
         """
+        # The wish of the other techniques alone.
         setup = Setup()
         for slot in Slot:
             if slot is not self.slot:
@@ -91,6 +93,7 @@ class ContextParallel(Technique):
                 f"{job.padding:.0%} of each sequence is padding, and ring attention knows no masks. Fill "
                 "sequences (--padding 0; pack: true when training)."
             )
+        # Gathered weights are cast first, then autocast decides, then the weights' own dtype.
         yield from self._of_lengths(job, wish.dtype or setup.autocast or setup.weights_dtype or job.dtype)
         if job.model.module is None:
             yield from _of_model(job)
@@ -115,6 +118,7 @@ class ContextParallel(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield groups that fit into one host, with pieces for attention in any dtype."""
         if job.model.module is None and not job.padding and not any(_of_model(job)):
+            # Pieces must suit attention in 32 bits, because plans may choose it.
             yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)
 
     @classmethod

@@ -35,7 +35,7 @@ class Ddp(several_gpus.SharedBatch):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Without a second copy of the gradients, which nothing needs."""
+        """Yield DDP without a second copy of the gradients, which nothing needs."""
         yield cls(bucket_views=True)
 
     def wish(self) -> ParallelWish:

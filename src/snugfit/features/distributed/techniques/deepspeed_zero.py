@@ -74,6 +74,7 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
     """
     section: dict[str, Any] = {
         "stage": wish.stage,
+        # On one GPU there is no exchange to overlap.
         "overlap_comm": wish.ranks > 1,
         "contiguous_gradients": True,
         **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
@@ -88,8 +89,11 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
 
 
 def counterparts(stage: int) -> tuple[Counterpart, ...]:
-    """`TrainingArguments(deepspeed=...)` that mean this stage; and the words of what reads configurations."""
+    """Return the counterparts of this stage: `TrainingArguments(deepspeed=...)` to write, and the words for a
+    configuration that was read.
+    """
     named = []
+    # Only the third stage can put anything on a disk.
     for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):
         wish = ShardingWish(stage=stage, states=offload, weights=offload if stage == 3 else "none")
         written: dict[str, Any] = {
@@ -125,6 +129,7 @@ def refuse_training(wish: ShardingWish) -> None:
             "script."
         )
     installed = version_of("deepspeed")
+    # Pre-releases count too.
     if installed and not Requirement(TRAINED).specifier.contains(installed, prereleases=True):
         raise UsageError(
             f"snugfit train needs {TRAINED} for zero{wish.stage}, but {installed} is installed. Try: pip "

@@ -39,7 +39,7 @@ class Fsdp(several_gpus.SharedBatch):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Gathered once, or twice."""
+        """Yield weights that stay gathered until the backward pass, and weights that are gathered twice."""
         yield from (cls(reshard="none"), cls())
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

@@ -93,13 +93,15 @@ class Pipeline(Technique):
             yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
         if wish.context * wish.experts > 1:
             yield "stages are not simulated together with sequences or experts that GPUs share."
-        by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)  # as `replicate` is
+        # torch's `replicate`, for copies of cut matrices, is FSDP2's code too.
+        by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)
         if self.schedule == "zero_bubble" and by_fsdp:
             yield (
                 "schedule=zero_bubble computes gradients of weights where torch's FSDP2 does not see them "
                 f"(torch 2.13 trained other weights), so it does not go with {recipe[Slot.SHARDING]} here. "
                 "Try schedule=interleaved."
             )
+        # With a data axis, its own technique yields these.
         if wish.weights == "alone":
             yield from several_gpus.objections(job, recipe, wish)
         yield from self._about_model(job)
@@ -129,6 +131,7 @@ class Pipeline(Technique):
         for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING):
             setup = recipe[slot].install(setup)
         pieces = setup.micro_batches
+        # GPipe runs with fewer micro-batches than stages too.
         if pieces < self.n and self.schedule != "gpipe":
             waits = (self.n - 1) / (pieces + self.n - 1)  # Narayanan et al., section 2.2.1
             yield (

@@ -87,6 +87,7 @@ class DdpTrainer(TrainerParts):
     def restore(self, state: TrainState, folder: Path) -> None:
         """Restore a whole or sharded state."""
         super().restore(state, folder)
+        # The restored states may be whole, and each process needs only its parts.
         if is_sharded(state):
             keep_parts(state.optimizer)
         if has_shards(folder):
@@ -134,6 +135,7 @@ class ShardedTrainer(DdpTrainer):
                 getattr(trainer.accelerator, "torch_device_mesh", None) is not None
             ),
             "a model that is spread already: call fit before train": (
+                # Only `fit` itself may have spread the model.
                 holds_parts(trainer.model) and getattr(trainer, "snugfit", None) is None
             ),
             "adapters": is_adapted(trainer.model),
@@ -163,8 +165,10 @@ class ShardedTrainer(DdpTrainer):
         trainer = self.trainer
         if isinstance(trainer.model, FSDPModule):
             return
+        # accelerate prepares a model for FSDP2 only together with its optimizer.
         trainer.create_optimizer()
         trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+        # The Trainer refers to its model in three places.
         trainer.model_wrapped = trainer.callback_handler.model = trainer.model
 
     def drop_gathered(self) -> None:
@@ -192,9 +196,11 @@ class ShardedTrainer(DdpTrainer):
         """Return this process's parts. At the run's end, unless a signal stopped it, the first process also
         saves the whole model."""
         trainer = self.trainer
+        # A forward pass may have left whole weights in place of the parts.
         self.drop_gathered()
         ends = trainer.state.global_step >= trainer.state.max_steps
         ends |= trainer.control.should_training_stop and not is_stopped
+        # One answer for all processes, because the whole model is gathered from all of them.
         is_last = state.ranks.first_answers(lambda: bool(ends))
         taken = shards_of(state, staging, random=random, is_last=is_last)
         taken.files, taken.processing = files, processing
@@ -219,6 +225,7 @@ def refuse_other_sharding(recipe: Recipe, configured: ParallelWish) -> None:
     """Raise `RecipeError` for a recipe that names another sharding than the Trainer's configuration."""
     setup = recipe.setup()
     wish = PARALLEL.of(setup)
+    # The dtype is no part of the Trainer's sharding.
     if SHARDING.of(setup) is not None or (wish is not None and replace(wish, dtype=None) != configured):
         raise RecipeError(_disagreement(recipe[Slot.SHARDING], configured, wish))
 

@@ -97,6 +97,7 @@ class MasterAdamW(OwnAdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as every optimizer does, and take over the residuals of its weights."""
+        # A new group changes addresses, so the kernels' tables are written again.
         super().add_param_group(param_group)
         self._tables = None
         for weight in self.param_groups[-1]["params"]:
@@ -107,6 +108,7 @@ class MasterAdamW(OwnAdamW):
         """Load as every optimizer does, but states keep their dtypes: torch's own would cast them to
         bfloat16. Other halves of masters get the bits that this optimizer keeps.
         """
+        # torch's own method casts states to the weight's dtype, bfloat16.
         super().load_state_dict(state_dict)
         self._tables = None
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -156,13 +158,16 @@ class MasterAdamW(OwnAdamW):
             chosen = []
             for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
                 row = 0
+                # Row 0 is a placeholder for a weight without a gradient, which the kernel skips.
                 if has_one:
                     counted.append(state)
+                    # Weights with equal settings and equal step counts share a row of numbers.
                     row = rows.setdefault((group, state[STEP] + 1), len(rows))
                 chosen.append(row)
             table.number_rows(chosen)
         for state in counted:
             state[STEP] += 1
+        # Without any gradient nothing is launched, and nothing needs to be written.
         if rows:
             self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
@@ -173,10 +178,12 @@ class MasterAdamW(OwnAdamW):
         """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. A
         non-finite norm to clip by leaves everything unchanged.
         """
+        # Clipping holds for one launch.
         clip, self._clip = self._clip, None
         norm, most = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
             update_weights(table, self._numbers.value, norm, most)
+        # On a GPU the kernels check the norm; on a host it is read here.
         if not self._plain or is_refused(norm):
             return
         coefficient = None if norm is None else clip_coefficient(norm, most)
@@ -196,6 +203,7 @@ class MasterAdamW(OwnAdamW):
         gradients = [weight.grad for weight, _ in self._plain if weight.grad is not None]
         if not self._tables:
             return norm_in_fp32(gradients) if gradients else torch.zeros(())
+        # The sums and the norm keep their addresses, since a graph reads them.
         norm_of(self._tables, self._sums, self._norm)
         return self._norm
 
@@ -210,6 +218,7 @@ class MasterAdamW(OwnAdamW):
 
     def _new_weights(self) -> Sequence[torch.Tensor]:
         if self._tables is None or not self._states_are_as_before():
+            # Weights that had no gradient in earlier steps may have one now.
             weights = (weight for group in self.param_groups for weight in group["params"])
             return [weight for weight in weights if weight.numel() and STEP not in self.state.get(weight, {})]
         return self._without_states
@@ -227,6 +236,7 @@ class MasterAdamW(OwnAdamW):
                 f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
             )
         state = self.state[weight]
+        # An fp32 weight is a whole master.
         if weight.dtype is torch.bfloat16:
             state[RESIDUAL] = self._residual(weight)
             setattr(weight, HAS_MASTER, True)
@@ -252,6 +262,7 @@ class MasterAdamW(OwnAdamW):
 
     def _make_tables(self) -> None:
         """Sort the weights with states by their kind of update."""
+        # A kernel updates weights of one dtype.
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
         self._without_states: list[torch.Tensor] = []
@@ -269,6 +280,7 @@ class MasterAdamW(OwnAdamW):
             self.table_of([weight for weight, _ in kind], [self.state[weight] for weight, _ in kind])
             for kind in kinds.values()
         ]
+        # Graphs recorded before read the old addresses.
         self.generation += 1
         if self._tables:
             rows, device = sum(map(len, self._groups_of_tables)), self._tables[0].weights[0].device
@@ -289,11 +301,13 @@ class MasterAdamW(OwnAdamW):
         state = self.state[weight]
         slopes = flat(laid_out_as(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
+        # An fp32 weight is updated in place.
         if weight.dtype is torch.float32:
             for exact, slope, one, two in pieces(flat(weight), slopes, first, second):
                 update(exact, widen(slope, coefficient), one, two, numbers)
             return
         halves = flat(weight), flat(state[RESIDUAL])
+        # Copies in 32 bits exist for a piece at a time.
         for high, low, slope, one, two in pieces(*halves, slopes, first, second):
             exact = join(high, low)
             update(exact, widen(slope, coefficient), one, two, numbers)

@@ -3,13 +3,10 @@
 A group keeps the largest of its moments in fp32, its scale. Each element has a code, a whole number for its
 share of the largest. For the first moment it is -127 to 127, and the share is the square of code / 127. For
 the second moment it is 0 to 255, and the share is the fourth power of code / 255. So codes are a few
-hundredths apart near the largest and closer towards zero, where most moments of a group are. A non-zero
-second moment never becomes zero, since an update divides by its root.
+hundredths apart near the largest and closer towards zero, where most moments of a group are.
 
 The second moment moves by a thousandth of itself in a step. Rounded to the nearest it would never change. So
-both are rounded up or down by chance, with odds by the distance to either neighbour, and are right on
-average. The chance is a hash of the step's number and the element's, and not drawn. So a step that is
-repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
+both are rounded up or down by chance, with odds by the distance to either neighbour.
 """
 
 from __future__ import annotations
@@ -50,6 +47,7 @@ class Chances(NamedTuple):
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
     """Return the chances of `count` elements of a weight from `begin`, in a step of this number."""
+    # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
@@ -67,6 +65,7 @@ def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tens
     """32 bits for each of these elements, as int64."""
     bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
     bits.add_(step * STRIDE).bitwise_and_(_ALL)
+    # torch has no unsigned integers, so 32 bits are in int64 and cut after each product.
     bits ^= bits >> 16
     bits.mul_(MIXES[0]).bitwise_and_(_ALL)
     bits ^= bits >> 15
@@ -76,11 +75,13 @@ def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tens
 
 
 def _share(bits: torch.Tensor) -> torch.Tensor:
+    # Half a unit is added, so that no chance is exactly 0 or 1.
     return bits.to(torch.float32).add_(0.5).mul_(1.0 / 65536)
 
 
 def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
     """Flat numbers in groups (N, `GROUP`), filled up with zeros."""
+    # The last group may be incomplete, and its zeros never are the largest.
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % GROUP)).view(-1, GROUP)
 
 
@@ -110,6 +111,7 @@ def narrow_first(
     sizes = cut_in_groups(exact.abs())
     shares = _shares(sizes, scales) * FIRST_TOP**2
     below = shares.sqrt().floor_()
+    # The distance of neighbouring squares is 2 * below + 1.
     above = cut_in_groups(chance) * (2.0 * below + 1.0) < shares - below * below
     whole = (below + above.to(torch.float32)).clamp_(max=FIRST_TOP).flatten()[: codes.numel()]
     codes.copy_(torch.where(exact < 0, -whole, whole))
@@ -124,8 +126,10 @@ def narrow_second(
     below = shares.sqrt().sqrt_().floor_()
     low, next_one = below * below, (below + 1.0) * (below + 1.0)
     low, high = low * low, next_one * next_one
+    # The odds are linear in the value, so the average is right although codes are not evenly spaced.
     above = cut_in_groups(chance) * (high - low) < shares - low
     whole = (below + above.to(torch.float32)).clamp_(max=SECOND_TOP)
+    # A second moment above zero never becomes zero, since an update divides by its root.
     codes.copy_(torch.where(sizes > 0, whole.clamp_(min=1.0), whole).flatten()[: codes.numel()])
 
 
@@ -133,5 +137,6 @@ def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the shares of each group's largest, which is written as the group's scale."""
     largest = sizes.amax(1)
     scales.copy_(largest)
+    # A smaller scale has no reciprocal in 32 bits, and means zeros.
     reciprocal = torch.where(largest > SMALLEST, 1.0 / largest, 0.0)
     return sizes * reciprocal.unsqueeze(1)

@@ -1,11 +1,7 @@
 """The update of a block with 8-bit moments (`compact.py`, which is its reference), in Triton.
 
-It moves half the bytes of the update with whole moments, so its arithmetic decides its time. With roots and
-quotients rounded to the nearest it took as long as that one (dev/log.md). Those of the hardware are off by a
-unit or two in the last place. A code's root may then be the whole number above or below the nearest one.
-There chance decides between the same two codes.
-
-`HALVES` is the bits of a weight's second half: 16, 8, or 0 for a weight in fp32.
+It moves half the bytes of the update with whole moments, so its arithmetic decides its time. `HALVES` is the
+bits of a weight's second half: 16, 8, or 0 for a weight in fp32.
 """
 
 from __future__ import annotations
@@ -50,12 +46,14 @@ def hash_of(at, step):  # type: ignore[no-untyped-def]
 @triton.jit
 def reciprocal(largest):  # type: ignore[no-untyped-def]
     """Return the reciprocal of a scale; 0 for a scale that means zeros."""
+    # The inner selection avoids a division by zero, whose result would be selected away.
     return tl.where(largest > LEAST_SCALE, tl.div_rn(1.0, tl.where(largest > LEAST_SCALE, largest, 1.0)), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of(number, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the square root, rounded to the nearest or as the hardware computes it."""
+    # A root that is off by a unit may give a neighbouring code, between which chance decides anyway.
     return tl.sqrt_rn(number) if EXACT else tl.sqrt(number)
 
 
@@ -76,6 +74,7 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
     below = tl.floor(root_of(root_of(shares, EXACT), EXACT))
     low, high = below * below, (below + 1.0) * (below + 1.0)
     low, high = low * low, high * high
+    # The odds are linear in the value, as in `compact.narrow_second`.
     above = chance * (high - low) < shares - low
     whole = tl.minimum(below + above.to(tl.float32), SECOND)
     return tl.where(second > 0, tl.maximum(whole, 1.0), whole)
@@ -85,6 +84,7 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
 def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """The address of second halves as a pointer to them."""
     if HALVES == 8:
+        # A thread reads half as many bytes of 8-bit data, so that its elements stay the same.
         lower = pointer(residual, tl.int8, NARROW // 2 if NARROW > 1 else 1)
     else:
         lower = pointer(residual, tl.int16, NARROW)
@@ -94,6 +94,7 @@ def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # t
 @triton.jit  # type: ignore[untyped-decorator]
 def join_parts(upper, lower, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """The masters in fp32 (`halves.join`)."""
+    # The shift puts 8 bits in units of the 16-bit half.
     return join_halves(upper, lower.to(tl.int32) << 8) if HALVES == 8 else join_halves(upper, lower)
 
 

@@ -19,6 +19,7 @@ class DeviceCopy:
     """A tensor on the device, and the host's buffers that it is written from."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        # Only page-locked memory is copied without waiting.
         on_gpu = device.type == "cuda"
         self.value = torch.zeros(shape, dtype=dtype, device=device)
         """The tensor on the device, which stays where it is."""
@@ -34,6 +35,7 @@ class DeviceCopy:
         """Write the first rows, on the current stream; the other rows keep their earlier values."""
         self._turn = turn = (self._turn + 1) % len(self._buffers)
         if self._copied is not None:
+            # The buffer may still be read by the copy of four writes ago.
             self._copied[turn].synchronize()
         self._arrays[turn][: len(rows)] = rows
         self.value.copy_(self._buffers[turn], non_blocking=True)

@@ -9,18 +9,21 @@ import triton.language as tl
 @triton.jit
 def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
     """Return torch's clipping factor of gradients of this norm (`torch.nn.utils.clip_grads_with_norm_`)."""
+    # The addend and the limit are torch's.
     return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
 
 
 @triton.jit
 def is_finite(number):  # type: ignore[no-untyped-def]
     """Return whether a number is neither infinite nor NaN."""
+    # Exponent bits that are all ones mark infinity and NaN; the sign is masked out.
     return (number.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @triton.jit
 def join_halves(upper, lower):  # type: ignore[no-untyped-def]
     """Return the number in 32 bits that has these halves, of 16 bits each."""
+    # The lower half has a sign, so it is added and not put in place.
     return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -29,6 +32,7 @@ def upper_half(exact):  # type: ignore[no-untyped-def]
     """Return the upper half of a number as 16 bits, and the lower one as the difference to it."""
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
+    # Halfway cases go away from zero: 16 bits could not distinguish an even rule's cases.
     upper = (bits + 0x8000) >> 16
     return upper.to(tl.int16), (bits - (upper << 16)).to(tl.int16)
 
@@ -40,6 +44,7 @@ def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
     """
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
+    # Rounded first and cut then, so that a carry reaches the bfloat16.
     bits = ((bits + draws) >> 8) << 8
     upper = (bits + 0x8000) >> 16
     return upper.to(tl.int16), ((bits - (upper << 16)) >> 8).to(tl.int8)
@@ -59,10 +64,12 @@ def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignor
     eps, rate = tl.load(own + 5), tl.load(own + 6)
     exact = exact * keep
     way = slope - first
+    # torch's `lerp` has two forms, chosen at one half.
     first = tl.where(first_share < 0.5, first + first_share * way, slope - way * (1.0 - first_share))
     second = second * second_keep + second_share * slope * slope
     if EXACT:
         exact = exact + tl.div_rn(rate * first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
     else:
+        # One division less, for results that are off by a unit in the last place.
         exact = exact + (rate * first) / (tl.sqrt(second) * (1.0 / root) + eps)
     return exact, first, second

@@ -2,19 +2,13 @@
 
 The bit patterns of a number and its nearest bfloat16, read as whole numbers, differ by -32,768 to 32,767.
 That is 16 bits with a sign. So the two halves are the whole number, for any number, and the forward pass
-computes with the first. A number halfway between two neighbours is rounded away from zero, not to the even
-one as torch's casts do. Otherwise 65,537 numbers would be rounded to an even neighbour and 65,535 to an odd
-one, more than 16 bits can distinguish. NaN has many bit patterns, and becomes the usual one.
+computes with the first.
 
 The second half may have 8 bits, in units of 256 of those. Then a master has 24 bits. An update's result in 32
 bits is rounded by chance to either neighbour, with odds by its distance. Rounded to the nearest, a master
 would not change under updates of less than half a unit, 2^-16 of it at most. Rounded by chance, its average
-change is that of 32 bits. Numbers are rounded first and cut then, so a carry reaches the bfloat16, and the
-two are exactly the 24 bits. An infinite number stays infinite. A number within a unit of the largest may
-become infinite, as in every rounding.
-
-A split weight without an optimizer holds its second half under `RESIDUAL`; later the optimizer has it among
-its states.
+change is that of 32 bits. An infinite number stays infinite. A number within a unit of the largest may become
+infinite, as in every rounding.
 """
 
 from __future__ import annotations
@@ -31,6 +25,7 @@ from snugfit.step.wishes.own_adamw import flat
 HAS_MASTER = "has_master"
 """The attribute of a weight of bfloat16 that is one half of its master."""
 
+# A split weight without an optimizer holds it; later the optimizer has it among its states.
 RESIDUAL = "residual"
 """The name of the other half: a weight's attribute while it has no optimizer, then the key of its state."""
 
@@ -60,8 +55,10 @@ def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
     """Write both halves of these 32-bit numbers, which are overwritten; the second half has 16 bits."""
+    # NaN has many bit patterns, which could carry into the sign; it becomes the usual one.
     exact.masked_fill_(exact.isnan(), math.nan)
     bits = exact.view(torch.int32)
+    # Halfway goes away from zero: under the even rule, 65,537 numbers would share a neighbour.
     upper = bits.add(HALFWAY).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
     residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
@@ -74,6 +71,7 @@ def split_by_chance(
     is rounded up where its bits beyond 24 and `draws`, int32 from 0 to 255, add up to a unit.
     """
     exact.masked_fill_(exact.isnan(), math.nan)
+    # Rounded first and cut then, so that the two halves are exactly the 24 bits.
     bits = exact.view(torch.int32).add_(draws).bitwise_and_(-UNIT)
     upper = bits.add(HALFWAY).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
@@ -86,9 +84,11 @@ def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if residual.dtype is dtype:
         return residual
+    # 8 bits widened are exact.
     if dtype is torch.int16:
         return residual.to(torch.int16).mul_(UNIT)
-    most = (1 << 15) - 1 - UNIT // 2  # more would be rounded to 128 units, which 8 bits have not
+    # More would be rounded to 128 units, which 8 bits have not.
+    most = (1 << 15) - 1 - UNIT // 2
     return residual.clamp(max=most).add_(UNIT // 2).bitwise_right_shift_(8).to(torch.int8)
 
 
@@ -102,6 +102,7 @@ def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)
     low = torch.empty_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
     for exact, first, second in pieces(flat(weight), flat(high), flat(low)):
+        # `split` overwrites its argument, so a weight in 32 bits is copied.
         split(exact.to(torch.float32, copy=True), first, second)
     return high, low
 
@@ -113,14 +114,17 @@ def split_weights(model: Any) -> None:
     """
     stays = _kept_in_fp32(model)
     for name, weight in model.named_parameters():
+        # Frozen weights are never updated, so they need no second half.
         if weight.requires_grad and weight.dtype in (torch.float32, torch.float16) and name not in stays:
             weight.data, residual = halves_of(weight)
             setattr(weight, RESIDUAL, residual)
             setattr(weight, HAS_MASTER, True)
+    # The cast of the whole model must not touch weights that the architecture keeps in fp32.
     as_they_are = {name: weight.data for name, weight in model.named_parameters() if name in stays}
     cast_weights(model, "bfloat16")
     for name, value in as_they_are.items():
         model.get_parameter(name).data = value
+    # A state dict in 32 bits is split as it is loaded.
     model.register_load_state_dict_pre_hook(load_masters)
 
 
@@ -146,6 +150,7 @@ def load_masters(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
         value = state.get(prefix + name)
         if value is None or value.dtype is not torch.float32 or not getattr(weight, HAS_MASTER, False):
             continue
+        # torch's own cast would round halfway cases to even.
         state[prefix + name], residual = halves_of(value)
         if RESIDUAL in vars(weight):
             getattr(weight, RESIDUAL).copy_(residual)

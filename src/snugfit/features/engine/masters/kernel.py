@@ -1,8 +1,8 @@
 """Kernels that update many weights at once and take the norm of their gradients, in Triton.
 
-A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). A launch
-takes few pointers, and a model has hundreds of weights. The numbers of a step are on the device too, as is
-the norm that gradients are clipped by. So all launches are equal, and a CUDA graph can contain one.
+A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). The
+numbers of a step are on the device too, as is the norm that gradients are clipped by. So all launches are
+equal, and a CUDA graph can contain one.
 
 An update of a weight in halves, computed in fp32, reads 14 bytes an element and writes 12. A weight in fp32
 takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
@@ -42,6 +42,7 @@ def update_part(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update `BLOCK` elements from `begin` at these addresses; with `MASKED`, only the first `left`."""
     at = tl.arange(0, BLOCK)
+    # Whole blocks need no mask.
     mask = at < left if MASKED else None
     firsts = pointer(first_moment, tl.float32, ALIGNED) + begin + at
     seconds = pointer(second_moment, tl.float32, ALIGNED) + begin + at
@@ -56,6 +57,7 @@ def update_part(  # type: ignore[no-untyped-def]
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
         exact = tl.load(weights, mask=mask, eviction_policy=EVICT)
+    # Gradients of bfloat16 are widened before any arithmetic.
     slope = tl.load(gradients, mask=mask, eviction_policy=EVICT).to(tl.float32)
     first = tl.load(firsts, mask=mask, eviction_policy=EVICT)
     second = tl.load(seconds, mask=mask, eviction_policy=EVICT)
@@ -122,12 +124,14 @@ def update_block(  # type: ignore[no-untyped-def]
     column = tl.load(owners + block)
     record = places + column * RECORD
     gradient = tl.load(record + 6)
+    # An address of 0 means a weight without a gradient.
     if gradient != 0:
         begin = (block - tl.load(record)) * BLOCK
         left = tl.load(record + 1) - begin
         own = numbers + tl.load(which + column) * ROW
         weight, residual = tl.load(record + 2), tl.load(record + 3)
         first, second = tl.load(record + 4), tl.load(record + 5)
+        # Without groups these are never read, but must be pointers.
         first_scales, second_scales = first, second
         if GROUP:
             first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
@@ -145,10 +149,12 @@ def update_weights(  # type: ignore[no-untyped-def]
     EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
     """Update the blocks of a program, unless the norm is not finite."""
+    # A launch takes few pointers, so everything else is looked up on the device.
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
         coefficient = clip_coefficient(length, most)
+        # A norm that is not finite must change nothing.
         goes_on = is_finite(length)
     if goes_on:
         program = tl.program_id(0)
@@ -173,6 +179,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     """Sum the squares of the gradients in a program's blocks, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    # A fixed number of programs adds in one order on all devices.
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         record = places + tl.load(owners + block) * RECORD
         address = tl.load(record + 6)
@@ -192,6 +199,7 @@ def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-unt
     """Write the square root of all these sums together, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
+    # Correctly rounded, as torch's root.
     tl.store(norm, tl.sqrt_rn(total))
 
 
@@ -207,9 +215,11 @@ def launch_update(
     settings, aligned = table.settings, table.is_aligned
     programs = min(settings.programs or table.blocks, table.blocks)
     update_weights[(programs,)](
+        # Unused pointers must still be valid arguments.
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
         table.blocks, float(most),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
+        # Without a common alignment, a thread reads single elements.
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
         LOOPS=programs < table.blocks, num_warps=settings.warps,
@@ -246,6 +256,7 @@ def update_one(  # type: ignore[no-untyped-def]
         coefficient = clip_coefficient(length, most)
         goes_on = is_finite(length)
     if goes_on:
+        # Offsets of large weights exceed 32 bits.
         begin = tl.program_id(0).to(tl.int64) * BLOCK
         left = count - begin
         update_up_to(
@@ -271,6 +282,7 @@ def add_squares(  # type: ignore[no-untyped-def]
         total += slope * slope
         begin += tl.num_programs(0).to(tl.int64) * BLOCK
     own = sums + tl.program_id(0)
+    # Programs of one launch have sums of their own, so no atomic addition is needed.
     tl.store(own, tl.load(own) + tl.sum(total, 0))
 
 
@@ -291,8 +303,10 @@ def launch_update_of_one(
     both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
     bits of a residual, 0 without one.
     """
+    # One unaligned address makes all reads narrow, since they share the constants.
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
+        # Without a group the scales are never read; any addresses will do.
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
         own if norm is None else norm, float(most), count,
         HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,

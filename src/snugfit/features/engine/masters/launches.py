@@ -65,16 +65,20 @@ def update_weights(
     most: float,
 ) -> None:
     """Make AdamW's step of this table's weights (`kernel.launch_update`)."""
+    # An operator over lists of hundreds of tensors takes the host longer than the launch.
     if not numbers.is_meta:
         with triton_named():
             table.launch(numbers, norm, most)
+        # The kernels write around autograd, which must notice changed weights.
         torch.autograd.graph.increment_version(table.weights)
+        # Copies of gradients are only for the kernel that has read them.
         table.forget_copies()
         return
     among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
     states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
     operators = torch.ops.triton
     update = operators.adamw_with_8_bit_states if table.group else operators.adamw_of_weights
+    # A simulation needs the tensors whose bytes the kernel moves.
     update(
         [table.weights[number] for number in among], [state for state in states if state is not None],
         table.gradients(), table.places, numbers,
@@ -92,6 +96,7 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
         take_root(sums, norm)
         return
     with triton_named():
+        # Triton is imported at the first launch only.
         from snugfit.features.engine.masters import kernel
     for table, row in zip(tables, sums.unbind(), strict=True):
         kernel.launch_sums(table.as_launched(), row)

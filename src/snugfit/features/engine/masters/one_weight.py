@@ -59,6 +59,7 @@ class MasterUpdates:
             device = by_kernel[0].device
             self._numbers = DeviceCopy((len(self._weights), NUMBERS), torch.float32, device)
             self._rows = self._numbers.value.unbind()
+            # All launches of a norm add to the same sums, so they are set to zero before.
             self._sums = torch.empty(NORM_PROGRAMS, dtype=torch.float32, device=device)
             self._root = torch.empty((), dtype=torch.float32, device=device)
         self._by_kernel = bool(by_kernel)
@@ -78,6 +79,7 @@ class MasterUpdates:
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Count this gradient in the norm."""
+        # A kernel reads weight and gradient in one order of elements.
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):
             self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
@@ -93,6 +95,7 @@ class MasterUpdates:
         if self._by_kernel:
             take_root(self._sums, self._root)
             return self._root
+        # Sorted, so that the sum does not depend on the order in which gradients come.
         norms = [norm for _, norm in sorted(self._norms.items())]
         self._norms.clear()
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -103,13 +106,15 @@ class MasterUpdates:
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
         """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
         optimizer = self._optimizer
-        optimizer._opt_called = True  # as a schedule wants it, which sees no call of `step`
+        # Schedules warn if the optimizer's `step` was never called.
+        optimizer._opt_called = True
         self._norm, self._most = norm, most
         if self._by_kernel:
             steps = [
                 (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1) for weight, number in self._weights
             ]
             rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
+            # One write for all weights, before any gradient exists.
             self._numbers.write([rows[one] for one in steps])
             return
         self._is_refused = is_refused(norm)
@@ -129,6 +134,7 @@ class MasterUpdates:
     def count(self, weights: Iterable[torch.Tensor]) -> None:
         """Count an update of these weights. A plain torch update has counted itself."""
         for weight in weights:
+            # A recorded update runs again without its Python code, so the count is separate.
             if weight.numel() and is_on_gpu(weight):
                 self._optimizer.state[weight][STEP] += 1
 
@@ -159,9 +165,11 @@ class MasterUpdates:
             return
         with triton_named():
             from snugfit.features.engine.masters.kernel import launch_update_of_one
+        # An address of 0 means no residual.
         places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
         launch_update_of_one(
             places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
             halves=lower_bits(residual), group=table.group, settings=table.usual_settings,
         )  # fmt: skip
+        # The kernel writes around autograd, which must notice changed weights.
         torch.autograd.graph.increment_version([weight])

@@ -49,6 +49,7 @@ class WeightTable:
             flat(weight)  # or it is refused
         device, block = weights[0].device, self.settings.block
         counts = torch.tensor([weight.numel() for weight in weights], dtype=torch.int64, device="cpu")
+        # Each weight begins at a block of its own, so a block has one weight.
         blocks = (counts + block - 1) // block
         numbers = torch.arange(len(weights), dtype=torch.int32, device="cpu")
         self.owners = numbers.repeat_interleave(blocks).to(device)
@@ -93,22 +94,27 @@ class WeightTable:
         addresses = [weight.data_ptr() for weight in self.weights]
         try:
             addresses += map(_address, given)
-        except RuntimeError:  # a sparse one has no address
+        # A sparse gradient has no address; `laid_out_as` reports it below.
+        except RuntimeError:
             addresses = []
+        # Gradients mostly keep their addresses, and then nothing is written.
         if addresses and addresses == self._found:
             return
         read = [
             None if gradient is None else laid_out_as(weight, gradient)
             for weight, gradient in zip(self.weights, given, strict=True)
         ]
+        # A copy must live until the kernel has read it.
         self._copies = [copy for copy, slope in zip(read, given, strict=True) if copy is not slope]
-        self._found = None if self._copies else addresses  # copies are made anew in each step
+        # Copies are made again in each step, at other addresses.
+        self._found = None if self._copies else addresses
         records = [
             [start, count, weight, *of_state[:3], slope, *of_state[3:]]
             for start, count, weight, of_state, slope in zip(
                 self._starts, self._counts, addresses, self._kept, map(_address, read), strict=False
             )
         ]
+        # Addresses of 0 count as aligned.
         self.is_aligned = not any(address % ALIGNMENT for record in records for address in record[2:])
         self._places.write(records)
 
@@ -122,6 +128,7 @@ class WeightTable:
 
     def number_rows(self, rows: list[int]) -> None:
         """Set the row of numbers of each weight's update."""
+        # Rows change only when a weight gets its first gradient or skips a step.
         if rows != self._rows:
             self._rows = list(rows)
             self._which.write(rows)

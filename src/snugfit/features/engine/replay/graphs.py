@@ -65,6 +65,7 @@ class CudaGraphs(Graphs):
         import torch
 
         with torch.cuda.device(device):
+            # Graphs are replayed one after the other, so all may reuse the same memory.
             self._pool = torch.cuda.MemPool()
             self._number = torch.cuda.current_device()
 
@@ -98,7 +99,8 @@ class CudaGraphs(Graphs):
             ):
                 try:
                     work()
-                except Exception as error:  # the end of the recording would hide it behind its own
+                # The end of the recording would hide this error behind its own.
+                except Exception as error:
                     fault = error
                     raise
         except Exception as error:
@@ -106,6 +108,7 @@ class CudaGraphs(Graphs):
             if memory_cause(why):
                 raise why from None
             raise NotRecorded(str(why).splitlines()[0] if str(why) else type(why).__name__) from why
+        # A graph that draws advances the generator at its replay.
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -116,6 +119,7 @@ class CudaGraphs(Graphs):
             if isinstance(value, Mapping):
                 self.refill(batch[name], value, device)
             elif isinstance(value, torch.Tensor):
+                # The graph reads the batch's fixed addresses.
                 batch[name].copy_(value, non_blocking=True)
         return batch
 

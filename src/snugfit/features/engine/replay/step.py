@@ -8,16 +8,8 @@
 There are four graphs and not one because the host checks in between. It reads the loss while the device runs
 the backward pass, and skips a step that must not be made (`training/run/loop.py`).
 
-A step is recorded at the second occurrence of its layout. The first time the passes run without graphs, which
-loads the kernels and gives libraries their workspaces. The layout of a batch fixes everything else. Its
-micro-batches have equal lengths, and the factors of their losses are on the device.
-
 If gradients do not stay (`updates/passes.py`), only passes are recorded, and the norm or the update is a
 part of them.
-
-Gradients are in the graphs' memory. A recorded update reads them only inside of the graphs, so the next
-layout's passes reuse the same bytes. If the update is not recorded, or takes new addresses before each step,
-the gradients of each layout are held for it.
 """
 
 from __future__ import annotations
@@ -84,7 +76,8 @@ class CapturedStep(StepRunner):
     """The optimizer steps of a loop, recorded and replayed."""
 
     def __init__(self, loop: PlainStep, graphs: Graphs, multiple: int) -> None:
-        self._loop: PlainStep = weakref.proxy(loop)  # which holds this: once it is dropped, so are the graphs
+        # The loop holds this object: once the loop is dropped, so are the graphs.
+        self._loop: PlainStep = weakref.proxy(loop)
         self._graphs, self._multiple = graphs, multiple
         self._met: set[Hashable] = set()
         self._recordings: dict[Hashable, LayoutGraphs] = {}
@@ -105,25 +98,31 @@ class CapturedStep(StepRunner):
         kept. With `hooked`, run a pass whose hooks take the gradients.
         """
         self._played = self.norm = None
+        # A job that reads gradients on the host cannot leave them to graphs.
         if self._loop.reads_gradients():
             return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
         pieces = fill_up(pieces, self._multiple, self._most)
         layouts = {layout_of(piece) for piece in pieces}
         key = (*layouts, len(pieces) > 1, hooked and hooked.name)
+        # Equal layouts and no skipped micro-batch: one pair of graphs then serves all.
         alike = len(layouts) == 1 and 0 not in weights
+        # Moved tensors make every recording read old addresses.
         if self._update is not None and self._update.has_moved():
             self.forget()
+        # A layout is recorded at its second occurrence: the first run loads kernels and makes workspaces.
         if alike and key not in self._recordings and key in self._met and self._has_room():
             self._record(key, built, pieces[0], weights, hooked)
         if hooked is not None:
             hooked.weights.clear()
         if not alike or key not in self._recordings:
             self._met.add(key)
+            # The first run of a layout uses the graphs' memory too, or the device would have to hold both.
             with self._graphs.own_memory(), masks_by_shape(packed=is_packed(pieces)):
                 return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
         recording = self._recordings[key]
         total = self._play(recording, built, pieces, weights, is_again=_is_again(hooked))
         if hooked is not None and not hooked.weights:
+            # A replay runs no hooks, so the recorded ones report the weights.
             hooked.weights = dict.fromkeys(recording.heard)
         return total
 
@@ -148,7 +147,9 @@ class CapturedStep(StepRunner):
             observer.phase("load")
             recording.batch = self._graphs.refill(recording.batch, piece, self._loop.device)
             if recording.share is not None and share is not None:
+                # The factor is on the device, since a recorded number would never change.
                 recording.share.fill_(share)
+            # All micro-batches after the first add to its gradients, by the same graph.
             forward, backward = recording.passes[min(number, len(recording.passes) - 1)]
             observer.phase("forward")
             forward()
@@ -156,6 +157,7 @@ class CapturedStep(StepRunner):
                 self._loop.computed(recording.total)
             observer.phase("backward")
             backward()
+        # Gradients have the graphs' addresses, which an update without a graph reads.
         for weight, gradient in recording.gradients:
             weight.grad = gradient
         if recording.plays_norm is not None and self._update is not None:
@@ -189,10 +191,12 @@ class CapturedStep(StepRunner):
             self.forget()
         else:
             self._recordings[key] = recording
+        # Recorded gradients are undefined before the first replay.
         built.optimizer.zero_grad(set_to_none=True)
 
     def _record_passes(self, recording: LayoutGraphs, built: Built, count: int) -> None:
         observer, record = built.observer, self._graphs.record
+        # Later micro-batches need no recording of their own.
         for number in range(min(count, 2)):
             observer.phase("forward")
             forward = record(partial(self._forward, recording, built, is_first=number == 0))
@@ -215,9 +219,11 @@ class CapturedStep(StepRunner):
         if self._loop.job.clip:
             observer.phase("clip")
             recording.plays_norm = record(lambda: self._take_norm(recording, built))
+        # Numbers on the host cannot be recorded, so such an update runs without a graph.
         if self._update.can_be_recorded:
             observer.phase("update")
             recording.plays_update = record(lambda: self._clip_and_update(recording, built))
+        # Otherwise the next layout's passes reuse the gradients' bytes.
         if not self._update.can_be_recorded or self._update.finds_gradients:
             recording.gradients = [
                 (weight, weight.grad) for weight in built.model.parameters() if weight.grad is not None
@@ -233,6 +239,7 @@ class CapturedStep(StepRunner):
         recording.loss = loss
         if not loop.keep_losses:
             return
+        # The first micro-batch sets the sum, so that no other step's losses are in it.
         if is_first or recording.total is None:
             recording.total = loss.detach().float()
         else:

@@ -1,12 +1,7 @@
 """An optimizer's update as recordable work: its numbers are on the device.
 
-A recorded learning rate would never change if it were a Python number. torch's optimizers take a tensor in
-its place, and count their steps on the device if their groups are `capturable`. These settings hold around
-each update only. Before and after it the rates of the groups are numbers, so schedules and checkpoints read
-the usual values.
-
-An optimizer of ours has other methods (`masters/adamw.py`). `find_gradients` copies the gradients' addresses
-to the device, and `prepare` its numbers. `launch` computes nothing on the host.
+torch's optimizers take a tensor in the place of a learning rate. They count their steps on the device if
+their groups are `capturable`. An optimizer of ours has other methods (`masters/adamw.py`).
 """
 
 from __future__ import annotations
@@ -58,6 +53,7 @@ class RecordableUpdate:
     @property
     def can_be_recorded(self) -> bool:
         """Return whether this optimizer can run without host computation, and has its states."""
+        # Without states, the update would allocate them inside of the graph.
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
     def prepare(self) -> None:
@@ -65,6 +61,7 @@ class RecordableUpdate:
         if self._is_ours:
             self._optimizer.prepare()
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=False):
+            # A recorded number would never change, so the graph reads a tensor.
             rate.fill_(float(group["lr"]))
 
     def launch(self) -> None:
@@ -88,17 +85,22 @@ class RecordableUpdate:
         """Move step counts from the host, as from a checkpoint, to the device."""
         for weight, state in self._optimizer.state.items():
             step = state.get("step")
+            # A checkpoint restores step counts on the host.
             if hasattr(step, "device") and step.device != weight.device:
                 state["step"] = step.to(weight.device)
 
     @contextlib.contextmanager
     def _rates_on_device(self) -> Iterator[None]:
         groups = self._optimizer.param_groups
+        # The settings hold around an update only: schedules and checkpoints read numbers.
         before = [(group["lr"], group[RECORDABLE]) for group in groups if self._is_torchs]
+        # torch warns once about a capturable optimizer outside of a recording.
         self._optimizer._warned_capturable_if_run_uncaptured = True
         for group, rate in zip(groups, self._rates, strict=False):
-            group[RECORDABLE] = not self._is_on_host  # of which there are no graphs
-            if rate.is_cuda:  # of such a rate torch knows no shapes (`_fused_adamw_.tensor_lr`)
+            # On the host there are no graphs.
+            group[RECORDABLE] = not self._is_on_host
+            # On `meta`, torch has no shape function for such a rate (`_fused_adamw_.tensor_lr`).
+            if rate.is_cuda:
                 group["lr"] = rate
         try:
             yield

@@ -78,6 +78,7 @@ class TorchUpdates:
         """Count this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
         import torch
 
+        # 16-bit gradients get a norm in 32 bits, as in `torch.nn.utils.get_total_norm`.
         wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
         (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
 
@@ -85,6 +86,7 @@ class TorchUpdates:
         """Return the norm of all taken gradients, added in the model's order: a scalar on their device."""
         import torch
 
+        # Sorted, so that the sum does not depend on the order in which gradients come.
         norms = [norm for _, norm in sorted(self._norms.items())]
         self._norms.clear()
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -115,12 +117,14 @@ class TorchUpdates:
             with self._only(weight):
                 self._optimizer.step()
         finally:
+            # The gradient is dropped at once, which is the purpose.
             weight.grad = None
 
     @contextlib.contextmanager
     def _only(self, weight: torch.Tensor) -> Iterator[None]:
         """Give the optimizer one group with this weight alone, inside of this context."""
         groups = self._optimizer.param_groups
+        # The group's settings stay, and its other weights are untouched.
         self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
         try:
             yield

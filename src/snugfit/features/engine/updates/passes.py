@@ -37,7 +37,8 @@ class ReleasedPasses(StepRunner):
     updates_within = True
 
     def __init__(self, loop: PlainStep, recorded: StepRunner | None) -> None:
-        self._loop: PlainStep = weakref.proxy(loop)  # which holds this
+        # The loop holds this object.
+        self._loop: PlainStep = weakref.proxy(loop)
         self._captured = recorded if isinstance(recorded, CapturedStep) else None
         self._updates: WeightUpdates | None = None
         self._hooks: list[Any] = []
@@ -54,13 +55,16 @@ class ReleasedPasses(StepRunner):
             raise UsageError("Gradients of micro-batches are sums, which 'released' does not keep.")
         updates = self._updates or self._attach(built)
         self.norm, self.has_begun, self._repeat = None, False, None
+        # Without clipping, one pass computes and updates.
         if not self._loop.needs_norm():
             updates.begin_update(None, 0.0)
             return self._run_updating(HookedPass("once", self._update), built, pieces, weights)
+        # Dropout must draw the same masks in both passes.
         draws, buffers = all_rng_states(self._loop.device), _versions(built.model)
         updates.begin_norm()
         norm_pass = HookedPass("norm", updates.take)
         total = self._run(norm_pass, built, pieces, weights)
+        # Statistics in buffers would count the batch twice.
         _refuse_changed(buffers, _versions(built.model))
         built.observer.phase("clip")
         self.norm = updates.norm()
@@ -82,6 +86,7 @@ class ReleasedPasses(StepRunner):
     def _attach(self, built: Any) -> WeightUpdates:
         self._updates = updates_of(built.optimizer, built.model)
         weights = (weight for group in built.optimizer.param_groups for weight in group["params"])
+        # A weight that is used twice calls its hook once, when both gradients are summed.
         self._hooks = [weight.register_post_accumulate_grad_hook(self._hear) for weight in weights]
         return self._updates
 
@@ -98,6 +103,7 @@ class ReleasedPasses(StepRunner):
         try:
             if captured is None or not self._updates.can_be_recorded:
                 return self._loop.run_passes(built, pieces, weights, again=hooked.again)
+            # Recordings read addresses of states.
             if self._updates.has_moved():
                 captured.forget()
             return captured.run_passes(built, pieces, weights, hooked)
@@ -108,6 +114,7 @@ class ReleasedPasses(StepRunner):
     def _run_updating(self, hooked: HookedPass, *passes: Any) -> torch.Tensor | None:
         assert self._updates is not None
         total = self._run(hooked, *passes)
+        # From here on weights have changed, so an error must return to a checkpoint.
         self.has_begun = True
         self._updates.count(hooked.weights)
         return total
@@ -116,6 +123,7 @@ class ReleasedPasses(StepRunner):
         assert self._updates is not None
         restore_all_rng_states(draws, self._loop.device)
         clip = self._loop.job.clip
+        # States are made outside of a recording, which could not allocate them.
         self._updates.make_states(met)
         self._updates.begin_update(self.norm if clip else None, clip or 0.0)
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
@@ -127,6 +135,7 @@ class ReleasedPasses(StepRunner):
         gradient, hooked = weight.grad, self._pass
         if hooked is None or gradient is None:
             return
+        # Dropped at once, so that no other gradient exists with it.
         weight.grad = None
         if weight in hooked.weights:
             raise UsageError(
@@ -143,6 +152,7 @@ class ReleasedPasses(StepRunner):
         if not self._pass.is_recorded:
             self.has_begun = True
         elif not self._updates.has_states(weight):
+            # A recording may not make states, which would be allocated in the graphs' memory.
             raise NotRecorded("a weight has its first gradient in a step that is recorded")
         self._updates.update(weight, gradient)
 
@@ -155,6 +165,7 @@ def _versions(model: Any) -> dict[str, tuple[int, int]]:
 def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
     """Raise `UsageError` where a buffer was written: a second pass would write it again."""
     for name, (identity, version) in after.items():
+        # A replaced tensor is no write: its old value still exists.
         if before.get(name, (identity, version)) != (identity, version) and before[name][0] == identity:
             raise UsageError(
                 f"The forward pass writes the model's buffer {name}, as batch normalisation does its "

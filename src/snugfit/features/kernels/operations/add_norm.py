@@ -3,14 +3,9 @@
 The same kernel serves a model's embeddings. There the residual may have fewer rows, which repeat (positions),
 and dropout may come last: y = dropout(norm(x + residual)).
 
-The backward pass needs the sum before the norm, in the dtype of the result. It also needs the means and
-inverse deviations of its rows in fp32, from the sum before it was rounded. Models that norm before a layer
-need the sum as an output too; then the kernel returns both.
-
 Under autocast the result has autocast's dtype, where torch's norm would return fp32. That suffices for
 products, but the next residual would be rounded again in each layer. So `gives_stream` returns the result a
-second time in fp32, for the next residual. Each has a gradient of its own. The backward kernel adds them;
-autograd would launch a kernel for that.
+second time in fp32, for the next residual.
 """
 
 from __future__ import annotations
@@ -77,6 +72,7 @@ def add_norm(
     sum before the norm. `gives_stream` returns the result and the same in fp32 or wider, which may be used
     for the next residual only.
     """
+    # Without a seed there is no dropout, as in evaluation.
     drops = threshold(dropout) if seed is not None else 0
     form = Form(norm.eps, drops, site, drops_last, gives_sum, gives_stream, activation_dtype(x))
     return AddNorm.apply(  # type: ignore[no-untyped-call]
@@ -121,8 +117,10 @@ class AddNorm(torch.autograd.Function):
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
             stream = _room_for_stream(y) if form.gives_stream else None
+            # If nothing is added or dropped, the sum is the input itself.
             alone = residual is None and bias is None and (seed is None or form.drops_last)
             total = None if alone and x.dtype is form.dtype else torch.empty_like(y)
+            # Statistics are in fp32, from the sum before it is rounded.
             statistics = x.new_empty((2, x.numel() // x.size(-1)), dtype=torch.float32)
             add_norm_forward(
                 x, residual, weight, shift, bias, seed, form.site, form.drops, form.drops_last, form.eps,
@@ -131,12 +129,15 @@ class AddNorm(torch.autograd.Function):
             total = x if total is None else total
         else:
             y, stream, total, statistics = forward_in_torch(x, residual, weight, shift, bias, seed, form)
+        # A missing gradient stays None, so that no kernel reads zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, statistics, weight)
+        # The next operation finds the seed at its node of the graph (`seeds.py`).
         setattr(ctx, CARRIED, seed)
         ctx.form, ctx.x_dtype = form, x.dtype
         ctx.residual = None if residual is None else (residual.shape, residual.dtype)
         if form.gives_stream:
+            # Without a wider tensor the result itself is the stream; autograd needs two tensors.
             return y, y.detach() if stream is None else stream
         return (y, total) if form.gives_sum else y
 
@@ -145,9 +146,11 @@ class AddNorm(torch.autograd.Function):
         """Return the gradients of `x`, the residual, the norm's weights and the bias."""
         total, statistics, weight = ctx.saved_tensors
         seed, form = getattr(ctx, CARRIED), ctx.form
+        # Only the stream was used, so its gradient is the whole one.
         if dy is None and form.gives_stream:
             dy, other = other, None
         slopes = Slopes(
+            # The kernel needs a gradient of the result, even if only the sum was used.
             torch.zeros_like(total) if dy is None else dy.contiguous(),
             other.contiguous() if other is not None and form.gives_stream else None,
             other.contiguous() if other is not None and form.gives_sum else None,
@@ -160,6 +163,7 @@ class AddNorm(torch.autograd.Function):
         dresidual = None
         if needs[1]:
             shape, dtype = ctx.residual
+            # A residual with fewer rows repeats in the batch.
             dresidual = repeated_sum(slope, shape, dtype)
         dweight, dshift, dbias = (*sums, None)[:3] if sums is not None else (None, None, None)
         return dx if needs[0] else None, dresidual, dweight, dshift, dbias, None, None
@@ -180,6 +184,7 @@ def _backward_by_kernel(
     kinds: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     drops_first = seed is not None and not form.drops_last
+    # One tensor serves both gradients, unless dropout or a dtype makes them differ.
     apart = drops_first or kinds.residual_dtype is not kinds.x_dtype
     dresidual = torch.empty_like(total, dtype=kinds.residual_dtype)
     dx = torch.empty_like(total, dtype=kinds.x_dtype) if apart else None
@@ -196,6 +201,7 @@ def _backward_by_kernel(
 
 def rows_at_once(columns: int) -> int:
     """Return the number of rows that a program of the backward kernel loads at once."""
+    # A tile has whole rows, whose width is rounded up to a power of two.
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 
 
@@ -210,6 +216,7 @@ def repeated_sum(gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype) 
 # ---- plain torch -----------------------------------------------------------------------------------------
 
 
+# Half precision is computed in fp32, and double in double for exact tests.
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -274,6 +281,7 @@ def backward_in_torch(
         slope = slope * _mask(seed, form, slope)
     normed = (value - mean) * inverse
     inner = slope * weight.to(wide)
+    # The gradient through a norm: two means of a row are subtracted.
     shared = inner.mean(1, keepdim=True) + normed * (inner * normed).mean(1, keepdim=True)
     through = (inner - shared) * inverse
     if slopes.of_sum is not None:

@@ -70,16 +70,20 @@ class AttentionInputs(torch.autograd.Function):
             product = torch.addmm(join_weights(parameters[3:], dtype), rows, matrix.t())
         else:
             product = torch.mm(rows, matrix.t())
+        # Selective checkpointing returns the product again, so it must not be rotated in place.
         if kind is None and results_are_kept():
             product = product.clone()  # which is rotated in place
         angles = cosines.contiguous(), sines.contiguous()
         turned = rotate(product, angles, length, heads, _norms(kind, query_scale, key_scale))
+        # Without norms, the rotation is undone by angles alone.
         product_to_keep = product if kind is not None else None
+        # The input is normed again in backward, which is cheaper than its bytes.
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=any(ctx.needs_input_grad[7:10]))
         ctx.save_for_backward(matrix, *angles, query_scale, key_scale, product_to_keep, *source)
         ctx.kind, ctx.hidden_dtype = kind, hidden.dtype
         ctx.parameters = [(len(one), one.dtype) for one in parameters]
         ends = [heads.queries * heads.width, (heads.queries + heads.keys) * heads.width]
+        # Attention reads the three parts as views, without a copy.
         parts = turned[:, : ends[0]], turned[:, ends[0] :], product[:, ends[1] :]
         return tuple(part.view(batch, length, -1, heads.width).transpose(1, 2) for part in parts)
 
@@ -98,6 +102,7 @@ class AttentionInputs(torch.autograd.Function):
         ]
         of_parameters = _of_parameters(ctx, of_product, source)
         of_hidden = None
+        # One product gives the gradient of the input from all three parts.
         if ctx.needs_input_grad[0]:
             batch, _, length, _ = of_query.shape
             of_hidden = torch.mm(of_product, matrix).view(batch, length, -1).to(ctx.hidden_dtype)
@@ -111,6 +116,7 @@ def _of_parameters(
     needed = ctx.needs_input_grad[7:]
     sizes, dtypes = zip(*ctx.parameters, strict=True)
     given: list[torch.Tensor | None] = [None] * len(needed)
+    # One product gives the gradients of all three weights, as slices.
     if any(needed[:3]):
         rows = rows_again(source, ctx.from_one, of_product.dtype)
         given[:3] = weight_gradient(of_product, rows, dtypes[0]).split(list(sizes[:3]))

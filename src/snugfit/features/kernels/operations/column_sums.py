@@ -1,8 +1,7 @@
 """Second stage of sums over many rows: the sum of the partial sums of all programs of a kernel.
 
 The gradients of a norm's weight and of a bias are such sums. Their first stage is a by-product of the kernel
-that computes the terms. Each of its programs adds up its own rows, in fp32. Sums in two stages are the same
-in every run; sums by atomic additions are not.
+that computes the terms.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor
 
 def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sums of partials (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
+    # Two stages give the same sum in every run; atomic additions do not.
     sums = partials.new_empty((partials.size(0), partials.size(2)), dtype=dtype)
     column_sums(partials, sums=sums)
     return sums

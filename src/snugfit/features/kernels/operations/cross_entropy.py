@@ -54,6 +54,7 @@ def reference(
 ) -> torch.Tensor:
     """Compute losses and gradient in plain torch."""
     with torch.enable_grad():
+        # The logits are overwritten below, so the reference differentiates a copy.
         leaf = logits.detach().clone().requires_grad_()
         losses = functional.cross_entropy(
             leaf.to(torch.float32), labels, ignore_index=ignore_index, reduction="none"

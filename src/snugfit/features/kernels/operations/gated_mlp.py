@@ -1,11 +1,5 @@
 """The MLP of a decoder, down(act(gate(x)) * up(x)), which saves at most the product of gate and up.
 
-Gate and up are one product (T, 2 * I). The backward pass recomputes the input of the third product. The
-kernel for the gradients of gate and up does so, and writes it over the gradient of that input. The gradients
-of gate and up overwrite their product. So one more product gives the gradient of both weights, and another
-that of x, which is normed again for it. Autograd refuses a second backward pass through the same step,
-because a saved tensor has changed.
-
 The product of gate and up is the largest saved tensor of a decoder's layer, and one product recomputes it. A
 module with `RECOMPUTES` set does so, which frees more bytes for a second than recomputing whole layers.
 """
@@ -70,9 +64,11 @@ class GatedMLP(torch.autograd.Function):
         """
         dtype = activation_dtype(hidden)
         rows = hidden.reshape(-1, hidden.size(-1)).to(dtype)
+        # Gate and up are one product (T, 2 * I).
         wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
         product = torch.mm(rows, wide.t())
         out = torch.mm(activate(product, tanh), narrow.t())
+        # The input is needed for weights, or to compute the product again.
         needs_rows = not keeps or any(ctx.needs_input_grad[1:3])
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(product if keeps else None, wide, narrow, *source)
@@ -94,13 +90,18 @@ class GatedMLP(torch.autograd.Function):
             product = torch.mm(rows, wide.t())
         of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
         between = torch.mm(of_out, narrow)
+        # The kernel overwrites the product with the gradients of gate and up, and `between` with their
+        # output.
         activate_backward(product, between, ctx.tanh, again=needs_down)
         of_down = of_gate = of_up = of_hidden = None
         if needs_down:
+            # The third product's input is computed again by the kernel, and was not saved.
             of_down = weight_gradient(of_out, between, ctx.weight_dtypes[1])
+        # `between` is large, and the gradients of gate and up do not need it.
         del between
         if needs_gate or needs_up:
             rows = rows_again(source, ctx.from_one, product.dtype) if rows is None else rows
+            # One product gives the gradients of both weights.
             of_gate, of_up = weight_gradient(product, rows, ctx.weight_dtypes[0]).chunk(2)
         if needs_hidden:
             of_hidden = torch.mm(product, wide).view(*gradient.shape[:-1], -1).to(ctx.hidden_dtype)
@@ -129,6 +130,7 @@ def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *
         _GATE_BACKWARD(product, of_out, tanh, again)
     else:
         reference_backward(product, of_out, tanh, again)
+    # The saved product has changed, so autograd refuses a second backward pass instead of a wrong one.
     torch.autograd.graph.increment_version(product)
 
 
@@ -141,6 +143,7 @@ def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
 def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
     """Write the backward kernel's results in plain torch."""
     wide = torch.promote_types(product.dtype, torch.float32)
+    # The halves are views, so writing them overwrites the product.
     gates, ups = product.chunk(2, dim=1)
     gate, up, slope = (one.to(wide) for one in (gates, ups, of_out))
     with torch.enable_grad():

@@ -34,6 +34,7 @@ def join_slopes(
     biases.
     """
     first = slopes[0]
+    # The kernel takes three equal parts; grouped queries are joined by torch.
     alike = len(slopes) == 3 and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in slopes)
     if not alike or not has_kernel(first):
         joint = torch.cat(tuple(slopes), dim=-1).flatten(0, -2)
@@ -42,6 +43,7 @@ def join_slopes(
     rows = first.numel() // columns
     joint = first.new_empty((rows, 3 * columns))
     partials = None if bias_dtype is None else empty_partials(joint, 1, BLOCK_ROWS)
+    # Attention may return strided gradients.
     copy_slopes(*(one.contiguous() for one in slopes), joint=joint, partials=partials)
     if partials is None or bias_dtype is None:
         return joint, None

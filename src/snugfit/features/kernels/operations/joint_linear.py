@@ -1,8 +1,7 @@
 """Several linear layers of one input as one product: queries, keys and values.
 
 The layers keep weights and gradients of their own. Their weights are copied once into adjacent parts of one
-buffer, so that the joint weight is a view. If a cast or another device moved them since, every pass joins
-them again. In the backward pass one product computes all their gradients, and each is a slice.
+buffer, so that the joint weight is a view.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from snugfit.features.kernels.operations.operators import activation_dtype, auto
 def is_plain(layer: Any) -> bool:
     """Return True if a linear layer is torch's own, without a wrapper or hook."""
     is_own = type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
+    # A hook or a wrapper expects to be called with this layer's input.
     return is_own and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
@@ -30,6 +30,7 @@ def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
         buffer = torch.cat([one.data for one in tensors])
         start = 0
         for one in tensors:
+            # `data` changes the memory and keeps the parameter, which optimizers and ties refer to.
             one.data = buffer[start : start + one.size(0)]
             start += one.size(0)
 
@@ -41,6 +42,7 @@ def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     rows = 0
     for one in tensors:
         alike = (one.dtype, one.stride(), one.shape[1:]) == (first.dtype, first.stride(), first.shape[1:])
+        # The next tensor must begin where the previous one ends.
         lies = one.untyped_storage()._cdata == storage and one.storage_offset() == at
         if not (alike and lies and one.is_contiguous()):
             return None
@@ -54,6 +56,7 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     It is a view where they are adjacent and have the dtype.
     """
     view = joint_view(tensors)
+    # A cast or a move separated the weights, so this pass joins them again.
     return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
 
 
@@ -82,6 +85,7 @@ class JointLinear(torch.autograd.Function):
         dtype = activation_dtype(x)
         weight = join_weights(weights, dtype)
         bias = join_weights(biases, dtype) if biases else None
+        # Weights are cast already; autocast would cast and cache views.
         with torch.autocast(autocast_device(x), enabled=False):
             inner = x.to(dtype)
             joint = torch.nn.functional.linear(inner, weight, bias)
@@ -97,12 +101,14 @@ class JointLinear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs = ctx.needs_input_grad
         count = len(ctx.sizes)
+        # The bias's gradient is a by-product of joining, so it is not computed in vain.
         trains_bias = bias_dtype is not None and any(needs[2 + count :])
         slope, dbias = join_slopes(slopes, bias_dtype if trains_bias else None)  # (rows, all columns)
         dx = torch.mm(slope, weight).view(x.shape).to(x_dtype) if needs[0] else None
         dweights: Sequence[torch.Tensor | None] = [None] * count
         dbiases: Sequence[torch.Tensor | None] = [None] * count if bias_dtype else []
         if any(needs[2 : 2 + count]):
+            # One product gives the gradients of all weights, and each is a slice.
             dweights = torch.mm(slope.t(), x.flatten(0, -2)).to(weight_dtype).split(ctx.sizes)
         if dbias is not None:
             dbiases = dbias.split(ctx.sizes)

@@ -1,6 +1,5 @@
 """Operators of the operations: a schema, the program that it launches on a GPU, and no work on shapes.
 
-Operators are defined by torch's plain `Library`, whose calls cost the host less than those of `custom_op`.
 They return nothing. Results are written into arguments after the schema's `*`, and a simulation counts these
 as written and not read. Their names begin with `triton::`, as traces name kernels that Triton compiles at
 their first launch.
@@ -25,6 +24,7 @@ NAMESPACE = "triton"
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Return True if a kernel computes with it: on a GPU, or in the simulation of one. Elsewhere plain torch
     does."""
+    # Shapes belong to a GPU unless the simulation is that of a CPU.
     return tensor.is_cuda or (tensor.is_meta and not is_on_cpu(tensor))
 
 
@@ -38,6 +38,7 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
 
 def autocast_device(x: torch.Tensor) -> str:
     """Return the kind of device whose autocast applies; a simulation's is the CPU."""
+    # The switch of a simulation is the CPU's (`rehearsal/device/autocast.py`).
     return "cpu" if x.is_meta else x.device.type
 
 
@@ -51,6 +52,7 @@ def define(schema: str, program: str) -> Callable[..., None]:
     import torch
 
     name = schema.partition("(")[0]
+    # Calls of a plain `Library` cost the host less than those of `custom_op`.
     library = _library()
     library.define(schema)
     library.impl(name, functools.partial(_launch, program, name), "CUDA")
@@ -58,7 +60,8 @@ def define(schema: str, program: str) -> Callable[..., None]:
     operator: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def run(first: torch.Tensor, *arguments: Any, **written: Any) -> None:
-        if first.is_cuda:  # past torch's dispatcher, which would only cost the host time
+        # Past torch's dispatcher, which would only cost the host time.
+        if first.is_cuda:
             program_of(program, name)(first, *arguments, **written)
         else:
             operator(first, *arguments, **written)

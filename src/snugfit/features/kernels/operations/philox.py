@@ -1,9 +1,8 @@
 """Dropout masks by Philox in counter mode, in plain torch, bit for bit those of the programs.
 
 The fate of an element depends on a seed, the number of the call site in the model, its row and its column. So
-a backward pass draws the mask of its forward pass again, and stores nothing. A draw of Philox has 128 bits,
-which decide for eight neighbours in a row, 16 bits each. A probability is rounded to 1/65,536 (0.1 to
-0.100006), and the remaining elements are scaled by the rounded one.
+a backward pass draws the mask of its forward pass again, and stores nothing. A probability is rounded to
+1/65,536 (0.1 to 0.100006), and the remaining elements are scaled by the rounded one.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import torch
 LEVELS = 1 << 16
 """Number of distinct probabilities."""
 
+# A draw has 128 bits: 16 for each of eight neighbours.
 GROUP = 8
 """Neighbours in a row that share one draw."""
 
 _ROUNDS = 10
+# Constants of Philox-4x32 (Salmon et al., SC 2011).
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -24,6 +25,7 @@ _MASK = 0xFFFFFFFF
 
 def threshold(probability: float) -> int:
     """Return how many of 65,536 equally likely numbers drop an element; 0 to 65,535."""
+    # A probability of 1 would leave no element, and its scale would be infinite.
     return min(round(probability * LEVELS), LEVELS - 1)
 
 
@@ -38,6 +40,7 @@ def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int
     groups = -(-columns // GROUP)
     counters = torch.arange(rows * groups, device=seed.device)
     words = _philox(seed, counters, site)
+    # The order of halves is that of the Triton program (`keeping.py`).
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     numbers = torch.stack(halves, dim=-1).view(rows, groups * GROUP)[:, :columns]
     return numbers >= drops
@@ -45,6 +48,7 @@ def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int
 
 def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torch.Tensor, ...]:
     """Return four words of 32 bits for each counter, as int64 (Salmon et al., SC 2011, Philox-4x32-10)."""
+    # torch has no unsigned integers, so words of 32 bits are in int64.
     low, high = seed & _MASK, (seed >> 32) & _MASK
     first, second = counters & _MASK, torch.full_like(counters, site)
     third, fourth = torch.zeros_like(counters), torch.zeros_like(counters)
@@ -59,5 +63,6 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
 
 def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the upper and the lower 32 bits of products of 32-bit numbers, which exceed int64."""
+    # The factor is split in halves, so that no product exceeds 63 bits.
     lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK

@@ -1,9 +1,8 @@
 """Rotary embedding of queries and keys within their common product, and the norm of heads before it.
 
 A row of the product has the heads of queries, then of keys, then of values. Without norms the rotation is
-done in place. The backward pass then needs the angles alone: it is the rotation the other way. With norms
-(Qwen3, Gemma 3) the product is saved, and the rotated heads are written to another tensor. In the backward
-pass one kernel gathers the gradients of queries, keys and values, at any strides, into one of the product.
+done in place. With norms (Qwen3, Gemma 3) the product is saved, and the rotated heads are written to another
+tensor.
 
 Between norm and rotation nothing is rounded: both are computed in 32 bits.
 """
@@ -81,6 +80,7 @@ def rotate(
     if norms is None:
         _ROTATE(product, *angles, length, list(heads))
         return product[:, :count]
+    # The norm's backward pass needs the product, so it is not overwritten.
     out = product.new_empty((len(product), count))
     _NORM_AND_ROTATE(product, *angles, *norms, length, list(heads), out=out)
     return out
@@ -98,9 +98,11 @@ def rotate_backward(
     """
     if not has_kernel(gradients[0]):
         return reference_backward(gradients, angles, product, norms)
+    # The kernel takes any strides but the last one.
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in gradients)
     tokens, width = query.size(0) * query.size(2), query.size(3)
     into = query.new_empty((tokens, (query.size(1) + 2 * key.size(1)) * width))
+    # The backward pass of a rotation is the rotation the other way, by the angles alone.
     if norms is None or product is None:
         _ROTATE_BACKWARD(query, key, value, *angles, into=into)
         return into, None, None
@@ -136,6 +138,7 @@ def reference_backward(
     query, key, value = (one.transpose(1, 2) for one in gradients)  # (B, S, heads, D)
     heads = Heads(query.size(2), key.size(2), query.size(3))
     wide = torch.promote_types(query.dtype, torch.float32)
+    # Angles are equal for all heads.
     cosines, sines = (angle.to(wide)[:, :, None] for angle in angles)
     turned = torch.cat([query, key], 2).to(wide)
     slope = turned * cosines - _quarter_turn(turned * sines)

@@ -1,13 +1,8 @@
 """The seeds of a model's dropout: one for each forward pass, drawn by torch's own generator on the device.
 
 A draw on the device lets each replay of a captured step draw a new seed. With torch's generator, code that
-saves and restores that generator covers dropout too. The seed travels with the residual stream. An operation
-stores its seed at its node of autograd's graph (`CARRIED`), and the next one finds it there. So a recomputed
-layer finds the seed of its own forward pass, even after later passes began. Checkpoints give it its inputs
-with their nodes.
-
-If no seed was carried (the first layer of some models), the layer takes the pass's seed. A layer that is
-recomputed draws one of its own, and draws it again when recomputation restores the generator.
+saves and restores that generator covers dropout too. The seed travels with the residual stream, at nodes of
+autograd's graph (`CARRIED`).
 """
 
 from __future__ import annotations
@@ -36,9 +31,12 @@ class Seeds:
         device, checkpoint = stream.device, checkpoint_around()
         if checkpoint is REENTRANT:
             return _draw(device)  # nothing is carried there, forward or again
+        # A recomputed layer finds the seed of its own forward pass, since a checkpoint gives it its input's
+        # node.
         carried: torch.Tensor | None = getattr(stream.grad_fn, CARRIED, None)
         if carried is not None:
             return carried
+        # A recomputed layer draws again, and recomputation restores the generator before.
         if checkpoint:
             return _draw(device)
         if self._of_pass is None or self._of_pass.device != device:
@@ -60,12 +58,15 @@ def checkpoint_around() -> str:
     first, and within the backward pass again. An empty string means no checkpoint. If torch does not expose
     its hooks, the answer is hooks.
     """
+    # The reentrant checkpoint runs its first pass without gradients.
     if not torch.is_grad_enabled():
         return REENTRANT
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    # A seed of its own is correct with and without a checkpoint.
     if top is None:
         return HOOKS
     hooks = top(True)
     if hooks is not None and hooks[0].__qualname__.startswith(("_checkpoint_hook", "_recomputation_hook")):
         return HOOKS
+    # A forward pass inside of a backward pass is the second run of a reentrant checkpoint.
     return REENTRANT if torch._C._current_graph_task_id() != -1 else ""

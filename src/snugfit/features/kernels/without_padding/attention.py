@@ -61,7 +61,9 @@ def attend(
     assert cu_seq_lens_q is not None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     longest = query.size(2) if max_length_q is None else int(max_length_q)
+    # A window as long as the longest sequence hides nothing.
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    # Autocast does not know this operator, so operands are cast here.
     dtype = _dtype(value)
     query, key, value = (operand.to(dtype) for operand in (query, key, value))
     if is_on_cpu(query):
@@ -74,10 +76,12 @@ def attend(
             f"{WIDTH_IN}. {type(module).__name__} gives heads of {width} numbers in {dtype}. Take 'sdpa'."
         )
     rows = [operand.transpose(1, 2)[0] for operand in (query, key, value)]  # (N, H or G, D)
+    # FlashAttention counts neighbours on each side, without the token itself.
     sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": window - 1}
     if window is not None and causal:
         sides["window_size_right"] = 0
     operator = torch.ops.aten._flash_attention_forward
+    # Queries and keys have the same ends in self-attention.
     packed = operator(
         *rows, cu_seq_lens_q, cu_seq_lens_q, longest, longest, dropout, causal, False, scale=scaling, **sides
     )[0]
@@ -129,11 +133,13 @@ def _one_by_one(
     grouped = query.size(1) != key.size(1)
     parts = []
     for start, end in pairwise(bounds):
+        # The filling of a row may have empty sequences.
         if start == end:
             continue
         one, mask = slice(start, end), None
         if window is not None and window < end - start:
             mask = _window(end - start, window, causal, query.device)
+        # A CPU has no such kernel, so each sequence runs alone.
         parts.append(
             torch.nn.functional.scaled_dot_product_attention(
                 query[:, :, one].to(value.dtype), key[:, :, one].to(value.dtype), value[:, :, one],
@@ -145,7 +151,7 @@ def _one_by_one(
 
 
 def _window(length: int, window: int, causal: bool, device: torch.device) -> torch.Tensor:
-    """(S, S): which keys each query sees."""
+    """Return which keys each query attends to: (S, S), bool."""
     import torch
 
     places = torch.arange(length, device=device)

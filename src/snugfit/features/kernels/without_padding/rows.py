@@ -4,12 +4,7 @@ A model of transformers with (B, S) tokens and a mask gets (1, N) instead. These
 padding, with their positions, and the ends of the sequences (`cu_seq_lens_q`, as in transformers' own
 `DataCollatorWithFlattening`).
 
-A decoder would predict a sequence's first token from the previous sequence's last one, so the first token has
-no label. In a padded batch it is not predicted either, unless padding is on the left.
-
-snugfit's own loop makes rows on the host, where the mask is, so no copy waits for the device. A recorded step
-needs few lengths. So its rows are filled up with uncounted sequences to one of `LENGTHS` lengths. Values that
-are no tensors are the same for all batches.
+snugfit's own loop makes rows on the host, where the mask is, so no copy waits for the device.
 """
 
 from __future__ import annotations
@@ -87,8 +82,10 @@ class Filling:
 
 def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turn a step's host micro-batches into rows, filled up where their lengths must be few."""
+    # A user's own sequences may have any length.
     longest = loop.job.sequence_length if loop.job.model.module is None else 1
     multiple = fill_multiple(loop)
+    # A recorded step needs few lengths, so its rows are filled up.
     return as_rows(pieces, RowRules.of(model), Filling(multiple, longest) if multiple else None)
 
 
@@ -102,8 +99,10 @@ def as_rows(
         return [dict(piece) for piece in pieces]
     if filling is None:
         return [without_padding(piece, rules)[0] for piece in pieces]
+    # A batch may be longer than the job's sequences.
     widest = max(piece["input_ids"].shape[1] for piece in pieces)
     filling = replace(filling, longest=max(filling.longest, widest))
+    # Micro-batches with equally many samples must have equal rows.
     most: dict[int, int] = {}  # tokens, by samples
     for piece in pieces:
         samples = len(piece["input_ids"])
@@ -129,6 +128,7 @@ def _filled_up(
     row, _ = without_padding(piece, rules)
     count, longest = row["input_ids"].shape[1], filling.longest
     step = filling.step(len(piece["input_ids"]))
+    # Lengths are multiples of a step, so that few of them are recorded.
     length = -(-most // step) * step
     more = -(-(step if is_alone else length) // longest)
     added = torch.arange(1, more + 1, dtype=torch.int32).mul_(longest).add_(count).clamp_(max=length)
@@ -139,13 +139,14 @@ def _filled_up(
         else value
         for name, value in row.items()
     }
+    # The longest length is the same for all batches, since a recorded step cannot change it.
     return {
         **row, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest
     }  # fmt: skip
 
 
 def _lengthen(value: torch.Tensor, *, length: int, fill: int) -> torch.Tensor:
-    """(1, N, ...) as (1, length, ...)."""
+    """Return (1, N, ...) filled up to (1, length, ...)."""
     import torch
 
     sides = [0, 0] * (value.dim() - 2) + [0, length - value.shape[1]]
@@ -169,10 +170,13 @@ def without_padding(batch: Mapping[str, Any], rules: RowRules) -> tuple[dict[str
     tokens = {
         name: value
         for name, value in batch.items()
+        # Only tensors of one value per token are cut; a mask is replaced by ends.
         if name != "attention_mask" and torch.is_tensor(value) and value.shape[:2] == shape
     }
+    # A decoder would predict a sequence's first token from the last one of the sequence before.
     if rules.shifts and "labels" in tokens:
         tokens["labels"] = _change(tokens["labels"], partial(_unlabel_first, mask=mask))
+    # On a device, the number of tokens makes the host wait here.
     places = None if mask is None else mask.flatten().nonzero().flatten()  # (N,)
     rows = {name: _change(value, partial(_row, places=places)) for name, value in tokens.items()}
     ends, longest = _ends(shape, mask, batch["input_ids"].device)
@@ -180,6 +184,7 @@ def without_padding(batch: Mapping[str, Any], rules: RowRules) -> tuple[dict[str
         rows["position_ids"] = _positions(batch["input_ids"], places, rules)
     extra = {name: value for name, value in batch.items() if name not in tokens and name != "attention_mask"}
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    # The head needs the number of the batch's own sequences.
     counted = {COUNT: shape[0]} if rules.pools_first else {}
     return {**extra, **rows, **bounds, **counted}, places
 
@@ -208,9 +213,10 @@ def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """(B, S, ...) as (1, N, ...)."""
+    """Return (B, S, ...) as the row (1, N, ...)."""
     flat = value.flatten(0, 1)
     row = (flat if places is None else flat[places]).unsqueeze(0)
+    # A row of a page-locked batch must be so too, or its copy would wait.
     return row.pin_memory() if value.is_pinned() else row
 
 
@@ -222,6 +228,7 @@ def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
         first = torch.zeros_like(labels, dtype=torch.bool)
         first[:, :1].fill_(True)
     else:
+        # The first counted token of each row, also with padding on the left.
         first = (mask.cumsum(1) == 1) & mask.bool()
     return labels.masked_fill(first, IGNORED)
 
@@ -241,12 +248,13 @@ def _ends(shape: torch.Size, mask: torch.Tensor | None, device: torch.device) ->
 
 
 def _positions(ids: torch.Tensor, places: torch.Tensor | None, rules: RowRules) -> torch.Tensor:
-    """(1, N): the places that tokens had in their sequences (B, S), as the model counts them."""
+    """Return the positions (1, N) that tokens had in their sequences (B, S), as the model counts them."""
     import torch
 
     batch, length = ids.shape
     if rules.padding_token is not None:
         counted = ids.ne(rules.padding_token).long()
+        # These models count positions from the padding token, and leave out padding.
         return _row(counted.cumsum(1) * counted + rules.padding_token, places)
     if places is not None:
         return places.remainder(length).unsqueeze(0)

@@ -2,13 +2,7 @@
 
 AdamW's change to a matrix's gradient is mostly a factor for each of its columns (or rows, the longer side).
 APOLLO finds these factors in a small space. It projects the gradient onto `rank` rows with a fixed random
-matrix, and keeps AdamW's moments of the projection. The factor of a column is the norm of AdamW's update of
-the projection, divided by the norm of the projection itself. Such an update is shorter than AdamW's by
-sqrt(rank / rows). This module corrects for that, so that a learning rate that suits AdamW suits both.
-
-The projection is drawn again every `renew` steps, from the device's own generator. Until then it is a state,
-so that a checkpoint contains it. The norm of an update may exceed the last one by a factor of `GROWTH` at
-most (section 4).
+matrix, and keeps AdamW's moments of the projection.
 
 Nothing of the authors' package, whose licence forbids commercial use, was read.
 """
@@ -40,14 +34,18 @@ class ApolloWithAdamW(ProjectedAndAdamW):
         """Return the scaled gradient of a matrix."""
         short = 0 if gradient.shape[0] <= gradient.shape[1] else 1
         rows, rank = gradient.shape[short], group["rank"]
+        # `step` already counts this step, so the first one draws.
         if (state["step"] - 1) % group["renew"] == 0:
             projection = torch.randn(rank, rows, dtype=gradient.dtype, device=gradient.device)
+            # Until it is drawn again, the projection is a state, so that a checkpoint contains it.
             state["projection"] = projection.div_(math.sqrt(rank))
         projection = state["projection"]
         small = projection @ gradient if short == 0 else gradient @ projection.t()
+        # A projected update is shorter than AdamW's by sqrt(rank / rows): one learning rate suits both.
         factors = _column_factors(small.float(), state, group, short).mul_(math.sqrt(rows / rank))
         columns = torch.linalg.vector_norm(gradient, dim=short, keepdim=True)
         length = torch.linalg.vector_norm(columns * factors)
+        # The norm of an update may exceed the last one by `GROWTH` at most (section 4).
         if "length" in state:
             shorter = (state["length"] * GROWTH).div_(length + SMALLEST).clamp_(max=1.0)
             factors.mul_(shorter)
@@ -63,5 +61,6 @@ def _column_factors(
     column."""
     update = adamw_direction(small, state, group)
     lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
+    # AdamW's update of the projection, relative to the projection itself.
     factors: torch.Tensor = lengths[0].div_(lengths[1].add_(SMALLEST))
     return factors

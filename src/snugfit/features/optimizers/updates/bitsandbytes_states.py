@@ -1,16 +1,7 @@
 """Shared parts of bitsandbytes' optimizers: states in 8 bits, paged states, and a step on meta tensors.
 
 State in 8 bits: a byte an element and 4 bytes a block of 256, for each moment. Parameters of fewer than 4,096
-elements (biases, norms) keep 32 bits. One code book of 1 KiB for each moment is shared by all. Embedding
-tables may keep 32 bits: their gradients are sparse and uneven, and 8 bits make them unstable. (Dettmers et
-al., section 2.3, change the layer itself.) The HF Trainer does it for every `nn.Embedding`.
-
-bitsandbytes stores such overrides in one global manager, by the *position* of a parameter in its optimizer,
-and never removes them. An earlier model's overrides would change a later one's states in the same process.
-The manager also references the embedding tables, so their weights and gradients would stay on the GPU after
-training. So `keep_embeddings` gives each run a manager of its own. The earlier manager stays with the
-optimizers that reference it, and the new one is released with its model. The list of paged tensors is treated
-in the same way.
+elements (biases, norms) keep 32 bits. One code book of 1 KiB for each moment is shared by all.
 
 Paged states are in memory that the driver moves between host and GPU (`cudaMallocManaged`), a page at a time.
 A page stays on the GPU while there is room, and moves to the host when torch's allocator needs that room. To
@@ -18,9 +9,7 @@ torch it is a tensor of the host. Parameters of fewer than 100,000 elements have
 
 bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is ordinary
 torch. So it runs on meta tensors unchanged and allocates the same tensors in the same order.
-`tests/test_bitsandbytes.py` compares it with a real step. `shapes` only leaves the manager of the user's
-process unchanged, and synchronizes the device after each parameter. bitsandbytes itself does so on CUDA and
-XPU only.
+`tests/test_bitsandbytes.py` compares it with a real step.
 """
 
 from __future__ import annotations
@@ -40,6 +29,7 @@ if TYPE_CHECKING:
 
 def paged_bytes() -> int:
     """Return bytes in pages that optimizers of this process have made, since `keep_embeddings`."""
+    # Without an import there are no pages, and the import takes seconds.
     if "bitsandbytes" not in sys.modules:
         return 0
     return sum(page.nbytes for page in _page_managers().get_instance().paged_tensors)
@@ -51,12 +41,17 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
     managers, pages = _managers(), _page_managers()
     for kind in (managers, pages):
+        # The global manager finds parameters by position, so overrides of an earlier model would apply to
+        # this one.
         kind._instance = None
+        # The manager references embedding tables, whose memory must be freed with the model.
         weakref.finalize(model, _let_go, kind, kind.get_instance()).atexit = False
     if bits == 8:
         return
     manager = managers.get_instance()
     for module in model.modules():
+        # Gradients of embeddings are sparse and uneven, and 8 bits make them unstable (Dettmers et al.,
+        # section 2.3).
         if isinstance(module, torch.nn.Embedding):
             manager.register_module_override(module, "weight", {"optim_bits": bits})
 
@@ -74,6 +69,7 @@ def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
     pages = {
         name: optimizer.get_state_buffer(weight, dtype=value.dtype)
         for name, value in state.items()
+        # Scales and counters have other shapes, and belong on the device.
         if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.shape == weight.shape
     }
     torch.cuda.synchronize(weight.device)  # the pages are filled with zeros by a kernel
@@ -85,6 +81,7 @@ def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
 def doubt_about_pages(optimizer: Any) -> str:
     """Return a sentence about states that the driver moves between host and GPU; empty without any."""
     states = optimizer.state.values() if optimizer is not None else ()
+    # Only paged tensors have this attribute.
     values = [value for state in states for value in state.values() if hasattr(value, "is_paged")]
     if not values:
         return ""
@@ -122,6 +119,7 @@ def shapes(*, on_gpu: bool = True) -> Iterator[None]:
     with (
         patch.object(managers, "_instance", None),
         patch.object(functional.GlobalPageManager, "_instance", None),
+        # bitsandbytes waits after each parameter on CUDA and XPU only.
         patch.object(optimizer, "sync_gpu", _wait),
         patch.multiple(functional, **pages),
     ):
@@ -133,6 +131,7 @@ def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
+    # Managed memory is outside of torch's allocator.
     with _disable_current_modes():
         page = torch.empty(shape, dtype=dtype, device=device)
     page.is_paged = True  # type: ignore[attr-defined]
@@ -163,6 +162,7 @@ def _wait(tensor: torch.Tensor) -> None:
 def _page_managers() -> Any:
     """Return the class that lists all paged tensors of a process."""
     with no_hub_kernels():
+        # bitsandbytes may load kernels of the hub at import.
         from bitsandbytes.functional import GlobalPageManager
 
     return GlobalPageManager

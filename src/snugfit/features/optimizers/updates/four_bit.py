@@ -1,10 +1,7 @@
 """AdamW whose moments are 4-bit numbers, in blocks of 128 that share one scale.
 
-The first moment's sixteen values are Dettmers' dynamic ones (arXiv 2110.02861, section 1.3), which are denser
-near zero. The second moment's values are evenly spaced. They exclude zero, because it is a divisor (Li et
-al., arXiv 2309.01507, sections 3 and 4). A moment is divided by the largest of its block and rounded to the
-nearest value. Two share a byte. So a moment of a weight takes half a byte an element and 4 bytes a block.
-Weights of fewer than `LEAST` elements, and those that blocks do not divide, keep 32 bits.
+A moment is divided by the largest of its block and rounded to the nearest value. Two share a byte. So a
+moment of a weight takes half a byte an element and 4 bytes a block.
 """
 
 from __future__ import annotations
@@ -27,9 +24,11 @@ SMALLEST = 1e-30
 """Scale of a block of zeros."""
 
 NEGATIVE = (-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055)
+# Denser near zero (Dettmers et al., arXiv 2110.02861, section 1.3).
 SIGNED = (*NEGATIVE, 0.0, *(-value for value in reversed(NEGATIVE)), 1.0)
 """Dynamic values of 4 bits: a sign, zeros that encode the power of ten, and a fraction of that power."""
 
+# The second moment is a divisor, so its values exclude zero (Li et al., arXiv 2309.01507, sections 3 and 4).
 UNSIGNED = tuple(step / 16 for step in range(1, 17))
 
 MOMENTS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
@@ -51,6 +50,7 @@ class FourBitAdamW(AdamWInPieces):
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return codes of zeros, or zeros in 32 bits."""
+        # Small weights, and those that blocks do not divide, keep 32 bits.
         if weight.numel() < LEAST or weight.numel() % BLOCK:
             return {
                 name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -70,6 +70,7 @@ class FourBitAdamW(AdamWInPieces):
         if not _is_packed(piece):
             return gather(parts)
         codes, scales = torch.cat(parts), torch.cat([rows.state[_scales(name)] for rows in piece])
+        # The 256 pairs of values read both numbers of a byte at once.
         return unpack(codes, scales, self._tables(name, codes.device).pairs)
 
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
@@ -84,6 +85,7 @@ class FourBitAdamW(AdamWInPieces):
             _scatter(scales, [rows.state[_scales(name)] for rows in piece])
 
     def _tables(self, name: str, device: torch.device) -> CodeTables:
+        # A state dict must not contain the tables, so they are no optimizer state.
         known = self.__dict__.setdefault("_known_tables", {})
         if (name, device) not in known:
             known[name, device] = tables_of(MOMENTS[name], device)
@@ -120,7 +122,9 @@ def pack(exact: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return codes, two in a byte, and a scale for each block."""
     blocks = exact.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_(min=SMALLEST)
+    # The index of the interval between midpoints is the number of the nearest value.
     nearest = torch.bucketize(blocks / scales[:, None], borders, out_int32=True).view(-1, 2)
+    # The first number of a pair has the upper four bits.
     return nearest[:, 0].mul(16).add_(nearest[:, 1]).to(torch.uint8), scales
 
 

@@ -48,16 +48,20 @@ class GaloreWithAdamW(ProjectedAndAdamW):
         self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         """Update a matrix in its small space; only a decomposition makes tensors of the matrix's size."""
+        # `step` already counts this step, so the first one decomposes.
         if (state["step"] - 1) % group["renew"] == 0:
             state |= _singular_vectors(gradient, group["rank"], group["side"])
         left, right = state.get("left"), state.get("right")
         small = gradient if left is None else left.t() @ gradient
         small = small if right is None else small @ right.t()
         direction = adamw_direction(small, state, group)
+        # With both sides, the update is projected back in two products, of which the first is small.
         if left is not None and right is not None:
             direction = left @ direction
+        # Weight decay is decoupled, as in AdamW.
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         factors = (direction, right) if right is not None else (left, direction)
+        # The product is added in place, so no tensor of the matrix's size is made.
         weight.addmm_(*factors, alpha=-group["lr"] * group["scale"])
 
 
@@ -66,9 +70,11 @@ def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str,
     wide = gradient.shape[0] < gradient.shape[1]
     shorter, longer = ("left", "right") if wide else ("right", "left")
     sides = {"std": (shorter,), "reverse_std": (longer,), "full": ("left", "right")}.get(side, (side,))
+    # cuSOLVER has no decomposition in 16 bits.
     vectors, _, rows = torch.linalg.svd(gradient.float(), full_matrices=False)
     first = {"left": vectors[:, :rank], "right": rows[:rank]}
     return {
+        # A copy, since a slice would keep all singular vectors alive.
         name: first[name].to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)
         for name in sides
     }
@@ -88,6 +94,7 @@ def leave_others_to_adamw(model: torch.nn.Module, targets: Sequence[str] = ()) -
         id(module.weight)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
+        # transformers compares words with parts of names, and `all-linear` with the whole.
         and any(word in (ALL_LINEAR, name) or word in name for word in targets)
     }
     for weight in model.parameters():

@@ -2,8 +2,7 @@
 
 The device stores weights and gradients. The update copies some of them at a time into page-locked memory
 (`STAGED_BYTES` of each). It runs torch's own fused AdamW there on the CPU, and copies the new weights back.
-The moments stay on the host. The host stores no second copy of the weights, because a checkpoint may be
-loaded into the device's weights at any time. These operations are serial: the device waits for the CPU.
+These operations are serial: the device waits for the CPU.
 
 On `meta` nothing is copied or stored. An observer receives the sizes of the copies, as in a simulation.
 """
@@ -43,6 +42,7 @@ class HostMemory:
     def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return twice `STAGED_BYTES` of it, for weights and for gradients."""
         if self._bytes is None:
+            # Only page-locked memory can be copied without waiting.
             if device.type == "cuda":
                 self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             else:
@@ -73,6 +73,7 @@ class AdamWOnHost(FusedAdamW):
         assert weight.grad is not None
         whole, gradient = flat(weight), flat(laid_out_as(weight, weight.grad))
         moments = _moments(state, weight)
+        # A meta weight has no moments to cut, but its slices need some tensor.
         flats = [whole[:0] if weight.is_meta else flat(moment) for moment in moments]
         most = max(1, STAGED_BYTES // weight.element_size())
         for start in range(0, whole.numel(), most):
@@ -88,11 +89,15 @@ class AdamWOnHost(FusedAdamW):
             weight.copy_(part.weight, non_blocking=True)
             gradient.copy_(part.gradient, non_blocking=True)
         if device.type == "cuda":
+            # The CPU must not read before the copies have ended.
             torch.cuda.current_stream(device).synchronize()
         moments = ([part.moments[number] for part in piece] for number in range(len(MOMENTS)))
+        # torch's kernel counts the step itself.
         steps = [torch.tensor(float(part.step - 1), device="cpu") for part in piece]
         fused_adamw([weights, gradients, *moments], steps, group)
         for part, weight in zip(piece, weights, strict=True):
+            # No second copy of the weights stays on the host: a checkpoint may be loaded into the device's at
+            # any time.
             part.weight.copy_(weight, non_blocking=True)
 
 
@@ -119,7 +124,9 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
     for name in MOMENTS:
         moment = state.get(name)
         if weight.is_meta:
+            # A view of one number: no memory for the moments of a simulated weight.
             state[name] = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        # Libraries move loaded states to the weight's device, and a checkpoint stores no strides.
         elif moment is None or moment.device.type != "cpu" or moment.stride() != weight.stride():
             state[name] = _zeros_on_host(weight.nbytes, weight.dtype).as_strided(
                 weight.shape, weight.stride()
@@ -131,6 +138,7 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros of so many bytes, in memory of their own."""
+    # The memory of `mmap` is zero, and not from torch's allocator.
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 
 
@@ -140,6 +148,7 @@ def _tell(piece: list[WeightSlice]) -> None:
     for part in piece:
         observer.stage_out(part.weight.nbytes)
         observer.stage_out(part.gradient.nbytes)
+    # Weights travel back after the update of the whole piece.
     observer.update_on_host(sum(part.weight.nbytes for part in piece), piece[0].weight.dtype)
     for part in piece:
         observer.stage_back(part.weight.nbytes)

@@ -1,9 +1,7 @@
 """One optimizer that updates the matrices between embeddings and head, and all other parameters by AdamW.
 
 torch's Muon accepts matrices alone, and its authors leave embedding tables, the output head, biases and
-normalisations to AdamW. APOLLO and GaLore do the same. Two separate optimizers would need loops, schedules
-and checkpoints for two. This one keeps its parameter groups, and two optimizers step on their shares of them.
-Each group stores the positions of its matrices, so that a checkpoint contains them.
+normalisations to AdamW. APOLLO and GaLore do the same.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         """Add a group, with the positions of its matrices."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
+        # Positions are stored in the group, so that a checkpoint contains them.
         added[MATRICES] = [at for at, weight in enumerate(added["params"]) if self.takes(weight, added)]
 
     def step(self, closure: Any = None) -> Any:
@@ -47,10 +46,12 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         if matrices := self._shares(of_matrices=True):
             self.update_matrices(matrices)
         if rest := self._shares(of_matrices=False):
+            # Two optimizers of their own would need loops, schedules and checkpoints for two.
             self.run(torch.optim.AdamW(rest, foreach=True))
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """Make a step of this optimizer, with the states of this one."""
+        # The state stays here, since an inner optimizer lives for one step.
         optimizer.state = self.state
         optimizer.step()
 
@@ -91,6 +92,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
         """Return True unless a projection would not make the matrix smaller, which is then AdamW's."""
+        # Otherwise the projection has as many numbers as the matrix.
         return super().takes(weight, group) and min(weight.shape) > group["rank"]
 
 
@@ -104,6 +106,7 @@ def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[s
     if "exp_avg" not in state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
     first, step = state["exp_avg"], state["step"]
+    # Bias corrections of both moments; `step` already counts this step.
     shares = 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step)
     spread = move_moments(first, state["exp_avg_sq"], gradient, *shares, group["eps"])
     direction: torch.Tensor = first.div(spread).div_(1 - beta1**step)
@@ -123,6 +126,8 @@ class MuonWithAdamW(MatricesAndAdamW):
         """Make a step of torch's Muon, with updates as large as AdamW's."""
         keys = ("params", "lr", "weight_decay", "momentum")  # not AdamW's eps
         shares = [{key: group[key] for key in keys} for group in groups]
+        # Updates of AdamW's average size, so that its learning rate suits both (Liu et al., arXiv
+        # 2502.16982).
         self.run(torch.optim.Muon(shares, adjust_lr_fn="match_rms_adamw"))
 
 
@@ -142,6 +147,7 @@ def leave_to_adamw(model: torch.nn.Module) -> None:
     }
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
+            # No layer multiplies with a matrix of another name (a position table, a token).
             named = name.rpartition(".")[2] == "weight"
             setattr(weight, BY_ADAMW, not named or id(weight) in tables or id(weight) not in inside)
 

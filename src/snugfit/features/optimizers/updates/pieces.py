@@ -50,6 +50,7 @@ class FusedAdamW(OwnAdamW, ABC):
         """Update all weights that have a gradient."""
         refuse_closure(self, closure)
         for group in self.param_groups:
+            # An empty weight has no update, and no piece.
             weights = [weight for weight in group["params"] if weight.grad is not None and weight.numel()]
             self.update_weights(weights, group)
 
@@ -63,6 +64,7 @@ def refuse_closure(optimizer: torch.optim.Optimizer, closure: Any) -> None:
 def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor], group: Any) -> None:
     """Update lists of weights by gradients and both moments; `steps` count those before this one."""
     weights, gradients, firsts, seconds = tensors
+    # The empty list is for `amsgrad`, which is off.
     adamw(
         weights, gradients, firsts, seconds, [], steps, fused=True, amsgrad=False, maximize=False,
         beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
@@ -78,6 +80,7 @@ def pieces(
         piece: list[Part] = []
         total = 0
         for part in alike:
+            # An item larger than the limit is a piece alone.
             if piece and total + size(part) > most:
                 yield piece
                 piece, total = [], 0
@@ -116,6 +119,7 @@ class AdamWInPieces(FusedAdamW):
             if not state:
                 state.update({STEP: 0, **self.new_state(weight)})
             state[STEP] += 1
+            # torch's kernel takes one step count and one dtype for all weights.
             by_kind.setdefault((state[STEP], weight.dtype, tuple(state)), []).append(weight)
         for alike in by_kind.values():
             parts = (rows for weight in alike for rows in self._split(weight))
@@ -126,6 +130,7 @@ class AdamWInPieces(FusedAdamW):
         """Yield a weight's rows in slices of at most `AT_ONCE` elements."""
         parts = torch.atleast_1d(weight)
         width = math.prod(parts.shape[1:])
+        # A slice must have whole blocks, so its rows are a multiple of this number.
         least = self.numbers_in_a_block // math.gcd(self.numbers_in_a_block, width)
         at_once = max(1, AT_ONCE // width // least) * least
         state = self.state[weight]
@@ -134,6 +139,7 @@ class AdamWInPieces(FusedAdamW):
         for start in range(0, len(parts), at_once):
             end = min(start + at_once, len(parts))
             cut = {
+                # A packed state has fewer elements than its weight, so it is cut in proportion.
                 name: value[start * len(value) // len(parts) : end * len(value) // len(parts)]
                 for name, value in whole.items()
             }
@@ -144,8 +150,10 @@ class AdamWInPieces(FusedAdamW):
         weights = [rows.weight for rows in piece]
         exact, slope = gather(weights), gather([rows.gradient for rows in piece])
         moments = tuple(self.widen(piece, name) for name in MOMENTS)
+        # torch's kernel counts the step itself.
         before = torch.full((), piece[0].step - 1.0, dtype=torch.float32, device=exact.device)
         fused_adamw([[exact], [slope], *([moment] for moment in moments)], [before], group)
+        # The gradient's copy is not needed for the moments, whose temporaries are large.
         del slope
         self.narrow(piece, moments)
         self.write(weights, exact)
@@ -154,6 +162,7 @@ class AdamWInPieces(FusedAdamW):
 def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return these tensors in 32 bits, one behind the other."""
     flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
+    # One launch copies and casts all parts.
     torch._foreach_copy_(_views(flat, parts), list(parts))
     return flat
 

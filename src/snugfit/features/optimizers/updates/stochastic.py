@@ -3,11 +3,9 @@
 A bfloat16 has 8 significant bits. An update below about 1/512 of a weight is lost, because the sum is rounded
 to the old weight. Stochastic rounding picks the upper or lower neighbour with a probability proportional to
 its closeness. So the sum is right on average (Zamirai et al., arXiv 2010.06192). No copy of the weights in 32
-bits is needed. Both moments have 16 bits too and are rounded alike. Otherwise the second one, which changes
-by a thousandth of itself, would never change.
+bits is needed.
 
-Random numbers come from the device's own generator, as for dropout: a checkpoint stores its state. Weights in
-other dtypes are rounded to the nearest.
+Random numbers come from the device's own generator, as for dropout: a checkpoint stores its state.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ class StochasticAdamW(AdamWInPieces):
         """Round both moments to bfloat16 stochastically, if they are stored in it."""
         for name, exact in zip(MOMENTS, moments, strict=True):
             parts = [rows.state[name] for rows in piece]
+            # Rounded to the nearest, the second moment would never change: a step changes it by a thousandth.
             scatter(round_by_chance(exact) if parts[0].dtype is torch.bfloat16 else exact, parts)
 
     def write(self, weights: list[torch.Tensor], exact: torch.Tensor) -> None:
@@ -46,6 +45,7 @@ class StochasticAdamW(AdamWInPieces):
         NaN.
         """
         if weights[0].dtype is torch.bfloat16:
+            # `alpha=0` adds zero to a number and NaN to a NaN.
             exact = round_by_chance(exact).add_(exact, alpha=0)
         scatter(exact, weights)
 

@@ -40,6 +40,7 @@ def norm_forward(  # type: ignore[no-untyped-def]
     column = tl.arange(0, COLUMNS)
     has_column = column < columns
     inside = (row < rows)[:, None] & has_column[None, :]
+    # Offsets of large tensors exceed 32 bits.
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
@@ -50,10 +51,13 @@ def norm_forward(  # type: ignore[no-untyped-def]
         from_row = (row % residual_rows).to(tl.int64)
         other = residual + from_row[:, None] * columns + column[None, :]
         value += tl.load(other, mask=inside, other=0.0).to(tl.float32)
+    # Before rounding: the statistics are those of the exact sum.
     if SUM:
         tl.store(total + at, value, mask=inside)
+    # Lanes outside of a row must not count in its sums.
     value = tl.where(inside, value, 0.0)
     mean = tl.sum(value, 1) / columns
+    # The variance is that of centred values, which loses fewer bits than a difference of squares.
     centred = tl.where(inside, value - mean[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / columns + eps)
     tl.store(statistics + row, mean, mask=row < rows)
@@ -85,6 +89,7 @@ def norm_backward(  # type: ignore[no-untyped-def]
     of_weight = tl.zeros((COLUMNS,), tl.float32)
     of_shift = tl.zeros((COLUMNS,), tl.float32)
     of_bias = tl.zeros((COLUMNS,), tl.float32)
+    # Programs take rows in turns, so that each has a share of the sums in registers.
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & has_column[None, :]
@@ -103,10 +108,12 @@ def norm_backward(  # type: ignore[no-untyped-def]
         inner = slope * gain[None, :]
         level = tl.sum(inner, 1) / columns
         tilt = tl.sum(inner * normed, 1) / columns
+        # The gradient through a norm: its mean and its share along the normed row are subtracted.
         through = (inner - level[:, None] - normed * tilt[:, None]) * inverse[:, None]
         if SUM_SLOPE:
             through += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
         through = tl.where(inside, through, 0.0)
+        # The residual's gradient is taken before dropout, which applies to the branch alone.
         tl.store(dresidual + at, through, mask=inside)
         if DROPS and not DROPS_LAST:
             through = tl.where(keep, through * factor, 0.0)
@@ -128,6 +135,7 @@ def norm_backward(  # type: ignore[no-untyped-def]
 
 def _width(columns: int) -> int:
     """Return the width of a tile: a power of two, and at least one draw's elements."""
+    # A draw decides for eight neighbours.
     return max(8, int(triton.next_power_of_2(columns)))
 
 
@@ -210,9 +218,11 @@ def keep_tile(seed, site, rows, columns, drops, ROWS: tl.constexpr, COLUMNS: tl.
     """
     GROUPS: tl.constexpr = COLUMNS // 8
     groups = BEGIN // 8 + tl.arange(0, GROUPS)
+    # A counter per group of eight columns, as in `philox.py`.
     counters = rows[:, None] * ((columns + 7) // 8) + groups[None, :]
     zeros = counters * 0
     first, second, third, fourth = tl.philox(tl.load(seed), counters, zeros + site, zeros, zeros)
+    # Joins interleave the words, so that neighbours are in the order of `philox.py`.
     even = tl.join(tl.join(first & 0xFFFF, third & 0xFFFF), tl.join(second & 0xFFFF, fourth & 0xFFFF))
     odd = tl.join(tl.join(first >> 16, third >> 16), tl.join(second >> 16, fourth >> 16))
     numbers = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))

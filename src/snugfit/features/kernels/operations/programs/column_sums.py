@@ -17,6 +17,7 @@ COLUMNS, ROWS = 16, 64
 @triton.jit(do_not_specialize=("count",))  # type: ignore[untyped-decorator]
 def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up `count` rows of some columns of one of the K tensors."""
+    # Offsets of large tensors exceed 32 bits.
     which = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

@@ -27,17 +27,21 @@ def write_row(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     counts = label != ignore_index
+    # An ignored label may be negative, and must not be an address.
     own = tl.load(logits + row * stride + tl.where(counts, label, 0)).to(tl.float32)
     lane = tl.arange(0, BLOCK)
+    # A large negative number instead of minus infinity, whose difference to itself is NaN.
     largest = tl.full((BLOCK,), -1.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
         inside = start + lane < columns
         value = tl.load(logits + row * stride + start + lane, mask=inside, other=-1.0e38).to(tl.float32)
         higher = tl.maximum(largest, value)
+        # The sum is scaled to the new largest logit, so that no exponential overflows.
         total = total * tl.exp(largest - higher) + tl.where(inside, tl.exp(value - higher), 0.0)
         largest = higher
     top = tl.max(largest, 0)
+    # Lanes had their own largest logits until here.
     whole = tl.sum(total * tl.exp(largest - top), 0)
     tl.store(losses + row, tl.where(counts, top + tl.log(whole) - own, 0.0))
     factor = tl.where(counts, tl.load(share), 0.0).to(tl.float32)
@@ -46,6 +50,7 @@ def write_row(  # type: ignore[no-untyped-def]
         inside = column < columns
         value = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         slope = tl.exp(value - top) / whole - tl.where(column == label, 1.0, 0.0)
+        # An ignored token has no gradient.
         slope = tl.where(counts, slope * factor, 0.0)
         tl.store(logits + row * stride + column, slope.to(logits.dtype.element_ty), mask=inside)
 
@@ -71,6 +76,7 @@ def cross_entropy_gradient(
 def multiply_blocks(values, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply a program's blocks, unless the factor is one."""
     by = tl.load(factor).to(tl.float32)
+    # The factor is one unless the batch is split; then nothing needs to be read.
     if by != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK
         while at < count:

@@ -30,6 +30,7 @@ def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
         share = sigmoid(gate)
         steep = 1.0
     value = gate * share
+    # The derivative of gate * sigmoid(inner), with `steep` as that of the inner function.
     slope = share + value * (1.0 - share) * steep
     return value, slope
 
@@ -44,6 +45,7 @@ def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  #
     read = tl.load(product + begin + at, mask=mask, other=0.0)
     up = tl.load(product + begin + columns + at, mask=mask, other=0.0).to(tl.float32)
     value, _ = activate(read.to(tl.float32), TANH)
+    # The activation is rounded first, as by torch's two operators.
     value = value.to(read.dtype).to(tl.float32) * up
     tl.store(out + row * columns + at, value.to(out.dtype.element_ty), mask=mask)
 
