@@ -44,7 +44,8 @@ class Dialect:
     refused: list[dict[str, Any]]
     """Keys without a counterpart.
 
-    `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason.
+    `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason. `job`
+    names the job or the method of such a file, if it is another one than those that are predicted.
     """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from snugfit.features.exchange.account import Line, Reading
 from snugfit.features.exchange.command_line import parse_pairs
 from snugfit.features.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.features.exchange.document import Document, open_documents
+from snugfit.features.exchange.module_names import RANKS, TRAINED, read_names
 from snugfit.features.exchange.processes import (
     BY,
     COPIES,
@@ -48,6 +49,8 @@ DEFAULT_LENGTH = 512
 """Tokens of a sequence in a job without a length (`Job.sequence_length`)."""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+BATCH_OF_GPU = "job.batch_of_gpu"
+"""Samples of a step on one GPU, from which the accumulation follows."""
 _JOB = "job."
 
 
@@ -149,6 +152,7 @@ class _Reader:
         if table.note:
             self.differs.append(Line(key=table.title, value="", says=table.note))
         self._unquantized_model()
+        self._accumulation()
         self._fill_defaults(table)
         self._processes()
         decided = self._recipe()
@@ -200,6 +204,17 @@ class _Reader:
         words = {f"model.quantization_config.{key}": value for key, value in bits.items()}
         self.arguments |= {"job.model": unquantized_name(name), **words}
         self.origins |= dict.fromkeys(words, origin)
+
+    def _accumulation(self) -> None:
+        """Set the accumulation that follows from the batch of a GPU and its micro-batch."""
+        whole, origin = self.arguments.pop(BATCH_OF_GPU, None), self.origins.pop(BATCH_OF_GPU, None)
+        micro = self.arguments.get(MICRO_BATCH)
+        if origin is None:
+            return
+        if type(whole) is int and type(micro) is int and micro and ACCUMULATION not in self.arguments:
+            self.arguments[ACCUMULATION], self.origins[ACCUMULATION] = whole // micro, origin
+        else:
+            self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
 
     def _statements(self) -> None:
         """Add a script's statements that are not read or not predicted, and the defaults of its options."""
@@ -259,10 +274,12 @@ class _Reader:
             if any(key.startswith(f"{prefix}.") for key in self.arguments):
                 whole |= group
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
-        for key in ("lora.target_modules", "optim_target_modules"):
-            if key in whole:
-                whole[key] = _names(whole[key], is_pattern=key == "optim_target_modules")
-        self.arguments = whole
+        self.arguments = read_names(whole)
+        for raw, key in ((TRAINED, "frozen.only"), (f"{RANKS}.", RANKS)):
+            for name in [name for name in self.origins if name.startswith(raw)]:
+                origin, table = self.origins.pop(name), self.tables.pop(name)
+                self.origins.setdefault(key, origin)
+                self.tables.setdefault(key, table)
 
     def _processes(self) -> None:
         """Replace the raw words about processes by the arguments that follow from them."""
@@ -329,6 +346,12 @@ class _Reader:
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
         """Yield the arguments for which no technique of this slot matches."""
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
+        if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
+            blamed = [key for key in blamed if key.startswith("frozen")][:1]
+            name, value = self.origins[blamed[0]] if blamed else ("frozen", True)
+            says = "adapters freeze all other weights, so leave this or the adapters out"
+            yield Line(key=name, value=as_word(value), says=says, instead="recipe")
+            return
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
             name, value = self.origins.get(key, (key, self.arguments.get(key)))
@@ -405,7 +428,7 @@ class _Reader:
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
             unsure = ". Its value is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
-            self._line(self.refused, name, given, says)
+            self._line(self.refused, name, given, says, job=refusal.get("job", ""))
         elif reason := table.reason_to_ignore(key):
             self._line(self.ignored, name, given, reason)
         elif refusal is None:
@@ -430,9 +453,11 @@ class _Reader:
         return key in known and (value == known[key] or _unset(key, value, known))
 
     @staticmethod
-    def _line(lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe") -> None:
+    def _line(
+        lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe", job: str = ""
+    ) -> None:
         shown = str(value) if isinstance(value, Unknown) else as_word(value)
-        lines.append(Line(key=key, value=shown, says=says, instead=instead))
+        lines.append(Line(key=key, value=shown, says=says, instead=instead, job=job))
 
 
 def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
@@ -468,20 +493,6 @@ _OF_MEMORY = re.compile(
 """Words in names of keys that change memory."""
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
-
-
-def _names(value: Any, *, is_pattern: bool) -> Any:
-    """Return the names of modules, one by one.
-
-    A text that transformers reads as a pattern (`is_pattern`) stays a text, except its word for all linear
-    layers.
-    """
-    if isinstance(value, str) and is_pattern:
-        word = value.replace("_", "-")
-        return (word,) if word == "all-linear" else value
-    if isinstance(value, list | str):
-        return tuple(map(str, value.split(",") if isinstance(value, str) else value))
-    return value
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:

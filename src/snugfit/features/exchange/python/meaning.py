@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NoReturn
 
 from snugfit.errors import UsageError
+from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
+from snugfit.features.exchange.python.frozen_parts import METHODS as FREEZING
+from snugfit.features.exchange.python.frozen_parts import FrozenParts
 from snugfit.features.exchange.python.objects import (
     LIGER,
     LOADER,
@@ -119,6 +122,7 @@ class _Meaning:
         self.script = Script("trainer")
         self.last: ForeignCall | None = None
         self.read_events: set[int] = set()
+        self.frozen = FrozenParts()
 
     def read(self) -> Script:
         every = [call for call in self.calls if kind_of(call) == TRAINER]
@@ -149,6 +153,7 @@ class _Meaning:
             script.arguments |= self._of_model(model)
         for event in self.events:
             self._read_event(event)
+        script.arguments |= self.frozen.settings()
         self._of_loop()
         self._casts()
         self._gpus()
@@ -187,8 +192,8 @@ class _Meaning:
             if reason:
                 self._refuse(call, f"{name} {reason}")
 
-    def _refuse(self, call: ForeignCall, why: str) -> None:
-        raise UsageError(f"{self.where}, line {call.line}: {why}")
+    def _refuse(self, call: ForeignCall, why: str) -> NoReturn:
+        raise UnsupportedJobError(f"{self.where}, line {call.line}: {why}")
 
     def _trainer_name(self, call: ForeignCall) -> str:
         return base_trainer(call.function) if isinstance(call.function, Class) else call.name
@@ -286,9 +291,8 @@ class _Meaning:
         task = task_of_class(call.owner)
         if task is None:
             known = ", ".join(auto for auto, _ in heads().values())
-            raise UsageError(
-                f"{self.where}, line {call.line}: {call.owner} has no task here. Models of these tasks are "
-                f"predicted: {known}."
+            self._refuse(
+                call, f"{call.owner} has no task here. Models of these tasks are predicted: {known}."
             )
         self._mark(call)
         if isinstance(name, Unknown) and (config := _config_name(call)):
@@ -355,7 +359,7 @@ class _Meaning:
             read = self._of_unsloth
         elif of == MODEL and call.name in _METHODS:
             read = getattr(self, _METHODS[call.name])
-        elif of in (MODEL, PART) and call.name == "requires_grad_":
+        elif of in (MODEL, PART) and (call.name == "requires_grad_" or call.name in FREEZING):
             read = self._of_freezing
         elif call.name.startswith("apply_liger_kernel_to"):
             read = self._of_liger
@@ -376,7 +380,8 @@ class _Meaning:
         return {"job.dtype": dtypes[call.name]}
 
     def _of_freezing(self, call: ForeignCall) -> dict[str, Any]:
-        return self._freeze(call, [*call.positional, call.named.get("requires_grad", True)][0])
+        trains = call.name not in FREEZING
+        return self._freeze(call, [*call.positional, call.named.get("requires_grad", trains)][0])
 
     def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
         inner = self.values(call)
@@ -430,11 +435,17 @@ class _Meaning:
         return {"job.dtype": dtypes[0]} if dtypes else {}
 
     def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any]:
-        """Refuse a script that freezes parameters, unless adapters are trained instead."""
-        if value is not True and not any(call.name == "LoraConfig" for call in self.calls):
-            self.script.refused.append(
-                (event.line, event.text, "parameters are frozen here, which is not predicted yet")
-            )
+        """Read a statement that freezes parameters, unless adapters are trained instead.
+
+        Refuse one whose parameters are not known.
+        """
+        if any(call.name == "LoraConfig" for call in self.calls):
+            return {}
+        if isinstance(value, Unknown):  # `parameter.requires_grad = "classifier" in name`
+            event, value = replace(event, tests=(*event.tests, f"not ({value})")), False
+        if type(value) is not bool or not self.frozen.add(event, value):
+            says = "which parameters train is computed here. Write frozen(parts=...) or frozen(only=...)"
+            self.script.refused.append((event.line, event.text, says))
         return {}
 
     def _resize(self, call: ForeignCall) -> dict[str, Any]:
