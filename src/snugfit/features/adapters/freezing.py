@@ -45,7 +45,8 @@ class FreezeHandler(Handler):
         if value.last:
             raise context.refusal(self.slot, "a script needs the names of layers: frozen(parts=...)")
         words = value.only or value.parts
-        test = "|".join(f"(?:{_expression(word)})" for word in words)
+        prefix = context.job.model_class().base_model_prefix
+        test = "|".join(f"(?:{_expression(word)})" for word in words).replace("base_model", prefix)
         negated = "" if value.only else "not "
         if value.only and value.parts:
             raise context.refusal(self.slot, "a script has either parts or only")
@@ -74,7 +75,7 @@ def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
 
 def _matching(names: Sequence[str], words: Sequence[str], prefix: str) -> set[str]:
     """Return the names that one of these words means. `base_model` is the part called `prefix`."""
-    found: set[str] = set()
+    names_of_words: set[str] = set()
     for word in words:
         expression = re.compile(_expression(word).replace("base_model", prefix or "base_model"))
         of_word = {name for name in names if expression.match(name)}
@@ -83,8 +84,8 @@ def _matching(names: Sequence[str], words: Sequence[str], prefix: str) -> set[st
             raise RecipeError(
                 f"frozen: no parameter of the model matches {word!r}. Modules: {some_of([*modules])}."
             )
-        found |= of_word
-    return found
+        names_of_words |= of_word
+    return names_of_words
 
 
 def _expression(word: str) -> str:

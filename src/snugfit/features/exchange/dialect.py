@@ -101,6 +101,11 @@ class Dialect:
         is_grouped = value is not None and any(key in group for group in self.groups.values())
         return {key: value} if is_grouped else None
 
+    def difference(self, key: str, value: Any) -> str | None:
+        """Return the difference here of a key with this value; `*` is any value that is not empty."""
+        notes = self.differs.get(key, {})
+        return notes.get(as_word(value)) or (notes.get("*") if value else None)
+
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
         """Return the `key = value` without which this key has no effect; None when it has one."""
         for pattern, needed in self.only_with.items():

@@ -33,7 +33,7 @@ def read_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if key in whole:
             whole[key] = _names(whole[key])
     if OPTIMIZED in whole:
-        whole[OPTIMIZED] = _optimized(whole[OPTIMIZED])
+        whole[OPTIMIZED] = _optimizer_targets(whole[OPTIMIZED])
     if isinstance(layers := whole.get(LAYERS), int | list):
         whole[LAYERS] = tuple(layers) if isinstance(layers, list) else (layers,)
     ranks = {key: whole.pop(key) for key in [*whole] if key.startswith(f"{RANKS}.")}
@@ -52,7 +52,7 @@ def _names(value: Any) -> Any:
     return tuple(map(str, value)) if isinstance(value, list) else value
 
 
-def _optimized(value: Any) -> Any:
+def _optimizer_targets(value: Any) -> Any:
     """Return the targets of an optimizer. A text is a pattern, except for the word for all linear layers."""
     if isinstance(value, str):
         word = value.replace("_", "-")

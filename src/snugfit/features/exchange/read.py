@@ -249,10 +249,10 @@ class _Reader:
                 if name not in newer:
                     self.arguments[name], self.origins[name] = one, (key, value)
                     self.tables[name] = table
-            if note := table.differs.get(key, {}).get(as_word(value)):
+            if note := table.difference(key, value):
                 self._line(self.differs, key, value, note)
             return
-        if note := table.differs.get(key, {}).get(as_word(value)):
+        if note := table.difference(key, value):
             self._line(self.differs, key, value, note)
         elif table.of_trainer or of_script or self._is_an_argument(key, table):
             if value is not None or key not in self.arguments:
@@ -320,6 +320,10 @@ class _Reader:
         """Set the recipe in the settings, and return the arguments that decided it."""
         techniques: list[Technique] = []
         decided: set[str] = set()
+        if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
+            for key in [key for key in self.origins if key.partition(".")[0] == "frozen"]:
+                says = "adapters freeze all other weights, so leave this or the adapters out"
+                self._line(self.refused, *self.origins.pop(key), says)
         for slot in read_slots(self.arguments):
             own = [key for key in slot.keys if key in self.origins]
             decided |= set(own)
@@ -346,12 +350,6 @@ class _Reader:
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
         """Yield the arguments for which no technique of this slot matches."""
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
-        if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
-            blamed = [key for key in blamed if key.startswith("frozen")][:1]
-            name, value = self.origins[blamed[0]] if blamed else ("frozen", True)
-            says = "adapters freeze all other weights, so leave this or the adapters out"
-            yield Line(key=name, value=as_word(value), says=says, instead="recipe")
-            return
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
             name, value = self.origins.get(key, (key, self.arguments.get(key)))

@@ -78,13 +78,13 @@ def path_of(value: Any) -> str | None:
     plain, pattern = "", ""
     for name in names:
         number = name.strip("[]")
-        found = _SLICE.fullmatch(name)
+        bounds = _SLICE.fullmatch(name)
         if name in ("[]", "[0]", "[1]") and not pattern:  # an element of a list of all parameters
             continue
         if name == "[]":
             continue
-        if found:
-            first, end = (int(text) if text else None for text in found.groups())
+        if bounds:
+            first, end = (int(text) if text else None for text in bounds.groups())
             if end is None:
                 skipped = "|".join(map(str, range(first or 0)))
                 piece = rf"(?!(?:{skipped})[.])\d+" if skipped else r"\d+"

@@ -441,7 +441,7 @@ class _Meaning:
         """
         if any(call.name == "LoraConfig" for call in self.calls):
             return {}
-        if isinstance(value, Unknown):  # `parameter.requires_grad = "classifier" in name`
+        if isinstance(value, Unknown | ForeignCall):  # `parameter.requires_grad = "classifier" in name`
             event, value = replace(event, tests=(*event.tests, f"not ({value})")), False
         if type(value) is not bool or not self.frozen.add(event, value):
             says = "which parameters train is computed here. Write frozen(parts=...) or frozen(only=...)"
@@ -449,16 +449,14 @@ class _Meaning:
         return {}
 
     def _resize(self, call: ForeignCall) -> dict[str, Any]:
-        size = [*call.positional, *call.named.values()][:1]
-        if size and type(size[0]) is int:
-            says = (
-                f"the vocabulary becomes {size[0]:,} rows. Write vocab_size into a config.json, and give its "
-                "folder as the model"
-            )
-            self.script.refused.append((call.line, call.text, says))
-        else:
+        """Return the rows of the embedding. Those of an unknown tokenizer are listed as not read."""
+        rows = call.named.get("new_num_tokens", [*call.positional, None][0])
+        multiple = call.named.get("pad_to_multiple_of")
+        if type(rows) is not int:
             self.script.unread.append((call.line, call.text))
-        return {}
+            return {"job.vocab_size": f"x{multiple}"} if type(multiple) is int else {}
+        step = multiple if type(multiple) is int else 1
+        return {"job.vocab_size": str(-(-rows // step) * step)}
 
     def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
         """Return the use of torch.compile: of layers, of a model's forward pass, or of the model."""

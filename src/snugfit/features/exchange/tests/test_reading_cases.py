@@ -49,6 +49,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("script-concrete-classes/liger_auto.py", {"recipe": "bf16 + liger + adamw_fused"}),
     ("script-environment-and-backends/alloc_env.py", {"recipe": "tf32 + adamw_fused + expandable"}),
     ("script-environment-and-backends/liger_call.py", {"recipe": "bf16 + liger + adamw_fused"}),
+    ("script-environment-and-backends/resize.py", {"vocab_size": "300000"}),
     ("script-environment-and-backends/maxlen.py", {"sequence_length": 128}),
     ("script-frozen-parameters/freeze.py", {"recipe": "frozen(parts=bert) + adamw_fused"}),
     ("script-gpt-oss/gptoss.py",
@@ -94,7 +95,6 @@ def test_a_concrete_class_of_sounds_has_its_task() -> None:
 REFUSED = [
     ("axolotl-several-gpus/ax_ds.yaml", "another --arguments"),
     ("axolotl-several-gpus/ax_fsdp.yaml", "--gpus"),
-    ("script-environment-and-backends/resize.py", "line 4.*300,000 rows"),
     ("unknown-arguments-that-speak-of-memory/lf6285.yaml", "new_special_tokens"),
 ]
 
