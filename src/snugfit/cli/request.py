@@ -300,12 +300,12 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 
 def _rows(model: Model, text: str) -> int:
     """Return the rows of an embedding: a number, or the model's own rounded up to a multiple (`x64`)."""
-    found = re.fullmatch(r"(x?)([1-9]\d{0,7})", text)
-    if found is None or not model.vocabulary:
+    match = re.fullmatch(r"(x?)([1-9]\d{0,7})", text)
+    if match is None or not model.vocabulary:
         why = "a whole number of rows, or x64 for a multiple" if model.vocabulary else "for models of tokens"
         raise UsageError(f"vocab size is {text!r}; it must be {why}.")
-    number = int(found[2])
-    return -(-model.vocabulary // number) * number if found[1] else number
+    number = int(match[2])
+    return -(-model.vocabulary // number) * number if match[1] else number
 
 
 def _may_ask_hub(flags: Mapping[str, Any]) -> bool:

@@ -116,6 +116,7 @@ def test_a_script_resizes_its_embeddings() -> None:
             r"lora(targets='layers.[\d]+.(mlp|attn).up')",
         ),
         ({"lora_target_modules": "all-linear"}, "lora(targets=all-linear)"),
+        ({"load_in_8bit": True}, "qlora(targets=q_proj, bits=8)"),
         ({"lora_modules_to_save": ["lm_head"]}, "lora(targets=q_proj, save=lm_head)"),
         ({"lora_layers_to_transform": [0, 3]}, "lora(targets=q_proj, layers=0|3)"),
         (
