@@ -80,6 +80,9 @@ class Dialect:
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     """Keys with the library's own values for files without them."""
 
+    unsure: list[str] = field(default_factory=list)
+    """Keys whose defaults belong to the script that reads such a file."""
+
     note: str = ""
     """Difference here that is always present; empty for none."""
 

@@ -104,6 +104,10 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         says = f"no length in this file: {DEFAULT_LENGTH} tokens are assumed; set --sequence-length"
         line = Line(key="sequence length", value="not given", says=says)
         reading = replace(reading, unread=(*reading.unread, line))
+    if _lacks_batch(reading, {**settings, **flags}):
+        says = "no batch in this file: 4 samples are assumed; set --batch-size"
+        line = Line(key="batch size", value="not given", says=says)
+        reading = replace(reading, unread=(*reading.unread, line))
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
         said_twice = flags.get(key) is not None or key == "recipe"
@@ -195,11 +199,18 @@ class _Reader:
                 self.tables |= dict.fromkeys(rule["becomes"], table)
 
     def _unquantized_model(self) -> None:
-        """Read a name of bitsandbytes' 4-bit weights as the model in 16 bits with qlora."""
+        """Read a name of bitsandbytes' 4-bit weights as the model in 16 bits with qlora.
+
+        Refuse names of other quantized weights.
+        """
         name = self.arguments.get("job.model")
-        if not isinstance(name, str) or "bnb-4bit" not in name.lower():
+        if not isinstance(name, str) or unquantized_name(name) is None:
             return
         origin = self.origins["job.model"]
+        if "bnb-4bit" not in name.lower():
+            says = "of quantized weights only those of bitsandbytes are predicted"
+            self._line(self.refused, *origin, says, job="training on weights of this format")
+            return
         bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         words = {f"model.quantization_config.{key}": value for key, value in bits.items()}
         self.arguments |= {"job.model": unquantized_name(name), **words}
@@ -222,6 +233,11 @@ class _Reader:
             self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
         for line, text, why in self.document.refused:
             self.refused.append(Line(key=f"line {line}, {text}", value="", says=why, instead="recipe"))
+        given = self.document.values
+        unsure = [key for key in dialect(self.document.dialect).unsure if key not in given]
+        if self.document.format in ("yaml", "json") and unsure and "fp16" not in given:
+            says = "not given: the script that reads this file has a default of its own"
+            self.unread.append(Line(key=", ".join(unsure), value="not given", says=says))
         for name, value in self.document.defaults.items():
             kind = "environment variable" if name.startswith("$") else "option of the script"
             self.took.append(Line(key=name, value=f"{as_word(value)} (default)", says=f"an {kind}"))
@@ -463,6 +479,12 @@ def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
     task = given.get("task") or reading.settings.get("task")
     named = any(given.get(key) is not None for key in ("sequence_length", "lengths", "job_file"))
     return bool(task) and has_sequence(str(task)) and not named and "sequence_length" not in reading.settings
+
+
+def _lacks_batch(reading: Reading, given: Mapping[str, Any]) -> bool:
+    """Return True for a file of a run without its batch."""
+    named = any(given.get(key) is not None for key in ("batch_size", "largest", "job_file"))
+    return "model" in reading.settings and not named and "batch_size" not in reading.settings
 
 
 def _has_bfloat16(gpu: Any) -> bool | None:
