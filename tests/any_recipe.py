@@ -45,7 +45,8 @@ def any_value(kind: Any, limits: typing.Mapping[str, float], rng: random.Random)
     if kind is bool or typing.get_origin(kind) is Literal:
         return rng.choice(typing.get_args(kind) or (False, True))
     if typing.get_origin(kind) is tuple:
-        return tuple(rng.sample(WORDS, rng.randint(1, len(WORDS))))
+        some = range(100) if typing.get_args(kind)[0] is int else WORDS
+        return tuple(rng.sample(some, rng.randint(1, len(WORDS))))
     if kind in (str, type(None)):
         return rng.choice(WORDS) if kind is str else None
     low, high = limits["low"], limits["high"]

@@ -53,6 +53,13 @@ def test_text_and_json_round_trip(seed: int) -> None:
         ("lora()", "lora"),
         ("lora(16, q_proj|v_proj)", "lora(r=16, targets=q_proj|v_proj)"),
         ("lora(16, targets=all-linear)", "lora(r=16, targets=all-linear)"),
+        (r"lora(targets='.*[.]layers[.]\d+[.](q|v),{1}(?=x)') + bf16", None),
+        ("lora(targets=q_proj, layers=1|20)", None),
+        (
+            "lora(rank_pattern='down_proj:4'|'a=b:2', save=lm_head)",
+            "lora(save=lm_head, rank_pattern='down_proj:4'|'a=b:2')",
+        ),
+        ("frozen('a=b')", "frozen(parts='a=b')"),
     ],
 )
 def test_text_is_understood_and_printed(text: str, printed: str | None) -> None:
@@ -68,7 +75,10 @@ def test_text_is_understood_and_printed(text: str, printed: str | None) -> None:
         ("sgd + sgd", "sgd", "named twice"),
         ("lora(rank=4)", "rank=4", "Did you mean 'r'\\? Settings: r, targets"),
         ("lora(target=q)", "target=q", "Did you mean 'targets'"),
-        ("lora(4, q, 0, true, false, 9)", "9", "no setting after r, targets, dropout, dora, rslora"),
+        ("adamw_8bit(8, 9)", "9", "no setting after embeddings"),
+        ("lora(targets='q.*)", "'q.*)", "quote is never closed"),
+        ("lora(targets='q|k'|v)", "lora(targets='q|k'|v)", "and not both"),
+        ("frozen", "frozen", "needs parts"),
         ("lora(r=4, q)", "q", "give its name too"),
         ("lora(r=4, r=5)", "r=5", "twice"),
         ("lora(r=4,)", "", "between the commas"),

@@ -84,6 +84,14 @@ BatchSize = Annotated[
     int | None, option(JOB, "Global batch: samples per optimizer step, over all micro-batches. [4]")
 ]
 Labels = Annotated[int | None, option(JOB, "Number of classes of a classification head. [2]")]
+VocabSize = Annotated[
+    str | None,
+    option(
+        JOB,
+        "Rows of the embedding after a resize: 32064, or x64 for a multiple. \\[the model's own]",
+        metavar="ROWS",
+    ),
+]
 Clip = Annotated[float | None, option(JOB, "Clip gradients to this norm. \\[no clipping]")]
 Phase = Annotated[str | None, option(JOB, "train or evaluate. \\[train]")]
 JobFile = Annotated[
@@ -181,6 +189,7 @@ def _job_arguments(
     padding: Padding = None,
     batch_size: BatchSize = None,
     labels: Labels = None,
+    vocab_size: VocabSize = None,
     clip: Clip = None,
     dtype: Dtype = None,
     phase: Phase = None,

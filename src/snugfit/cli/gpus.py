@@ -200,7 +200,8 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         what="gpus",
         **question,
     )
-    return replace(answers, objective=asked["objective"])
+    plans = tuple(replace(one, doubts=(*one.doubts, *request.doubts)) for one in answers.answers)
+    return replace(answers, objective=asked["objective"], answers=plans)
 
 
 def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
@@ -257,7 +258,8 @@ def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
         gpus=counts,
         **question,
     )
-    plans = replace(plans, objective=asked["objective"], steps=steps)
+    doubts = (*plans.doubts, *request.doubts)
+    plans = replace(plans, objective=asked["objective"], steps=steps, doubts=doubts)
     document = {**plans.to_json(), "run": document_of_cards(plans, prices)}
     print_as("json" if asked["as_json"] else asked["form"], document, render(plans, prices))
     return 0 if plans.fitting else NothingFits.exit_code

@@ -33,10 +33,23 @@ from snugfit.user_files import LimitedLoader, load_yaml, read_text
 DEEPEST = 3
 _OUTSIDE_THE_JOB: dict[str, type] = {
     **dict.fromkeys(
-        ("recipe", "gpu", "mesh", "memory", "headroom", "keep", "free", "loop", "software", "plugin"), str
+        (
+            "recipe",
+            "gpu",
+            "mesh",
+            "memory",
+            "headroom",
+            "keep",
+            "free",
+            "loop",
+            "software",
+            "plugin",
+            "vocab_size",
+        ),
+        str,
     ),
     "gpus": int,
-}
+}  # fmt: skip
 _DATA = {
     "dataset": str, "eval_dataset": str, "tokenizer": str, "processor": str, "columns": str, "pack": bool,
     "weights": str, "from_scratch": bool, "output_dir": str, "device": str,

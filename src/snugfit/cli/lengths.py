@@ -5,6 +5,7 @@ Exit code 3 when the longest batch does not fit, for use in scripts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +72,7 @@ def lengths(
             "Lengths are predicted for the installed software only. Leave the software profile out."
         )
     plan = plan_of(request, str(request.recipe), loop=request.loop, cut=truncate, fresh=fresh)
+    plan = replace(plan, doubts=(*plan.doubts, *request.doubts))
     print_as("json" if as_json else form, plan.to_json(), render(plan))
     return 0 if plan.best or not plan.ways else NothingFits.exit_code
 

@@ -256,7 +256,7 @@ def _show_several(
         what="several gpus",
         **asked,
     )
-    several = replace(several, price_per_hour=price)
+    several = replace(several, price_per_hour=price, doubts=(*several.doubts, *request.doubts))
     print_as(form, several.to_json(), render(several))
     return 0 if several.fitting else NothingFits.exit_code
 

@@ -283,11 +283,12 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
             "No model given. Name one, for example: bert-large-uncased --task sequence-classification"
         )
     given = {field.name: settings[field.name] for field in fields(Job) if field.name in settings}
-    given["model"] = model = Model.find(
-        settings["model"], online=online, tell=functools.partial(typer.echo, err=True)
-    )
+    model = Model.find(settings["model"], online=online, tell=functools.partial(typer.echo, err=True))
     if model.origin == "preset" and not preset_named(settings["model"]):
         typer.echo(f"model: {settings['model']} has the same sizes as {model.name}", err=True)
+    if "vocab_size" in settings:
+        model = model.with_vocabulary(_rows(model, str(settings["vocab_size"])))
+    given["model"] = model
     if "task" not in given:
         given["task"] = _task(model)
     if "lengths" in settings and not has_sequence(given["task"]):
@@ -295,6 +296,16 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     job = Job(**given)
     _refuse_unused(settings, job)
     return job
+
+
+def _rows(model: Model, text: str) -> int:
+    """Return the rows of an embedding: a number, or the model's own rounded up to a multiple (`x64`)."""
+    match = re.fullmatch(r"(x?)([1-9]\d{0,7})", text)
+    if match is None or not model.vocabulary:
+        why = "a whole number of rows, or x64 for a multiple" if model.vocabulary else "for models of tokens"
+        raise UsageError(f"vocab size is {text!r}; it must be {why}.")
+    number = int(match[2])
+    return -(-model.vocabulary // number) * number if match[1] else number
 
 
 def _may_ask_hub(flags: Mapping[str, Any]) -> bool:

@@ -236,6 +236,11 @@ def _refuse(request: Request) -> None:
     """
     if request.loop != "plain" and not request.configuration:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
+    if request.job.model.resized:
+        raise UsageError(
+            "--vocab-size is for predictions. Resize the embeddings of the checkpoint "
+            "(resize_token_embeddings), and give its folder as the model."
+        )
     if request.software != "installed":
         raise UsageError("Training uses the installed software. Leave the software profile out.")
 

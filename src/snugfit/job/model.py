@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import JobError, ModelError, one_line
@@ -51,6 +51,9 @@ class Model:
     dtype: str | None = None
     """The dtype of the checkpoint's weights, or of those of `module`, by torch's name; None if it is unknown.
     """
+
+    resized: bool = field(default=False, compare=False, repr=False)
+    """True if its embedding has other rows than its checkpoint."""
 
     example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """A batch that `module` takes as keyword arguments."""
@@ -124,6 +127,21 @@ class Model:
             example=dict(example),
             batch_dims=batch_dims,
         )
+
+    @property
+    def vocabulary(self) -> int:
+        """The rows of its embedding; 0 for a model without a stated number."""
+        rows = (self.config.get("text_config") or self.config).get("vocab_size") if not self.module else 0
+        return rows if isinstance(rows, int) else 0
+
+    def with_vocabulary(self, rows: int) -> Self:
+        """Return the model with an embedding of so many rows, as after `resize_token_embeddings(rows)`."""
+        config = self.config
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"] = {**config["text_config"], "vocab_size": rows}
+        else:
+            config["vocab_size"] = rows
+        return replace(self, facts=json.dumps(config, sort_keys=True), resized=True)
 
     def layout(self, samples: int) -> BatchLayout:
         """Return the position of the samples in batches like the example, for jobs of so many samples."""

@@ -21,7 +21,7 @@ is Llama-3.1-8B's first name.
 """
 
 _QUANTIZED = re.compile(
-    r"-(?:(?:unsloth-)?bnb-[48]bit|gptq|awq|gguf|fp8|nvfp4|mxfp4|w[48]a\d+|int[48]|[48]bit)(?:-.*)?$",
+    r"-(?:(?:unsloth-)?bnb-[48]bit|gptq|awq|aqlm|gguf|fp8|nvfp4|mxfp4|w[48]a\d+|int[48]|[48]bit)(?:-.*)?$",
     re.IGNORECASE,
 )
 """Endings of names that mark quantized weights."""

@@ -111,7 +111,7 @@ def timing_key(setup: Setup) -> Hashable:
 
 def adapters_key(setup: Setup) -> Hashable:
     """Return the fields of a Setup that determine the trainable parameters."""
-    return tuple([_hashable(wish.of(setup)) for wish in wishes() if wish.freezes])
+    return tuple([_hashable(wish.of(setup)) for wish in wishes() if wish.freezes or wish.selects])
 
 
 def as_rehearsed(setup: Setup) -> Setup:

@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 
 from snugfit.errors import RecipeError, did_you_mean, nearest
 from snugfit.techniques import roster
-from snugfit.techniques.setting import read_setting, setting_types
+from snugfit.techniques.setting import read_setting, setting_types, split_outside_quotes
 from snugfit.techniques.technique import Technique
 
 LONGEST = 2000
 """Characters of a recipe: far more than every slot with every setting takes."""
 
-_WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>[^()]*)\)\s*)?")
+_WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>(?:[^()']|'[^']*')*)\)\s*)?")
+_QUOTED = re.compile(r"'[^']*'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class Word:
             except RecipeError as error:
                 raise error_at(self.text, start, start + len(piece), str(error)) from None
             # As in Python, no position follows a name.
-            by_name = by_name or "=" in piece
+            by_name = by_name or "=" in _QUOTED.sub("", piece)
         return given
 
     def _setting_texts(self) -> Iterator[tuple[int, str]]:
@@ -100,7 +101,7 @@ class Word:
         """
         position = self.settings_start
         # An empty text between parentheses has no settings; `split` would return one.
-        for piece in self.settings.split(",") if self.settings.strip() else []:
+        for piece in split_outside_quotes(self.settings, ",") if self.settings.strip() else ():
             yield position + len(piece) - len(piece.lstrip()), piece.strip()
             position += len(piece) + 1
 
@@ -156,7 +157,10 @@ def parse(text: str) -> list[Word]:
 def _refuse_unbalanced(text: str) -> None:
     """Raise `RecipeError` at the first parenthesis without a partner, or inside another pair."""
     opened: int | None = None
-    for position, char in enumerate(text):
+    unquoted = _QUOTED.sub(lambda found: " " * len(found[0]), text)
+    if "'" in unquoted:
+        raise error_at(text, unquoted.index("'"), len(text), "This quote is never closed.")
+    for position, char in enumerate(unquoted):
         if char == "(":
             if opened is not None:
                 raise error_at(text, position, position + 1, "Parentheses cannot contain other parentheses.")
@@ -183,7 +187,8 @@ def _name_and_value(
     """Return the name and the text of one setting, given by name or, at `index`, by position."""
     if not names:
         raise RecipeError(f"{technique.name} has no settings.")
-    name, equals, value = (part.strip() for part in piece.partition("="))
+    parts = (piece, "", "") if piece.startswith("'") else piece.partition("=")
+    name, equals, value = (part.strip() for part in parts)
     if equals:
         if name not in names:
             # A part of the given name may be a setting: `lora_rank` has `rank`.

@@ -4,7 +4,8 @@ A setting is a field of the technique's dataclass. Its annotation is its type an
 no fact is written twice. Six kinds are enough for a recipe that a person types. They are whole numbers,
 numbers, words, several words joined by `|`, `true` or `false`, and a choice of listed values. Each may also
 be `None`, written `none`. Every written setting reads back equal (law 4): words are limited to characters the
-notation does not use.
+notation does not use. Patterns may have any other character but a quote, and are then written in quotes:
+`lora(targets='.*layers[.][0-9]+[.]mlp.*')`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import types
 import typing
 from dataclasses import MISSING, Field, field, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from snugfit.errors import RecipeError, did_you_mean
 
 # Words exclude the characters of the notation, so each setting reads back equal.
 _WORD = re.compile(r"[A-Za-z_][\w.*-]*", re.ASCII)
+_QUOTED = re.compile(r"'[^'\s]+'")
 # 18 digits fit into 64 bits.
 _WHOLE = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+
+Pattern = Annotated[str, "pattern"]
+"""A word, or a regular expression."""
 
 
 def between(low: float, high: float, default: Any = MISSING) -> Any:
@@ -31,10 +36,22 @@ def between(low: float, high: float, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"low": low, "high": high})
 
 
+def split_outside_quotes(text: str, mark: str) -> tuple[str, ...]:
+    """Return the pieces of a text between the marks that are not in quotes."""
+    pieces, quoted = [""], False
+    for char in text:
+        quoted ^= char == "'"
+        if char == mark and not quoted:
+            pieces.append("")
+        else:
+            pieces[-1] += char
+    return tuple(pieces)
+
+
 @cache
 def setting_types(technique: type[Any]) -> dict[str, Any]:
     """Return the annotation of each setting, in the order in which they are written by position."""
-    hints = typing.get_type_hints(technique)
+    hints = typing.get_type_hints(technique, include_extras=True)
     return {declared.name: hints[declared.name] for declared in fields(technique)}
 
 
@@ -44,7 +61,16 @@ def show_setting(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    return "|".join(value) if isinstance(value, tuple) else str(value)
+    return "|".join(map(_show_word, value)) if isinstance(value, tuple) else str(value)
+
+
+def is_word(text: str) -> bool:
+    """Return True for a text that is written without quotes."""
+    return bool(_WORD.fullmatch(text))
+
+
+def _show_word(word: Any) -> str:
+    return f"'{word}'" if isinstance(word, str) and not is_word(word) else str(word)
 
 
 def read_setting(annotation: Any, text: str) -> Any:
@@ -61,11 +87,19 @@ def read_setting(annotation: Any, text: str) -> Any:
         return float(text)
     if kind is str and _WORD.fullmatch(text):
         return text
-    if typing.get_origin(kind) is tuple:
-        words = tuple(text.split("|"))
-        if all(_WORD.fullmatch(word) for word in words):
-            return words
+    if typing.get_origin(kind) is tuple and (values := _read_several(kind, text)):
+        return values
     raise RecipeError(f"{text!r} is not {describe(annotation)}.")
+
+
+def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
+    """Return the values joined by `|`; empty for a text that is none of this kind."""
+    words = split_outside_quotes(text, "|")
+    if typing.get_args(kind)[0] is int:
+        return tuple(map(int, words)) if all(map(_WHOLE.fullmatch, words)) else ()
+    read = tuple(word[1:-1] if _QUOTED.fullmatch(word) else word for word in words)
+    unquoted = [word for word in words if word in read]
+    return read if _fits(kind, read) and all(map(is_word, unquoted)) else ()
 
 
 def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | None:
@@ -86,8 +120,18 @@ def describe(annotation: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return " or ".join(show_setting(choice) for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return "a name, or several names joined by |"
+        names = {int: "a whole number, or several", Pattern: "a name or a quoted pattern, or several"}
+        return f"{names.get(typing.get_args(kind)[0], 'a name, or several names')} joined by |"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}[kind]
+
+
+def _is_element(value: Any, kind: Any) -> bool:
+    """Return True for an element of a setting with several values of this kind."""
+    if kind is int:
+        return type(value) is int
+    if not isinstance(value, str):
+        return False
+    return bool(_QUOTED.fullmatch(f"'{value}'")) if kind is Pattern else is_word(value)
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -109,11 +153,8 @@ def _fits(kind: Any, value: Any) -> bool:
         # `True == 1` holds in Python, so the types are compared too.
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return (
-            isinstance(value, tuple)
-            and value != ()
-            and all(isinstance(word, str) and _WORD.fullmatch(word) for word in value)
-        )
+        element = typing.get_args(kind)[0]
+        return isinstance(value, tuple) and value != () and all(_is_element(one, element) for one in value)
     if kind is str:
         return isinstance(value, str) and bool(_WORD.fullmatch(value))
     # A bool is an int in Python, but not in a recipe.

@@ -144,6 +144,8 @@ class Wish(Generic[T]):
     """True if a step cannot draw the same random numbers again in recomputed layers."""
     freezes: bool = False
     """True if it freezes the model's weights and adds others, in fp32, that train."""
+    selects: bool = False
+    """True if it selects the weights of the model that train."""
     packages: tuple[str, ...] = ()
     """Packages that a step with it imports."""
     seeded_models: tuple[str, ...] = ()

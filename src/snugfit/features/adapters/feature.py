@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.features.adapters.fields import ADAPT, FREEZE
 from snugfit.techniques.feature import Feature
 from snugfit.techniques.technique import Slot
 
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
+
+_ANY_NUMBER = re.compile(r"\[(\\d|0-9)\]|\\d|[A-Za-z_]+\d+")
+"""Parts of a pattern that any number matches, and names that end in a digit."""
+_NUMBER = re.compile(r"\d")
+
 
 class Adapters(Feature):
-    """Add the technique `lora` and its handler."""
+    """Add the techniques `frozen` and `lora`, and their handlers."""
 
-    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.ADAPTERS: ("lora",)}
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.ADAPTERS: ("frozen", "lora")}
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handler that puts an adapted model in place of the built one."""
+        """Return the handlers that freeze parameters, and that put an adapted model in place of the built
+        one."""
+        from snugfit.features.adapters.freezing import FreezeHandler
         from snugfit.features.adapters.handler import AdaptHandler
 
-        return (AdaptHandler(),)
+        return AdaptHandler(), FreezeHandler()
+
+    def layer_period(self, setup: Setup, layers: int) -> int:
+        """Return the whole depth if layers differ in what trains."""
+        return layers if names_layers(setup) else 1
+
+    def treats_layers_alike(self, setup: Setup) -> bool:
+        """Return False if layers differ in what trains."""
+        return not names_layers(setup)
+
+
+def names_layers(setup: Setup) -> bool:
+    """Return True if adapters or frozen parts are given by the numbers of layers."""
+    freeze, adapt = FREEZE.of(setup), ADAPT.of(setup)
+    words: list[str] = [*freeze.parts, *freeze.only] if freeze else []
+    given = adapt.arguments if adapt else {}
+    for name in ("targets", "exclude", "rank_pattern", "save", "parameters"):
+        words += given.get(name) or ()
+    by_number = (freeze is not None and freeze.last != 0) or bool(given.get("layers"))
+    return by_number or any(
+        _NUMBER.search(_ANY_NUMBER.sub("", word.rpartition(":")[0] or word)) for word in words
+    )

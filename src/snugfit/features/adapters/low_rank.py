@@ -18,11 +18,16 @@ stores in another shape (Mixtral's experts), peft renames modules and skips the 
 Dropout saves two tensors for each adapted matrix: the input after dropout, and the mask. The backward pass of
 A needs both. Adapters of a model in half precision are fp32, as peft creates them (`autocast_adapter_dtype`).
 The heads of classification models train whole, as peft's task types define.
+
+Targets are ends of names of modules, or one regular expression in quotes for the whole name. `parameters` are
+weights of modules that are no linear layers, such as experts in one tensor. peft adds their whole update to
+the weight in each pass. `save` names modules that train whole: peft trains a copy of each.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +39,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snugfit.errors import RecipeError
 from snugfit.hub_kernels import no_hub_kernels
 from snugfit.techniques.counterpart import Setting
-from snugfit.techniques.setting import between
+from snugfit.techniques.setting import Pattern, between, is_word
 from snugfit.techniques.technique import ALL_LINEAR, Technique
 from snugfit.techniques.wish import Call
 
@@ -52,8 +57,19 @@ ARGUMENTS: Mapping[str, Setting] = {
     "lora.lora_dropout": Setting("dropout"),
     "lora.use_dora": Setting("dora"),
     "lora.use_rslora": Setting("rslora"),
+    "lora.modules_to_save": Setting("save"),
+    "lora.exclude_modules": Setting("exclude"),
+    "lora.target_parameters": Setting("parameters"),
+    "lora.layers_to_transform": Setting("layers"),
+    "lora.rank_pattern": Setting("rank_pattern"),
 }
 """peft's arguments and the settings that they are."""
+
+_MORE = {
+    "dora": "use_dora", "rslora": "use_rslora", "save": "modules_to_save", "exclude": "exclude_modules",
+    "parameters": "target_parameters", "layers": "layers_to_transform", "rank_pattern": "rank_pattern",
+}  # fmt: skip
+"""Arguments of `LoraConfig` by setting, for settings that a recipe may leave out."""
 
 _PEFT_TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -79,9 +95,9 @@ class LowRank(Technique):
     r: int = between(1, 4096, default=8)
     """Rank of the updates: columns of B and rows of A."""
 
-    targets: tuple[str, ...] | None = None
-    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's, or all linear ones
-    without any."""
+    targets: tuple[Pattern, ...] | None = None
+    """Ends of the names of the modules to adapt, a quoted pattern of whole names, or `all-linear`; by default
+    peft's, or all linear ones without any."""
 
     dropout: float = between(0.0, 1.0, default=0.0)
     """Share of the inputs of A that is dropped."""
@@ -92,10 +108,47 @@ class LowRank(Technique):
     rslora: bool = False
     """True scales updates by alpha / sqrt(r), False by alpha / r."""
 
+    save: tuple[str, ...] | None = None
+    """Ends of the names of modules that train whole, beside the adapters."""
+
+    exclude: tuple[Pattern, ...] | None = None
+    """Targets that are not adapted after all: ends of names, or a quoted pattern."""
+
+    parameters: tuple[Pattern, ...] | None = None
+    """Ends of the names of parameters to adapt, such as the weights of experts."""
+
+    layers: tuple[int, ...] | None = None
+    """Numbers of the layers to adapt; by default all."""
+
+    rank_pattern: tuple[Pattern, ...] | None = None
+    """Other ranks, each as a quoted pattern of names, a colon and the rank: `'down_proj:4'`."""
+
+    def __post_init__(self) -> None:
+        """Raise `RecipeError` for a pattern beside names, or for a rank that is no number."""
+        super().__post_init__()
+        for name in ("targets", "exclude"):
+            words = getattr(self, name) or ()
+            if len(words) > 1 and not all(map(is_word, words)):
+                raise RecipeError(
+                    f"{self.name}: {name} is a quoted pattern, or names joined by |, and not both."
+                )
+        if self.layers and (not self.targets or not is_word(self.targets[0]) or ALL_LINEAR in self.targets):
+            raise RecipeError(
+                f"{self.name}: layers need targets by name: {self.name}(targets=q_proj|v_proj, layers=0|1)."
+            )
+        if self.parameters and self.dropout:
+            raise RecipeError(f"{self.name}: peft adapts parameters without dropout. Leave dropout out.")
+        for entry in self.rank_pattern or ():
+            if not re.fullmatch(r".+:[1-9]\d{0,3}", entry):
+                raise RecipeError(
+                    f"{self.name}: rank_pattern has {entry!r}. Write a name and a rank, 'down_proj:4'."
+                )
+
     def adapters(self) -> Call:
         """Return the call that wraps a model with peft."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
-        more = {name: True for name in ("dora", "rslora") if getattr(self, name)}
+        more = {name: value for name in _MORE if (value := getattr(self, name))}
+        more = {name: list(value) if isinstance(value, tuple) else value for name, value in more.items()}
         return Call(path=f"{__name__}:adapt", arguments=arguments | more)
 
     def code(self, job: Job) -> tuple[str, ...]:
@@ -109,8 +162,7 @@ class LowRank(Technique):
             r=self.r,
             targets=self.targets or (() if chosen_by_peft(job.model) else default_targets(job.model)),
             dropout=self.dropout,
-            dora=self.dora,
-            rslora=self.rslora,
+            **{name: getattr(self, name) for name in _MORE},
         )
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
         shown = shown.replace("'", '"')  # words of peft's and of the notation hold no quotes
@@ -144,7 +196,7 @@ class LowRank(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if every linear layer is adapted, because neither the recipe nor peft names
         targets."""
-        if not self.targets and not has_default_targets(job.model):
+        if not self.targets and not self.parameters and not has_default_targets(job.model):
             what = "a module of your own" if job.model.module is not None else job.model.architecture
             yield (
                 f"peft has no default targets for {what}, so all linear layers are adapted, as with "
@@ -159,8 +211,7 @@ def adapt(
     r: int,
     targets: Sequence[str],
     dropout: float = 0.0,
-    dora: bool = False,
-    rslora: bool = False,
+    **more: Any,
 ) -> torch.nn.Module:
     """Return `model` wrapped by peft, with its own weights frozen. Raises `RecipeError` when no module is a
     target."""
@@ -169,10 +220,8 @@ def adapt(
 
     name = type(model).__name__
     inputs = str(getattr(model, "main_input_name", "input_ids"))
-    chosen = targets or default_targets(model)
-    config = LoraConfig(
-        **_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout, dora=dora, rslora=rslora)
-    )
+    chosen = targets or _pefts_choice(model) or (() if more.get("parameters") else ALL_LINEAR)
+    config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout, **more))
     try:
         with warnings.catch_warnings():
             # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
@@ -188,7 +237,7 @@ def adapt(
 
 
 def _peft_arguments(
-    name: str, *, inputs: str, targets: str | Sequence[str], r: int, dropout: float, dora: bool, rslora: bool
+    name: str, *, inputs: str, targets: str | Sequence[str], r: int, dropout: float, **more: Any
 ) -> dict[str, Any]:
     """Return `LoraConfig`'s arguments for a model of the class `name` with the main input `inputs`."""
     task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
@@ -196,19 +245,35 @@ def _peft_arguments(
         task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
     targets = _as_peft_takes(targets)
     everywhere = targets == ALL_LINEAR
+    further = {_MORE[name]: value for name, value in more.items() if value}
+    if ranks := further.get("rank_pattern"):
+        further["rank_pattern"] = {key: int(rank) for key, _, rank in (one.rpartition(":") for one in ranks)}
+    own: dict[str, Any] = {}
+    if everywhere and task == "TOKEN_CLS":
+        own["exclude_modules"] = list(_TOKEN_HEADS)
+    if name.endswith("ForImageClassification"):
+        own["modules_to_save"] = ["classifier"]
+    for key, words in further.items():
+        if isinstance(words, list | tuple):
+            further[key] = _as_peft_takes(words) if key == "exclude_modules" else list(words)
+        if key in own and isinstance(further[key], list):
+            further[key] = list(dict.fromkeys([*own[key], *further[key]]))
     return {
         "r": r,
         "lora_dropout": dropout,
         "target_modules": targets if isinstance(targets, str) else list(targets) or None,
-        "exclude_modules": list(_TOKEN_HEADS) if everywhere and task == "TOKEN_CLS" else None,
         "task_type": task,
-        "modules_to_save": ["classifier"] if name.endswith("ForImageClassification") else None,
-        **{f"use_{name}": True for name, asked in (("dora", dora), ("rslora", rslora)) if asked},
+        **own,
+        **further,
     }
 
 
 def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:
-    return ALL_LINEAR if list(targets) == [ALL_LINEAR] else targets
+    """Return `all-linear` and a pattern as a text, and other targets as a list."""
+    if isinstance(targets, str):
+        return targets
+    is_text = list(targets) == [ALL_LINEAR] or (len(targets) == 1 and not is_word(targets[0]))
+    return targets[0] if is_text else list(targets)
 
 
 def default_targets(model: Any) -> str | list[str]:

@@ -19,6 +19,10 @@ MOST_DOUBTS = 3
 """Unread statements that an answer repeats."""
 
 
+class UnsupportedJobError(UsageError):
+    """A configuration of a job, a model or a method that snugfit does not support."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One key of the file, and its use here."""
@@ -34,6 +38,9 @@ class Line:
 
     instead: str = ""
     """Key of a job file, or flag, that replaces a refused key."""
+
+    job: str = ""
+    """Job or method that a refused key names; no flag replaces it. Empty for other keys."""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}: {self.says}" if self.value else f"{self.key}: {self.says}"
@@ -85,8 +92,15 @@ class Reading:
     def refuse(self, otherwise: Collection[str] = ()) -> None:
         """Raise `UsageError` with the keys that have no counterpart.
 
-        A key is exempt if a flag or a job file sets it: its replacement is in `otherwise`.
+        A key is exempt if a flag or a job file sets it: its replacement is in `otherwise`. A key that names
+        an unsupported job is never exempt, and is the whole message.
         """
+        for line in self.refused:
+            if line.job:
+                raise UnsupportedJobError(
+                    f"{self.path} ({self.title}): snugfit does not support {line.job} yet "
+                    f"({line.key}={_short(line.value)}): {line.says}."
+                )
         lines = [str(line) for line in self.refused if line.instead not in otherwise]
         if lines:
             flags = sorted({line.instead.replace("_", "-") for line in self.refused})

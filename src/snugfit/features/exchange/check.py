@@ -1,7 +1,8 @@
 """Conflicts, settings without effect, and renamed keys in a user's configuration.
 
-`findings.json` has the facts with their sources; this file applies them. A name counts as gone only if the
-installed library does not have it either. So renames that its version has not made yet are not reported.
+`dialects/findings.json` has the facts with their sources; this file applies them. A name counts as gone only
+if the installed library does not have it either. So renames that its version has not made yet are not
+reported.
 
     conflict    the library will refuse it, or the run will fail
     unknown     the installed version has no such name
@@ -152,7 +153,9 @@ def check_document(document: Document) -> Checked:
 
 @cache
 def _facts(name: str) -> dict[str, Any]:
-    text = files("snugfit.features.exchange").joinpath("findings.json").read_text(encoding="utf-8")
+    text = (
+        files("snugfit.features.exchange").joinpath("dialects", "findings.json").read_text(encoding="utf-8")
+    )
     nothing: dict[str, Any] = {"renamed": {}, "removed": {}, "values": {}, "rules": []}
     facts: dict[str, Any] = json.loads(text).get(name, nothing)
     return facts

@@ -44,7 +44,8 @@ class Dialect:
     refused: list[dict[str, Any]]
     """Keys without a counterpart.
 
-    `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason.
+    `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason. `job`
+    names the job or the method of such a file, if it is another one than those that are predicted.
     """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -79,6 +80,9 @@ class Dialect:
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     """Keys with the library's own values for files without them."""
 
+    unsure: list[str] = field(default_factory=list)
+    """Keys whose defaults belong to the script that reads such a file."""
+
     note: str = ""
     """Difference here that is always present; empty for none."""
 
@@ -99,6 +103,11 @@ class Dialect:
             return dict(other) if isinstance(other, Mapping) else {other: value}
         is_grouped = value is not None and any(key in group for group in self.groups.values())
         return {key: value} if is_grouped else None
+
+    def difference(self, key: str, value: Any) -> str | None:
+        """Return the difference here of a key with this value; `*` is any value that is not empty."""
+        notes = self.differs.get(key, {})
+        return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
         """Return the `key = value` without which this key has no effect; None when it has one."""

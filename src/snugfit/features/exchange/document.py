@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
+from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.command_line import read_shell
 from snugfit.features.exchange.dialect import DIALECTS, dialect, recognise
 from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
@@ -159,7 +160,7 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
     if tool := _other_tool(values):
-        raise UsageError(
+        raise UnsupportedJobError(
             f"{path}: this is a configuration of {tool}, which is not read. Give the model itself: snugfit "
             "predict MODEL --task TASK --batch-size N --recipe ..."
         )

@@ -76,6 +76,11 @@ def check_target(job: Job, to: str) -> None:
         raise UsageError("phase is evaluate, but an export is for training. Leave phase out.")
     if job.model.module is not None:
         raise UsageError(f"{job.model.name} exists only in Python, so a script could not build it.")
+    if job.model.resized:
+        raise UsageError(
+            "The embeddings have other rows than those of the checkpoint, which an export does not change. "
+            "Resize the checkpoint, and give its folder as the model."
+        )
     if to in finetuning_tools.TOOLS:
         finetuning_tools.check_task(job, to)
 

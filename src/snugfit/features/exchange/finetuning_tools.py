@@ -54,6 +54,12 @@ The file contains this note, and the command prints it.
 _VARIANTS = ("use_dora", "use_rslora")
 """peft's switches that change the computation of an adapter; the tools use the same names."""
 
+_NOT_COMPARED = (
+    "lora.modules_to_save", "lora.exclude_modules", "lora.target_parameters", "lora.layers_to_transform",
+    "lora.rank_pattern", "model.quantization_config.load_in_8bit",
+)  # fmt: skip
+"""Arguments of adapters that no file of these tools was compared with."""
+
 _LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
 _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -282,7 +288,11 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     if recipe.setup().lowering is not None and to != "trl":
         why = f"{to} compiles the whole model or nothing (torch_compile), which was not compared"
         raise _refusal(to, recipe[Slot.ENGINE], why)
-    if "layers.float8" in write_arguments(recipe)[0] and to != "trl":
+    dotted = write_arguments(recipe)[0]
+    if further := [key for key in _NOT_COMPARED if dotted.get(key)]:
+        why = f"{further[0].rpartition('.')[2]} was not compared in {to}"
+        raise _refusal(to, recipe[Slot.ADAPTERS], why)
+    if "layers.float8" in dotted and to != "trl":
         raise _refusal(to, recipe[Slot.PRECISION], f"{to} chooses other layers for products in 8 bits (fp8)")
     return {key.replace(new, old) if key.startswith(new) else key: value for key, value in arguments.items()}
 

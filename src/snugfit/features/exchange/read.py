@@ -24,6 +24,7 @@ from snugfit.features.exchange.account import Line, Reading
 from snugfit.features.exchange.command_line import parse_pairs
 from snugfit.features.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.features.exchange.document import Document, open_documents
+from snugfit.features.exchange.module_names import RANKS, TRAINED, read_names
 from snugfit.features.exchange.processes import (
     BY,
     COPIES,
@@ -48,6 +49,8 @@ DEFAULT_LENGTH = 512
 """Tokens of a sequence in a job without a length (`Job.sequence_length`)."""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+BATCH_OF_GPU = "job.batch_of_gpu"
+"""Samples of a step on one GPU, from which the accumulation follows."""
 _JOB = "job."
 
 
@@ -101,6 +104,10 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         says = f"no length in this file: {DEFAULT_LENGTH} tokens are assumed; set --sequence-length"
         line = Line(key="sequence length", value="not given", says=says)
         reading = replace(reading, unread=(*reading.unread, line))
+    if _lacks_batch(reading, {**settings, **flags}):
+        says = "no batch in this file: 4 samples are assumed; set --batch-size"
+        line = Line(key="batch size", value="not given", says=says)
+        reading = replace(reading, unread=(*reading.unread, line))
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
         said_twice = flags.get(key) is not None or key == "recipe"
@@ -149,6 +156,7 @@ class _Reader:
         if table.note:
             self.differs.append(Line(key=table.title, value="", says=table.note))
         self._unquantized_model()
+        self._accumulation()
         self._fill_defaults(table)
         self._processes()
         decided = self._recipe()
@@ -191,15 +199,33 @@ class _Reader:
                 self.tables |= dict.fromkeys(rule["becomes"], table)
 
     def _unquantized_model(self) -> None:
-        """Read a name of bitsandbytes' 4-bit weights as the model in 16 bits with qlora."""
+        """Read a name of bitsandbytes' 4-bit weights as the model in 16 bits with qlora.
+
+        Refuse names of other quantized weights.
+        """
         name = self.arguments.get("job.model")
-        if not isinstance(name, str) or "bnb-4bit" not in name.lower():
+        if not isinstance(name, str) or unquantized_name(name) is None:
             return
         origin = self.origins["job.model"]
+        if "bnb-4bit" not in name.lower():
+            says = "of quantized weights only those of bitsandbytes are predicted"
+            self._line(self.refused, *origin, says, job="training on weights of this format")
+            return
         bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         words = {f"model.quantization_config.{key}": value for key, value in bits.items()}
         self.arguments |= {"job.model": unquantized_name(name), **words}
         self.origins |= dict.fromkeys(words, origin)
+
+    def _accumulation(self) -> None:
+        """Set the accumulation that follows from the batch of a GPU and its micro-batch."""
+        whole, origin = self.arguments.pop(BATCH_OF_GPU, None), self.origins.pop(BATCH_OF_GPU, None)
+        micro = self.arguments.get(MICRO_BATCH)
+        if origin is None:
+            return
+        if type(whole) is int and type(micro) is int and micro and ACCUMULATION not in self.arguments:
+            self.arguments[ACCUMULATION], self.origins[ACCUMULATION] = whole // micro, origin
+        else:
+            self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
 
     def _statements(self) -> None:
         """Add a script's statements that are not read or not predicted, and the defaults of its options."""
@@ -207,6 +233,11 @@ class _Reader:
             self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
         for line, text, why in self.document.refused:
             self.refused.append(Line(key=f"line {line}, {text}", value="", says=why, instead="recipe"))
+        given = self.document.values
+        unsure = [key for key in dialect(self.document.dialect).unsure if key not in given]
+        if self.document.format in ("yaml", "json") and unsure and "fp16" not in given:
+            says = "not given: the script that reads this file has a default of its own"
+            self.unread.append(Line(key=", ".join(unsure), value="not given", says=says))
         for name, value in self.document.defaults.items():
             kind = "environment variable" if name.startswith("$") else "option of the script"
             self.took.append(Line(key=name, value=f"{as_word(value)} (default)", says=f"an {kind}"))
@@ -234,10 +265,10 @@ class _Reader:
                 if name not in newer:
                     self.arguments[name], self.origins[name] = one, (key, value)
                     self.tables[name] = table
-            if note := table.differs.get(key, {}).get(as_word(value)):
+            if note := table.difference(key, value):
                 self._line(self.differs, key, value, note)
             return
-        if note := table.differs.get(key, {}).get(as_word(value)):
+        if note := table.difference(key, value):
             self._line(self.differs, key, value, note)
         elif table.of_trainer or of_script or self._is_an_argument(key, table):
             if value is not None or key not in self.arguments:
@@ -259,10 +290,12 @@ class _Reader:
             if any(key.startswith(f"{prefix}.") for key in self.arguments):
                 whole |= group
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
-        for key in ("lora.target_modules", "optim_target_modules"):
-            if key in whole:
-                whole[key] = _names(whole[key], is_pattern=key == "optim_target_modules")
-        self.arguments = whole
+        self.arguments = read_names(whole)
+        for raw, key in ((TRAINED, "frozen.only"), (f"{RANKS}.", RANKS)):
+            for name in [name for name in self.origins if name.startswith(raw)]:
+                origin, table = self.origins.pop(name), self.tables.pop(name)
+                self.origins.setdefault(key, origin)
+                self.tables.setdefault(key, table)
 
     def _processes(self) -> None:
         """Replace the raw words about processes by the arguments that follow from them."""
@@ -303,6 +336,10 @@ class _Reader:
         """Set the recipe in the settings, and return the arguments that decided it."""
         techniques: list[Technique] = []
         decided: set[str] = set()
+        if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
+            for key in [key for key in self.origins if key.partition(".")[0] == "frozen"]:
+                says = "adapters freeze all other weights, so leave this or the adapters out"
+                self._line(self.refused, *self.origins.pop(key), says)
         for slot in read_slots(self.arguments):
             own = [key for key in slot.keys if key in self.origins]
             decided |= set(own)
@@ -405,7 +442,7 @@ class _Reader:
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
             unsure = ". Its value is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
-            self._line(self.refused, name, given, says)
+            self._line(self.refused, name, given, says, job=refusal.get("job", ""))
         elif reason := table.reason_to_ignore(key):
             self._line(self.ignored, name, given, reason)
         elif refusal is None:
@@ -430,9 +467,11 @@ class _Reader:
         return key in known and (value == known[key] or _unset(key, value, known))
 
     @staticmethod
-    def _line(lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe") -> None:
+    def _line(
+        lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe", job: str = ""
+    ) -> None:
         shown = str(value) if isinstance(value, Unknown) else as_word(value)
-        lines.append(Line(key=key, value=shown, says=says, instead=instead))
+        lines.append(Line(key=key, value=shown, says=says, instead=instead, job=job))
 
 
 def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
@@ -440,6 +479,12 @@ def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
     task = given.get("task") or reading.settings.get("task")
     named = any(given.get(key) is not None for key in ("sequence_length", "lengths", "job_file"))
     return bool(task) and has_sequence(str(task)) and not named and "sequence_length" not in reading.settings
+
+
+def _lacks_batch(reading: Reading, given: Mapping[str, Any]) -> bool:
+    """Return True for a file of a run without its batch."""
+    named = any(given.get(key) is not None for key in ("batch_size", "largest", "job_file"))
+    return "model" in reading.settings and not named and "batch_size" not in reading.settings
 
 
 def _has_bfloat16(gpu: Any) -> bool | None:
@@ -468,20 +513,6 @@ _OF_MEMORY = re.compile(
 """Words in names of keys that change memory."""
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
-
-
-def _names(value: Any, *, is_pattern: bool) -> Any:
-    """Return the names of modules, one by one.
-
-    A text that transformers reads as a pattern (`is_pattern`) stays a text, except its word for all linear
-    layers.
-    """
-    if isinstance(value, str) and is_pattern:
-        word = value.replace("_", "-")
-        return (word,) if word == "all-linear" else value
-    if isinstance(value, list | str):
-        return tuple(map(str, value.split(",") if isinstance(value, str) else value))
-    return value
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Products in 8-bit floats by torchao, and frozen weights in 4 bits by bitsandbytes."""
+"""Products in 8-bit floats by torchao, and frozen weights in 4 or 8 bits by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.features.quantized.fields import QUANTIZE
 from snugfit.techniques.feature import Feature
 from snugfit.techniques.technique import Slot
 
@@ -33,13 +34,25 @@ class Quantized(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which products with 4-bit weights run on shapes."""
+        """Return a context in which products with quantized weights run on shapes."""
+        from snugfit.features.quantized.eight_bit_products import eight_bit_products
         from snugfit.features.quantized.four_bit_products import four_bit_products
 
-        return four_bit_products(policy)
+        wish = QUANTIZE.of(setup)
+        return eight_bit_products(policy) if wish and wish.bits == 8 else four_bit_products(policy)
+
+    def timing_doubts(self, setup: Setup) -> Sequence[str]:
+        """Return a sentence on products with 8-bit weights."""
+        wish = QUANTIZE.of(setup)
+        if wish is None or wish.bits != 8:
+            return ()
+        return (
+            "Steps with weights in 8 bits were never measured: their bytes and seconds are those of "
+            "bitsandbytes' code on shapes, without columns of outliers.",
+        )
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
         """Return the scales and code books of a 4-bit weight."""
-        from snugfit.features.quantized.four_bit_weights import scales_in_order
+        from snugfit.features.quantized.quantized_weights import scales_in_order
 
         return scales_in_order(weight)

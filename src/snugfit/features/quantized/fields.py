@@ -12,10 +12,13 @@ FLOAT8_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeWish:
-    """Weights of linear layers in 4 bits, which do not train."""
+    """Weights of linear layers in 4 or 8 bits, which do not train."""
+
+    bits: int = 4
+    """Bits of a weight."""
 
     double: bool = True
-    """True quantizes the scales too."""
+    """True quantizes the scales of 4-bit weights too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class Float8Wish:
 
 
 QUANTIZE = Wish[QuantizeWish | None]("quantize", QuantizeWish | None, None)
-"""Linear layers with 4-bit weights; None leaves them in `weights_dtype`."""
+"""Linear layers with quantized weights; None leaves them in `weights_dtype`."""
 
 FLOAT8 = Wish[Float8Wish | None]("float8", Float8Wish | None, None, touches=("passes",))
 """Linear layers whose products are computed in 8-bit floats; None computes them in

@@ -1,10 +1,12 @@
-"""QLoRA: the frozen weights in 4 bits, and LoRA's adapters beside them (Dettmers et al., arXiv 2305.14314).
+"""QLoRA: the frozen weights in 4 or 8 bits, and LoRA's adapters beside them (Dettmers et al., 2305.14314).
 
 bitsandbytes stores each linear layer's weight as 4-bit numbers of NF4, two to a byte, with one scale for 64
 of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a weight in all, else 0.5625. Each
 product, forward and backward, dequantizes the whole weight into the dtype of the computation. That temporary
 is as large as the largest layer. Small batches use a kernel without a temporary. Embeddings, normalisations
 and the head are not quantized.
+
+With `bits=8` weights are integers with one scale for a row (LLM.int8(), arXiv 2208.07339): 1 byte a weight.
 
 The precision slot sets the other dtypes. With `bf16` or `fp16`, all unquantized weights are fp32 and products
 are computed in 16 bits. That is `prepare_model_for_kbit_training` of peft and `bf16=True` of the Trainer, as
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.features.adapters.low_rank import ARGUMENTS, LowRank
 from snugfit.features.quantized.fields import QuantizeWish
@@ -37,7 +39,7 @@ _CONFIG = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qlora(LowRank):
-    """Freezes the model in 4 bits and trains low-rank updates of some of its matrices."""
+    """Freezes the model in 4 or 8 bits and trains low-rank updates of some of its matrices."""
 
     fidelity: ClassVar = Fidelity.LEARNS
     needs: ClassVar = ("peft>=0.19", "bitsandbytes>=0.50")
@@ -45,7 +47,7 @@ class Qlora(LowRank):
     source: ClassVar = "Dettmers et al., arXiv 2305.14314; transformers.BitsAndBytesConfig, peft.LoraConfig"
     advice: ClassVar = dict.fromkeys(
         ("load_in_4bit", "load_in_8bit"),
-        "'qlora' keeps the frozen weights in 4 bits and trains LoRA adapters.",
+        "'qlora' keeps the frozen weights in 4 bits (bits=8: in 8) and trains LoRA adapters.",
     )
     counterparts: ClassVar = (
         Counterpart(arguments={**_CONFIG, "model.quantization_config.bnb_4bit_quant_type": "nf4"}),
@@ -53,14 +55,27 @@ class Qlora(LowRank):
             arguments={**_CONFIG, "model.quantization_config.bnb_4bit_quant_type": "fp4"},
             note="nf4 in the place of fp4: other numbers, of the same bytes",
         ),
+        Counterpart(
+            arguments={
+                **ARGUMENTS,
+                "model.quantization_config.load_in_4bit": False,
+                "model.quantization_config.load_in_8bit": True,
+            },
+            settings={"bits": 8},
+        ),
     )
 
     double: bool = True
-    """True quantizes the scales too."""
+    """True quantizes the scales of 4-bit weights too."""
+
+    bits: Literal[4, 8] = 4
+    """Bits of a frozen weight."""
 
     def install(self, setup: Setup) -> Setup:
         """Request weights that are quantized as the model is built, and peft's wrapper around it."""
-        return setup.with_fields(quantize=QuantizeWish(double=self.double), adapt=self.adapters())
+        return setup.with_fields(
+            quantize=QuantizeWish(bits=self.bits, double=self.double), adapt=self.adapters()
+        )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield objections to modules that transformers does not build, and to code that reads weights or
@@ -71,6 +86,8 @@ class Qlora(LowRank):
                 "loaded already. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True), add "
                 "the adapters (peft.get_peft_model), and leave adapters out of the recipe; or use lora."
             )
+        if self.bits == 8 and job.build_on == "host":
+            yield "weights of 8 bits are quantized on the GPU. Leave build_on out, or try bits=4."
         yield from super().objections(job, recipe)
         kernels, engine, checkpointing = (
             recipe[slot] for slot in (Slot.KERNELS, Slot.ENGINE, Slot.CHECKPOINTING)
@@ -78,10 +95,10 @@ class Qlora(LowRank):
         if kernels.reads_weights:
             yield f"products of {kernels} read weights, which are quantized here. Try 'torch_kernels'."
         if engine.alone.lowering is not None:
-            yield f"products with weights in 4 bits are not compiled, so leave {engine} out, or try 'lora'."
+            yield f"products with quantized weights are not compiled, so leave {engine} out, or try 'lora'."
         if (wish := checkpointing.alone.checkpoint) is not None and wish.keep:
             yield (
-                f"products with weights in 4 bits are bitsandbytes' own operators, of which {checkpointing} "
+                f"products with quantized weights are bitsandbytes' own operators, of which {checkpointing} "
                 "keeps nothing. Try 'every_layer', or 'lora'."
             )
 

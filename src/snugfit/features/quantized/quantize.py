@@ -1,4 +1,4 @@
-"""The setting for frozen weights in 4 bits: bitsandbytes quantizes them while the model is built."""
+"""The setting for frozen weights in 4 or 8 bits: bitsandbytes quantizes them while the model is built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.features.quantized.fields import QUANTIZE
-from snugfit.features.quantized.four_bit_weights import HEADS, FourBitConstruction
+from snugfit.features.quantized.quantized_weights import HEADS, QuantizedConstruction
 from snugfit.job.inputs import has_classes
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.step.wishes.python_text import literal
@@ -25,7 +25,7 @@ _LIVE = (
 
 
 class QuantizeHandler(Handler):
-    """Linear layers whose weights are 4-bit numbers."""
+    """Linear layers whose weights are numbers of 4 or 8 bits."""
 
     wish, slot, stage = QUANTIZE.name, Slot.ADAPTERS, InstallStage.BUILD
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
@@ -39,7 +39,11 @@ class QuantizeHandler(Handler):
 
     def model_arguments(self, value: QuantizeWish | None) -> dict[str, Any]:
         """Return the construction that `instantiate` calls."""
-        return {"construct": partial(FourBitConstruction, double=value.double)} if value is not None else {}
+        return (
+            {"construct": partial(QuantizedConstruction, bits=value.bits, double=value.double)}
+            if value is not None
+            else {}
+        )
 
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
         """Return the setting as `quantization_config` of `from_pretrained`.
@@ -62,7 +66,9 @@ class QuantizeHandler(Handler):
             "load_in_4bit": "True", "bnb_4bit_quant_type": '"nf4"',
             "bnb_4bit_use_double_quant": str(value.double),
         }  # fmt: skip
-        if computed != "float32":  # which is the default
+        if value.bits == 8:
+            options = {"load_in_8bit": "True"}
+        elif computed != "float32":  # which is the default
             options["bnb_4bit_compute_dtype"] = f"torch.{computed}"
         # peft trains classifiers whole, so they stay unquantized.
         if has_classes(context.job.task):

@@ -30,7 +30,7 @@ from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
 if TYPE_CHECKING:
-    from snugfit.job.model import Model
+    pass
 
 WORTH = 0.01
 """Least gain in samples per second that is listed, as a share."""
@@ -148,30 +148,15 @@ def up(size: int, multiple: int) -> int:
 
 def _vocabulary(at: _At) -> Iterator[Size]:
     """Yield rows added to the embedding, as by `resize_token_embeddings(pad_to_multiple_of=64)`."""
-    rows = _rows(at.profiler.job.model)
+    rows = at.profiler.job.model.vocabulary
     best: Size | None = None
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
-        other = at.with_changes(model=_with_rows(at.profiler.job.model, size))
+        other = at.with_changes(model=at.profiler.job.model.with_vocabulary(size))
         candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
         if best is None or candidate.gain > best.gain + WORTH:
             best = candidate
     if best is not None and best.gain > WORTH:
         yield best
-
-
-def _rows(model: Model) -> int:
-    config = model.config
-    rows = (config.get("text_config") or config).get("vocab_size")
-    return rows if isinstance(rows, int) else 0
-
-
-def _with_rows(model: Model, rows: int) -> Model:
-    config = model.config
-    if isinstance(config.get("text_config"), dict):
-        config["text_config"] = {**config["text_config"], "vocab_size": rows}
-    else:
-        config["vocab_size"] = rows
-    return type(model).from_config(config, name=model.name, origin=model.origin)
 
 
 # ---- the length -----------------------------------------------------------------------------------------
@@ -246,7 +231,7 @@ def _widths(at: _At) -> Iterator[Size]:
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
-    of_the_job |= {_rows(job.model), job.labels}
+    of_the_job |= {job.model.vocabulary, job.labels}
     slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))
     lost: dict[int, float] = defaultdict(float)
     where: dict[int, str] = {}

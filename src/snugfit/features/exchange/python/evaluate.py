@@ -113,6 +113,7 @@ class _Evaluator:
         self.called: set[ast.AST] = set()
         self.depth = 0
         self.unsure = 0
+        self.tests: list[str] = []
         self.statements = 0
 
     # ---- statements ----------------------------------------------------------------------------------------
@@ -202,18 +203,23 @@ class _Evaluator:
         if is_known(test):
             self.block(node.body if test else node.orelse, names)
             return
+        text = ast.unparse(node.test)
         self.unsure += 1
         try:
-            self.branches([node.body, node.orelse], names)
+            self.branches({text: node.body, f"not ({text})": node.orelse}, names)
         finally:
             self.unsure -= 1
+        if any(isinstance(one, ast.Continue | ast.Break) for one in [*node.body, *node.orelse]):
+            self.tests.append("the rest of the loop")
 
-    def branches(self, bodies: Sequence[Sequence[ast.stmt]], names: Environment) -> None:
-        """Run each block on the names before it. A name that the blocks set differently becomes unknown."""
+    def branches(self, bodies: Mapping[str, Sequence[ast.stmt]], names: Environment) -> None:
+        """Run each block, by its condition, on the names before it. A name that the blocks set differently
+        becomes unknown."""
         before = dict(names)
         ends: list[Environment] = []
-        for body in bodies:
-            copy = dict(before)
+        for test, body in bodies.items():
+            copy, around = dict(before), len(self.tests)
+            self.tests.append(test)
             try:
                 if self.quiet_block(body, copy):
                     ends.append(copy)
@@ -221,6 +227,8 @@ class _Evaluator:
                 if is_known(returned.value) or returned.value is None:
                     continue  # an early return of some case
                 raise
+            finally:
+                del self.tests[around:]
         for end in ends[:1] or [before]:
             names.update(end)
         for name in {name for end in ends[1:] for name in end}:
@@ -231,6 +239,11 @@ class _Evaluator:
                 names[name] = values[0]
 
     def run_For(self, node: ast.For, names: Environment) -> None:
+        around = len(self.tests)
+        self.loop(node, names)
+        del self.tests[around:]
+
+    def loop(self, node: ast.For, names: Environment) -> None:
         items = self.value(node.iter, names)
         if isinstance(items, list | tuple) and len(items) == 1:
             item = items[0]
@@ -283,13 +296,16 @@ class _Evaluator:
             if isinstance(of, Record):
                 of.attributes[target.attr] = value
                 return
-            self.set(Assignment(of, target.attr, value, node.lineno, _text(node), self.unsure > 0))
+            self.set(Assignment(of, target.attr, value, node.lineno, _text(node), *self.conditions()))
         elif isinstance(target, ast.Subscript):
             of, key = self.value(target.value, names), self.value(target.slice, names)
             if isinstance(of, dict) and isinstance(key, str):
                 of[key] = value
                 return
-            self.set(Assignment(of, str(key), value, node.lineno, _text(node), self.unsure > 0))
+            self.set(Assignment(of, str(key), value, node.lineno, _text(node), *self.conditions()))
+
+    def conditions(self) -> tuple[bool, tuple[str, ...]]:
+        return self.unsure > 0, tuple(self.tests)
 
     def set(self, assignment: Assignment) -> None:
         self.done.assignments.append(assignment)
@@ -464,7 +480,7 @@ class _Evaluator:
         known = self.known_value(node, function, positional, named)
         if known is not _NOT_KNOWN:
             return known
-        call = ForeignCall(function, tuple(positional), named, node.lineno, _text(node), self.unsure > 0)
+        call = ForeignCall(function, tuple(positional), named, node.lineno, _text(node), *self.conditions())
         self.done.calls.append(call)
         self.done.events.append(call)
         return call

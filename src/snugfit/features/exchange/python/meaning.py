@@ -8,14 +8,18 @@ They are listed as not read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NoReturn
 
 from snugfit.errors import UsageError
+from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
+from snugfit.features.exchange.python.frozen_parts import METHODS as FREEZING
+from snugfit.features.exchange.python.frozen_parts import FrozenParts
 from snugfit.features.exchange.python.objects import (
     LIGER,
     LOADER,
@@ -29,8 +33,8 @@ from snugfit.features.exchange.python.objects import (
     UNSLOTH,
     base_trainer,
     calls_in,
-    is_model_class,
     kind_of,
+    model_class,
     task_of_class,
 )
 from snugfit.features.exchange.python.values import (
@@ -73,6 +77,9 @@ states."""
 DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", "uint8")
 
 NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
+
+OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
+"""Libraries with models of their own."""
 
 _OVERRIDES = (
     "compute_loss",
@@ -119,6 +126,7 @@ class _Meaning:
         self.script = Script("trainer")
         self.last: ForeignCall | None = None
         self.read_events: set[int] = set()
+        self.frozen = FrozenParts()
 
     def read(self) -> Script:
         every = [call for call in self.calls if kind_of(call) == TRAINER]
@@ -141,6 +149,8 @@ class _Meaning:
             script.dialect = "loop"
         self.events = _before_training(self.done, self.last)
         model = self._model(trainer)
+        if model is None:
+            self._refuse_other_model()
         if script.dialect == "loop" and not self._is_loop(model):
             raise UsageError(self._nothing_found())
         if trainer is not None:
@@ -149,6 +159,7 @@ class _Meaning:
             script.arguments |= self._of_model(model)
         for event in self.events:
             self._read_event(event)
+        script.arguments |= self.frozen.settings()
         self._of_loop()
         self._casts()
         self._gpus()
@@ -187,8 +198,22 @@ class _Meaning:
             if reason:
                 self._refuse(call, f"{name} {reason}")
 
-    def _refuse(self, call: ForeignCall, why: str) -> None:
-        raise UsageError(f"{self.where}, line {call.line}: {why}")
+    def _refuse_other_model(self) -> None:
+        """Raise `UsageError` for a model of another library, or of a class without a task."""
+        for call in self.calls:
+            of_other = call.library in OTHER_MODELS and (call.name in LOADERS or "model" in call.name.lower())
+            own = call.library == "transformers" and re.fullmatch(
+                r"(?!DataCollator)[A-Z]\w+For[A-Z]\w+", call.name
+            )
+            if of_other:
+                self._refuse(
+                    call, f"{call.library} makes this model, and only models of transformers are read."
+                )
+            if own and task_of_class(call.name) is None:
+                self._refuse(call, f"{call.name} has no task here.")
+
+    def _refuse(self, call: ForeignCall, why: str) -> NoReturn:
+        raise UnsupportedJobError(f"{self.where}, line {call.line}: {why}")
 
     def _trainer_name(self, call: ForeignCall) -> str:
         return base_trainer(call.function) if isinstance(call.function, Class) else call.name
@@ -221,6 +246,8 @@ class _Meaning:
         models = [call for call in self.calls if _makes_model(call)]
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
+            if isinstance(given, str):
+                return None  # the trainer loads it
             inner = [call for call in calls_in(given) if _makes_model(call)]
             if inner:
                 return inner[-1]
@@ -283,12 +310,11 @@ class _Meaning:
             return {}
         inner = self.values(call, first="pretrained_model_name_or_path")
         name = inner.pop("pretrained_model_name_or_path", inner.pop("config", None))
-        task = task_of_class(call.owner)
+        task = task_of_class(model_class(call))
         if task is None:
             known = ", ".join(auto for auto, _ in heads().values())
-            raise UsageError(
-                f"{self.where}, line {call.line}: {call.owner} has no task here. Models of these tasks are "
-                f"predicted: {known}."
+            self._refuse(
+                call, f"{model_class(call)} has no task here. Models of these tasks are predicted: {known}."
             )
         self._mark(call)
         if isinstance(name, Unknown) and (config := _config_name(call)):
@@ -297,9 +323,25 @@ class _Meaning:
         facts |= {f"model.{key}": value for key, value in inner.items() if key != "device_map"}
         if call.owner == LIGER:
             facts["use_liger_kernel"] = True
+        if call.name != "from_pretrained":
+            facts |= self._of_config(call)
         if call.name != "from_pretrained" and not {"model.dtype", "model.torch_dtype"} & set(facts):
             read = any(one.name == "from_pretrained" and one.owner.endswith("Config") for one in self.calls)
-            facts |= {} if read else {"job.dtype": "float32"}
+            facts |= {} if read and call.name in LOADERS else {"job.dtype": "float32"}
+        return facts
+
+    def _of_config(self, call: ForeignCall) -> dict[str, Any]:
+        """Return the facts that a config changes. Its other sizes are listed as not read."""
+        configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
+        facts: dict[str, Any] = {}
+        for one in configs:
+            if one.name != "from_pretrained" or not one.owner.endswith("Config"):
+                continue
+            for key, value in one.named.items():
+                if key == "vocab_size" and type(value) is int:
+                    facts["job.vocab_size"] = str(value)
+                elif not (key.endswith(("_id", "2id", "2label")) or key in _OF_FILES):
+                    self.script.unread.append((one.line, f"{key}={self.value(value)} in the config"))
         return facts
 
     def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
@@ -355,7 +397,7 @@ class _Meaning:
             read = self._of_unsloth
         elif of == MODEL and call.name in _METHODS:
             read = getattr(self, _METHODS[call.name])
-        elif of in (MODEL, PART) and call.name == "requires_grad_":
+        elif of in (MODEL, PART) and (call.name == "requires_grad_" or call.name in FREEZING):
             read = self._of_freezing
         elif call.name.startswith("apply_liger_kernel_to"):
             read = self._of_liger
@@ -376,7 +418,8 @@ class _Meaning:
         return {"job.dtype": dtypes[call.name]}
 
     def _of_freezing(self, call: ForeignCall) -> dict[str, Any]:
-        return self._freeze(call, [*call.positional, call.named.get("requires_grad", True)][0])
+        trains = call.name not in FREEZING
+        return self._freeze(call, [*call.positional, call.named.get("requires_grad", trains)][0])
 
     def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
         inner = self.values(call)
@@ -430,24 +473,28 @@ class _Meaning:
         return {"job.dtype": dtypes[0]} if dtypes else {}
 
     def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any]:
-        """Refuse a script that freezes parameters, unless adapters are trained instead."""
-        if value is not True and not any(call.name == "LoraConfig" for call in self.calls):
-            self.script.refused.append(
-                (event.line, event.text, "parameters are frozen here, which is not predicted yet")
-            )
+        """Read a statement that freezes parameters, unless adapters are trained instead.
+
+        Refuse one whose parameters are not known.
+        """
+        if any(call.name == "LoraConfig" for call in self.calls):
+            return {}
+        if isinstance(value, Unknown | ForeignCall):  # `parameter.requires_grad = "classifier" in name`
+            event, value = replace(event, tests=(*event.tests, f"not ({value})")), False
+        if type(value) is not bool or not self.frozen.add(event, value):
+            says = "which parameters train is computed here. Write frozen(parts=...) or frozen(only=...)"
+            self.script.refused.append((event.line, event.text, says))
         return {}
 
     def _resize(self, call: ForeignCall) -> dict[str, Any]:
-        size = [*call.positional, *call.named.values()][:1]
-        if size and type(size[0]) is int:
-            says = (
-                f"the vocabulary becomes {size[0]:,} rows. Write vocab_size into a config.json, and give its "
-                "folder as the model"
-            )
-            self.script.refused.append((call.line, call.text, says))
-        else:
+        """Return the rows of the embedding. Those of an unknown tokenizer are listed as not read."""
+        rows = call.named.get("new_num_tokens", [*call.positional, None][0])
+        multiple = call.named.get("pad_to_multiple_of")
+        if type(rows) is not int:
             self.script.unread.append((call.line, call.text))
-        return {}
+            return {"job.vocab_size": f"x{multiple}"} if type(multiple) is int else {}
+        step = multiple if type(multiple) is int else 1
+        return {"job.vocab_size": str(-(-rows // step) * step)}
 
     def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
         """Return the use of torch.compile: of layers, of a model's forward pass, or of the model."""
@@ -619,6 +666,9 @@ _FUNCTIONS: Mapping[str, str] = {
 }  # fmt: skip
 """Readers of functions, and of the methods of a model's parts."""
 
+_OF_FILES = ("trust_remote_code", "revision", "cache_dir", "token", "n_ctx", "use_cache")
+"""Arguments of a config that change no size."""
+
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _LIGER_PARTS = (
     "rope",
@@ -652,7 +702,7 @@ def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[Fore
 def _makes_model(call: ForeignCall) -> bool:
     if call.owner in UNSLOTH:
         return call.name == "from_pretrained"
-    return call.name in LOADERS and isinstance(call.function, Name) and is_model_class(call.owner)
+    return isinstance(call.function, Name) and bool(model_class(call))
 
 
 def _config_name(call: ForeignCall) -> str | None:

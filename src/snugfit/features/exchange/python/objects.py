@@ -75,7 +75,7 @@ def _kind_of_method(call: ForeignCall) -> str:
 def _kind_of_function(call: ForeignCall) -> str:
     if isinstance(call.function, Class):
         return TRAINER if base_trainer(call.function) else ""
-    if call.owner in UNSLOTH or (call.name in LOADERS and is_model_class(call.owner)):
+    if call.owner in UNSLOTH or model_class(call):
         return MODEL
     if call.name in _WRAPPERS:
         first = [*call.positional, *call.named.values()][:1]
@@ -140,6 +140,14 @@ def calls_in(value: Any) -> Iterator[ForeignCall]:
                 value = of
         else:
             return
+
+
+def model_class(call: ForeignCall) -> str:
+    """Return the class of the model that a call loads or makes from a config; empty for other calls."""
+    if call.name in LOADERS:
+        return call.owner if is_model_class(call.owner) else ""
+    is_own = call.library == "transformers" and call.name in _classes()
+    return call.name if is_own and isinstance(call.function, Name) else ""
 
 
 def is_model_class(name: str) -> bool:

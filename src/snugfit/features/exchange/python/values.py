@@ -56,6 +56,8 @@ class ForeignCall:
     """Its text in the script, in one line."""
     unsure: bool = False
     """True in a branch whose condition is unknown."""
+    tests: tuple[str, ...] = ()
+    """Unknown conditions around it."""
 
     @property
     def name(self) -> str:
@@ -145,6 +147,8 @@ class Assignment:
     text: str
     unsure: bool = False
     """True in a branch whose condition is unknown."""
+    tests: tuple[str, ...] = ()
+    """Unknown conditions around it."""
 
 
 def is_known(value: Any) -> bool:

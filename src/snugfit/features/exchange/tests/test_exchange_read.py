@@ -15,8 +15,9 @@ from snugfit.errors import UsageError
 from snugfit.features.exchange.account import Reading
 from snugfit.features.exchange.dialect import DIALECTS, dialect
 from snugfit.features.exchange.installed import checkpointing_name, defaults
+from snugfit.features.exchange.module_names import TRAINED
 from snugfit.features.exchange.processes import RAW
-from snugfit.features.exchange.read import read_arguments
+from snugfit.features.exchange.read import BATCH_OF_GPU, read_arguments
 from snugfit.job.architectures import heads
 from snugfit.techniques import roster
 from snugfit.techniques.translate import read_slots
@@ -222,8 +223,8 @@ def test_what_changes_memory_or_maths_is_refused_by_name(
          "fp8_config.backend"),
         ("acc.yaml", "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: TVM}",
          "dynamo_config.dynamo_backend"),
-        ("q.yml", "base_model: gpt2\nadapter: qlora\nload_in_8bit: true", "load_in_8bit"),
-        ("q.yml", "base_model: gpt2\ngradient_checkpointing: offload", "gradient_checkpointing"),
+        ("q.yml", "base_model: gpt2\nload_in_8bit: true", "load_in_8bit"),
+        ("q.yml", "base_model: gpt2\ngradient_checkpointing: offload_disk", "gradient_checkpointing"),
         ("q.yml", "base_model: gpt2\nplugins: [axolotl.integrations.kd.KDPlugin]", "plugins[]"),
         ("t.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', load_in_4bit=True)\n"
          "a = TrainingArguments('x')", "model.load_in_4bit"),
@@ -376,6 +377,9 @@ def test_tables_translate_into_words_that_exist(name: str) -> None:
     }
     known |= {
         "lora.peft_type",
+        BATCH_OF_GPU,
+        TRAINED,
+        "job.vocab_size",
         *RAW,
         *(key for refusal in dialect("trainer").refused for key in refusal["keys"]),
     }

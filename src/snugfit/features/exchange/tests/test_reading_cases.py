@@ -49,7 +49,13 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("script-concrete-classes/liger_auto.py", {"recipe": "bf16 + liger + adamw_fused"}),
     ("script-environment-and-backends/alloc_env.py", {"recipe": "tf32 + adamw_fused + expandable"}),
     ("script-environment-and-backends/liger_call.py", {"recipe": "bf16 + liger + adamw_fused"}),
+    ("script-environment-and-backends/resize.py", {"vocab_size": "300000"}),
     ("script-environment-and-backends/maxlen.py", {"sequence_length": 128}),
+    ("script-frozen-parameters/freeze.py", {"recipe": "frozen(parts=bert) + adamw_fused"}),
+    ("script-gpt-oss/gptoss.py",
+     {"recipe": "lora(r=16, targets=all-linear, parameters='3.mlp.experts.gate_up_proj'|"
+      "'3.mlp.experts.down_proj') + eager + bf16 + chunked_loss + every_layer + micro_batches(8) + "
+      "adamw_fused"}),
     ("script-optimizer-given-to-trainer/opt8.py", {"recipe": "adamw_8bit"}),
     ("script-sft-of-2023/sft_old.py",
      {"sequence_length": 4096, "recipe": "qlora(r=64, dropout=0.1, double=false) + paged_adamw"}),
@@ -89,9 +95,6 @@ def test_a_concrete_class_of_sounds_has_its_task() -> None:
 REFUSED = [
     ("axolotl-several-gpus/ax_ds.yaml", "another --arguments"),
     ("axolotl-several-gpus/ax_fsdp.yaml", "--gpus"),
-    ("script-environment-and-backends/resize.py", "line 4.*300,000 rows"),
-    ("script-frozen-parameters/freeze.py", "line 5.*parameters are frozen"),
-    ("script-gpt-oss/gptoss.py", "target_parameters"),
     ("unknown-arguments-that-speak-of-memory/lf6285.yaml", "new_special_tokens"),
 ]
 

@@ -29,6 +29,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.training.run.train import train
 from test_fit_keeping import At, die
+from test_law_rehearsed_equals_real import hold_to_reports
 from tiers import slow_but
 
 LLAMA = replace(small_job("llama", 2), batch_size=4, sequence_length=16)
@@ -106,6 +107,27 @@ def test_a_folder_and_random_weights_take_the_same_bytes(stored: Path) -> None:
         for model in (loaded, drawn)
     ]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["qlora(bits=8, targets=all-linear)"])
+def test_a_real_step_with_8_bit_weights_allocates_what_its_trace_says(recipe: str) -> None:
+    hold_to_reports(LLAMA, Recipe.parse(recipe))
+
+
+def test_a_weight_of_8_bits_takes_a_byte_and_its_product_a_float16_copy() -> None:
+    """A step on a GPU quantizes inputs in float16, and keeps each input for the backward pass."""
+    sizes = {}
+    for bits in (4, 8):
+        recipe = Recipe.parse(f"qlora(bits={bits}, double=false, targets=all-linear)")
+        model = build_model(LLAMA, recipe.setup(), torch.device("meta"))
+        quantized = [one for one in model.modules() if hasattr(one, "quant_state") or hasattr(one, "state")]
+        sizes[bits] = sum(one.weight.numel() for one in quantized)
+        assert {one.weight.dtype for one in quantized} == {torch.uint8 if bits == 4 else torch.int8}
+    assert sizes[8] == 2 * sizes[4] > 0
+    trace = rehearse(LLAMA, Recipe.parse("qlora(bits=8, targets=all-linear)").setup(), CudaPolicy())
+    tokens, width = LLAMA.batch_size * LLAMA.sequence_length, LLAMA.model.config["intermediate_size"]
+    assert {2 * tokens * width, 4 * tokens * width} <= {block.nbytes for block in trace.blocks}
 
 
 def test_what_is_kept_beside_a_weight_moves_before_it() -> None:

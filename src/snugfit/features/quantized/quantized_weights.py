@@ -1,4 +1,4 @@
-"""Models with 4-bit weights in their linear layers, built as bitsandbytes and transformers build them.
+"""Models with weights of 4 or 8 bits in their linear layers, as bitsandbytes and transformers build them.
 
 From a folder, `from_pretrained` quantizes tensor by tensor as it loads. transformers cannot do so with random
 weights, so this module does. It builds the model without data, and transformers' own quantizer replaces the
@@ -27,8 +27,11 @@ HEADS = ("classifier", "score")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FourBitConstruction(Construction):
-    """Construction of a model with quantized linear layers: NF4 in blocks of 64."""
+class QuantizedConstruction(Construction):
+    """Construction of a model with quantized linear layers: NF4 in blocks of 64, or integers of 8 bits."""
+
+    bits: int
+    """Bits of a weight: 4 or 8."""
 
     double: bool
     """True quantizes the blocks' scales too."""
@@ -43,10 +46,13 @@ class FourBitConstruction(Construction):
         from transformers import BitsAndBytesConfig
         from transformers.quantizers.base import get_keys_to_not_convert
 
+        # peft trains classifiers whole, so they are not quantized.
+        whole = [*get_keys_to_not_convert(model), *HEADS]
+        if self.bits == 8:
+            return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole)
         return BitsAndBytesConfig(
             load_in_4bit=True,
-            # peft trains classifiers whole, so they are not quantized.
-            llm_int8_skip_modules=[*get_keys_to_not_convert(model), *HEADS],
+            llm_int8_skip_modules=whole,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=self.double,
             bnb_4bit_compute_dtype=getattr(torch, self.loaded_dtype),
@@ -77,7 +83,7 @@ class FourBitConstruction(Construction):
             model: Any = make()
             quantizer = AutoHfQuantizer.from_config(self.config(model))
             quantizer.preprocess_model(model=model, device_map=None)
-        with _own_code_books(model, device):
+        with _own_code_books(model, device) if self.bits == 4 else contextlib.nullcontext():
             self._materialize(model, device)
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
@@ -117,11 +123,12 @@ class FourBitConstruction(Construction):
         bitsandbytes calls `_quantize` when such a weight first moves to a device other than `meta`.
         """
         import torch
-        from bitsandbytes.nn import Params4bit
+        from bitsandbytes.nn import Int8Params, Params4bit
 
         values = torch.empty(parameter.shape, dtype=getattr(torch, self.loaded_dtype), device=device)
         torch.nn.init.normal_(values, std=spread)
-        weight: Any = Params4bit(values, requires_grad=False, **vars(parameter))._quantize(device)
+        kind = Params4bit if self.bits == 4 else Int8Params
+        weight: Any = kind(values, requires_grad=False, **vars(parameter))._quantize(device)
         weight._is_hf_initialized = True  # or an outer module's initialization would write numbers into it
         return weight  # type: ignore[no-any-return]
 
@@ -154,9 +161,9 @@ def scales_in_order(weight: Any) -> list[tuple[Any, str]]:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    return isinstance(module, Linear4bit)
+    return isinstance(module, Linear4bit | Linear8bitLt)
 
 
 @contextlib.contextmanager

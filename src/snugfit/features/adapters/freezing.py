@@ -1,0 +1,108 @@
+"""The effect of frozen parts: parameters that do not require gradients before an optimizer is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.errors import RecipeError, some_of
+from snugfit.features.adapters.fields import FREEZE, FreezeWish
+from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.setting import is_word
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FreezeHandler(Handler):
+    """Parameters that do not train."""
+
+    wish, slot, stage = FREEZE.name, Slot.ADAPTERS, InstallStage.ADAPT
+    refused: ClassVar[Mapping[str, str]] = {
+        "custom_loop": "the optimizer was created for all parameters. Freeze them first "
+        "(parameter.requires_grad = False), create the optimizer from the others, and leave frozen out of "
+        "the recipe."
+    }
+
+    def replace_model(self, value: FreezeWish | None, model: Any) -> Any:
+        """Freeze parameters of the model, and return it."""
+        if value is not None:
+            freeze(model, value)
+        return model
+
+    def change(self, value: FreezeWish | None, live: LiveTraining) -> Iterator[str]:
+        """Freeze parameters of the running model."""
+        self.replace_model(value, live.model)
+        return iter(())
+
+    def script(self, value: FreezeWish | None, context: ScriptContext) -> dict[str, Any]:
+        """Return lines that freeze the same parameters."""
+        if value is None:
+            return {}
+        if value.last:
+            raise context.refusal(self.slot, "a script needs the names of layers: frozen(parts=...)")
+        words = value.only or value.parts
+        prefix = context.job.model_class().base_model_prefix
+        test = "|".join(f"(?:{_expression(word)})" for word in words).replace("base_model", prefix)
+        negated = "" if value.only else "not "
+        if value.only and value.parts:
+            raise context.refusal(self.slot, "a script has either parts or only")
+        return {
+            "adapting": (
+                "import re",
+                "",
+                "for name, parameter in model.named_parameters():",
+                f"    parameter.requires_grad = {negated}re.match({test!r}, name) is not None",
+            )
+        }
+
+
+def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
+    """Set `requires_grad` of the parameters. Raise `RecipeError` for a part that the model lacks."""
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    names = [name for name, _ in named]
+    prefix = getattr(model, "base_model_prefix", "")
+    parts, only = (_matching(names, words, prefix) for words in (wish.parts, wish.only))
+    if wish.last:
+        only |= _of_layers(model, names, wish.last)
+    selects = bool(wish.only or wish.last)
+    for name, parameter in named:
+        parameter.requires_grad_(name not in parts and (name in only or not selects))
+
+
+def _matching(names: Sequence[str], words: Sequence[str], prefix: str) -> set[str]:
+    """Return the names that one of these words means. `base_model` is the part called `prefix`."""
+    names_of_words: set[str] = set()
+    for word in words:
+        expression = re.compile(_expression(word).replace("base_model", prefix or "base_model"))
+        of_word = {name for name in names if expression.match(name)}
+        if not of_word:
+            modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+            raise RecipeError(
+                f"frozen: no parameter of the model matches {word!r}. Modules: {some_of([*modules])}."
+            )
+        names_of_words |= of_word
+    return names_of_words
+
+
+def _expression(word: str) -> str:
+    """Return the regular expression of the names that a word of the recipe means."""
+    if not is_word(word):
+        return word
+    inner = ".*".join(map(re.escape, word.split("*")))
+    return rf"(?:.*\.)?{inner}(?:\.|$)"
+
+
+def _of_layers(model: Any, names: Sequence[str], last: int) -> set[str]:
+    """Return the parameters of the last layers, or of the first ones for a number below 0."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None else None
+    layers = getattr(text, "num_hidden_layers", None)
+    if not isinstance(layers, int) or not 0 < abs(last) <= layers:
+        raise RecipeError(f"frozen: last is {last}, and the model has {layers or 'no counted'} layers.")
+    chosen = range(layers - last, layers) if last > 0 else range(-last)
+    inside = re.compile(rf".*\.(?:{'|'.join(map(str, chosen))})\.")
+    return {name for name in names if inside.match(name)}

@@ -1,0 +1,71 @@
+"""Frozen parts: their parameters get no gradients and no optimizer states, and the rest trains.
+
+Activations before the first trained part are not saved either, because no gradient passes there. A frozen
+part behind a trained one saves the activations that gradients of its inputs need.
+
+A name means a module or a parameter by the end of its name (`embeddings`, `encoder.layer.0`). `base_model` is
+all but the head. A quoted pattern is a regular expression of the beginning of parameters' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.errors import RecipeError
+from snugfit.features.adapters.fields import FreezeWish
+from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.setting import Pattern, between
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen(Technique):
+    """Freezes parts of the model, and trains the rest."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    source: ClassVar = "torch: parameters without requires_grad"
+    elsewhere: ClassVar = ("freeze",)
+    unplanned: ClassVar = "it depends on the task which parts may stay as they are"
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={
+                "lora.r": None,
+                "frozen": True,
+                "frozen.parts": Setting("parts"),
+                "frozen.only": Setting("only"),
+                "frozen.last": Setting("last"),
+            },
+            used="to read",
+        ),
+    )
+
+    parts: tuple[Pattern, ...] | None = None
+    """Parts that freeze: ends of names of modules or parameters, or quoted patterns."""
+
+    only: tuple[Pattern, ...] | None = None
+    """Parts that train, while all others freeze."""
+
+    last: int | None = between(-1000, 1000, default=None)
+    """Number of the last layers that train, while all others freeze; below 0, of the first ones."""
+
+    def __post_init__(self) -> None:
+        """Raise `RecipeError` without a part."""
+        super().__post_init__()
+        if not self.parts and not self.only and not self.last:
+            raise RecipeError("frozen needs parts: frozen(parts=embeddings) or frozen(only=classifier).")
+
+    def install(self, setup: Setup) -> Setup:
+        """Request parameters without gradients."""
+        wish = FreezeWish(parts=self.parts or (), only=self.only or (), last=self.last or 0)
+        return setup.with_fields(freeze=wish)
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Yield nothing: the user chooses the parts."""
+        return iter(())

@@ -1,0 +1,208 @@
+"""Parts of files that say what trains: frozen parts, targets of adapters, resized embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snugfit.cli.main import run
+from snugfit.errors import UsageError
+from snugfit.features.exchange.account import Reading, UnsupportedJobError
+from snugfit.features.exchange.python.read_script import read_script
+from snugfit.features.exchange.read import read_arguments
+from test_docs import answered
+
+__all__ = ["answered"]
+
+AXOLOTL = {"base_model": "org/model", "sequence_len": 1024, "micro_batch_size": 2, "optimizer": "adamw_torch"}
+ADAPTERS = {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj"], "lora_alpha": 16}
+FACTORY = {
+    "model_name_or_path": "org/model", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 512,
+    "per_device_train_batch_size": 1,
+}  # fmt: skip
+
+
+def read(folder: Path, values: dict[str, Any]) -> Reading:
+    file = folder / "config.json"
+    file.write_text(json.dumps(values))
+    return read_arguments(file, bfloat16=True)
+
+
+def recipe(reading: Reading) -> str:
+    assert not reading.refused, reading.refused
+    assert not reading.unread, reading.unread
+    return str(reading.settings["recipe"])
+
+
+def script(*lines: str) -> str:
+    return "\n".join(
+        (
+            "from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments",
+            "net = AutoModelForSequenceClassification.from_pretrained('bert-base-uncased')",
+            *lines,
+            "Trainer(net, TrainingArguments('out')).train()",
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["net.bert.embeddings.requires_grad_(False)"], {"parts": ("bert.embeddings",)}),
+        (
+            ["for w in net.base_model.parameters():", "    w.requires_grad = False"],
+            {"parts": ("base_model",)},
+        ),
+        (
+            ["for one in net.bert.encoder.layer[1:3]:", "    for w in one.parameters():",
+             "        w.requires_grad = False"],
+            {"parts": (".*bert[.]encoder[.]layer[.](?:1|2)[.]",)},
+        ),
+        (
+            ["for w in net.bert.encoder.layer[2:].parameters():", "    w.requires_grad = False"],
+            {"parts": (r".*bert[.]encoder[.]layer[.](?!(?:0|1)[.])\d+[.]",)},
+        ),
+        (
+            ["for name, w in net.named_parameters():", "    if 'head' not in name:",
+             "        w.requires_grad = False"],
+            {"parts": ("(?!.*head)",)},
+        ),
+        (
+            ["for name, w in net.named_parameters():", "    w.requires_grad = name.startswith('pooler')"],
+            {"parts": ("(?!pooler)",)},
+        ),
+        (["net.requires_grad_(False)", "net.classifier.requires_grad_(True)"], {"only": ("classifier",)}),
+        (["net.freeze_feature_encoder()"], {"parts": ("feature_extractor",)}),
+    ],
+)  # fmt: skip
+def test_a_script_freezes_parts(lines: list[str], expected: dict[str, Any]) -> None:
+    done = read_script(script(*lines), "train.py")
+    assert not done.refused
+    given = {key: value for key, value in done.arguments.items() if key.startswith("frozen.")}
+    assert given == {f"frozen.{key}": value for key, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["for name, w in net.named_parameters():", "    if 'head' in name:", "        continue",
+         "    w.requires_grad = False"],
+        ["for i in range(8):", "    net.bert.encoder.layer[i].requires_grad_(False)"],
+        ["for name, w in net.named_parameters():", "    if w.dim() > 1:", "        w.requires_grad = False"],
+    ],
+)  # fmt: skip
+def test_parts_that_a_script_computes_are_refused(lines: list[str]) -> None:
+    ((_, _, why),) = read_script(script(*lines), "train.py").refused
+    assert "frozen(parts=...)" in why
+
+
+def test_a_script_resizes_its_embeddings() -> None:
+    line = "net.resize_token_embeddings({})"
+    for given, rows in (("40000", "40000"), ("40000, pad_to_multiple_of=64", "40000"), ("9, 8", None)):
+        done = read_script(script(line.format(given)), "train.py")
+        assert done.arguments["job.vocab_size"] == (rows or "9")
+    done = read_script(script(line.format("len(words), pad_to_multiple_of=64")), "train.py")
+    assert (done.arguments["job.vocab_size"], [number for number, _ in done.unread]) == ("x64", [3])
+
+
+@pytest.mark.parametrize(
+    ("more", "start"),
+    [
+        (
+            {"lora_target_modules": r"layers.[\d]+.(mlp|attn).up"},
+            r"lora(targets='layers.[\d]+.(mlp|attn).up')",
+        ),
+        ({"lora_target_modules": "all-linear"}, "lora(targets=all-linear)"),
+        ({"load_in_8bit": True}, "qlora(targets=q_proj, bits=8)"),
+        ({"lora_modules_to_save": ["lm_head"]}, "lora(targets=q_proj, save=lm_head)"),
+        ({"lora_layers_to_transform": [0, 3]}, "lora(targets=q_proj, layers=0|3)"),
+        (
+            {"lora_target_parameters": ["experts.up"], "lora_target_modules": None},
+            "lora(parameters=experts.up)",
+        ),
+    ],
+)
+def test_axolotl_names_what_is_adapted(more: dict[str, Any], start: str, tmp_path: Path) -> None:
+    assert recipe(read(tmp_path, AXOLOTL | ADAPTERS | more)).startswith(f"{start} + ")
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ({"unfrozen_parameters": ["^lm_head.*", "layers.1.w[0:99]"]},
+         r"frozen(only='^lm_head\.*'|'layers\.1\.w') + "),
+        ({"batch_size": 8}, "micro_batches(4) + "),
+        ({"attn_implementation": "xformers"}, ""),
+        ({"gradient_checkpointing": True, "activation_offloading": True}, "every_layer + host(all) + "),
+        ({"gradient_checkpointing": "offload"}, "every_layer + host(checkpoints) + "),
+    ],
+)  # fmt: skip
+def test_axolotl_has_words_of_its_own(more: dict[str, Any], part: str, tmp_path: Path) -> None:
+    assert part in recipe(read(tmp_path, AXOLOTL | more))
+
+
+def test_new_tokens_are_told_and_embeddings_resized(tmp_path: Path) -> None:
+    reading = read(tmp_path, AXOLOTL | {"tokens": ["<a>"], "resize_token_embeddings_to_32x": True})
+    assert reading.settings["vocab_size"] == "x32"
+    assert [line.key for line in reading.differs if "adds a row" in line.says] == ["tokens"]
+
+
+def test_llama_factory_freezes_all_but_the_last_layers(tmp_path: Path) -> None:
+    freeze = {"finetuning_type": "freeze", "freeze_trainable_layers": 4, "freeze_extra_modules": "lm_head"}
+    assert recipe(read(tmp_path, FACTORY | freeze)).startswith("frozen(only=lm_head, last=4) + ")
+    reading = read(tmp_path, FACTORY | {"resize_vocab": True})
+    assert recipe(reading).startswith("lora(targets=all-linear, save=embed_tokens|lm_head) + ")
+    assert reading.settings["vocab_size"] == "x64"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (AXOLOTL | {"rl": "dpo", "load_in_8bit": True}, r"does not support training on preferences.*rl=dpo"),
+        (AXOLOTL | {"processor_type": "AutoProcessor"}, "chat with pictures"),
+        (AXOLOTL | {"qat": {"weight_dtype": "int4"}}, "quantization-aware training"),
+        (FACTORY | {"stage": "rm"}, "training on preferences.*stage=rm"),
+        (FACTORY | {"use_kt": True}, "KTransformers"),
+    ],
+)
+def test_an_unsupported_job_is_one_line_that_no_flag_replaces(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedJobError, match=message) as caught:
+        read(tmp_path, values).refuse(otherwise={"recipe", "model"})
+    assert "\n" not in str(caught.value)
+
+
+def test_frozen_parts_beside_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"unfrozen_parameters.*adapters freeze all other weights"):
+        read(tmp_path, AXOLOTL | ADAPTERS | {"unfrozen_parameters": ["^x.*"]}).refuse()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan --gpus 2 --gpu h200",
+        "gpus h200 --for bert-base-uncased --gpus 2",
+        "gpus h200 --for bert-base-uncased",
+    ],
+)
+def test_plans_for_several_gpus_repeat_what_was_not_read(
+    command: str, answered: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(script("net.classifier = other(net.classifier)"))
+    assert run([*command.split(), "--arguments", "train.py", "--json"]) == 0
+    assert "train.py was not read in full" in capsys.readouterr().out
+
+
+def test_the_rows_of_an_embedding_are_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "bert-base-uncased", "--task", "masked-lm", "--batch-size", "1", "--json"]
+    sizes = []
+    for more in ([], ["--vocab-size", "x64"], ["--vocab-size", "40000"]):
+        assert run([*words, "--sequence-length", "8", *more]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["job"]["model"]["config"]["vocab_size"])
+    assert sizes == [30522, 30528, 40000]
+    assert run([*words, "--vocab-size", "many"]) == 2
+    assert "x64 for a multiple" in capsys.readouterr().err
