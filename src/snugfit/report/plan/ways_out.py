@@ -1,0 +1,85 @@
+"""Sentences on the changes with which a step fits, for reports and for errors."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from snugfit.job.gpu import find_gpu
+from snugfit.report.plan.next_steps import job_words
+from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
+from snugfit.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from snugfit.planning.plan import Plan
+    from snugfit.results.prediction import Prediction
+
+MANY = 3
+"""Number of changes that need no further command."""
+
+NO_SLOWDOWN = 0.0005
+"""Share of a step below which a slowdown is shown as none."""
+
+FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another algorithm"}
+"""Words for the fidelity of a change."""
+
+
+def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Iterator[str]:
+    """Yield a heading, a line for each change and the first one as an option.
+
+    With few changes, a further `command` follows. They are changes `of` the recipe of this name.
+    """
+    if ways.ways:
+        yield f"Changes of {of} that fit, the cheapest first (predicted):"
+        for number, way in enumerate(ways.ways, 1):
+            yield f"{number}. {_about(way)}"
+        yield f"The first one: --recipe {shlex.quote(ways.ways[0].recipe)}"
+    elif ways.larger_gpu:
+        yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu)}"
+    if len(ways.ways) < MANY and command:
+        yield f"A plan searches all techniques: {command}"
+
+
+def of_prediction(prediction: Prediction) -> list[str]:
+    """Return the sentences of a prediction with ways out; empty for one without."""
+    if prediction.ways_out is None:
+        return []
+    return list(about_ways_out(prediction.ways_out, _plan_command(prediction)))
+
+
+def of_plan(plan: Plan) -> list[str]:
+    """Return the sentences of a plan with ways out of its nearest miss; empty for one without."""
+    return list(about_ways_out(plan.ways_out, "", "the nearest miss")) if plan.ways_out else []
+
+
+def _about(way: WayOut) -> str:
+    figures = [show_bytes(way.needed_bytes)]
+    if way.step_seconds is not None:
+        figures += [f"{show_seconds(way.step_seconds)} a step{_slowdown(way.slowdown)}"]
+    figures += [FIDELITY[way.fidelity]]
+    figures += [f"tight: {show_bytes(way.spare_bytes)} to spare"] if way.tight else []
+    return f"{' + '.join(way.changes)}: {', '.join(figures)}."
+
+
+def _slowdown(share: float | None) -> str:
+    if share is None:
+        return ""
+    return " (no slower)" if abs(share) < NO_SLOWDOWN else f" ({100 * share:+.1f} %)"
+
+
+def _about_larger(larger: LargerGpu) -> str:
+    figures = show_bytes(larger.needed_bytes)
+    figures += f", {show_seconds(larger.step_seconds)} a step" if larger.step_seconds is not None else ""
+    return (
+        f"The smallest GPU that fits is {find_gpu(larger.gpu, exact=True).name}, with "
+        f"{show_bytes(larger.memory_bytes)}: {larger.recipe} takes {figures}."
+    )
+
+
+def _plan_command(prediction: Prediction) -> str:
+    """Return the command of a plan for this job; empty without a GPU, or for a model that only Python has."""
+    if prediction.gpu is None or prediction.job.model.module is not None:
+        return ""
+    fidelity = "--fidelity learns" if prediction.gpus == 1 else f"--gpus {prediction.gpus}"
+    return f"snugfit plan {job_words(prediction.job)} --gpu {shlex.quote(prediction.gpu.key)} {fidelity}"
