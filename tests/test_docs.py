@@ -86,7 +86,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
-    monkeypatch.setattr("snugfit.cli.train.launch", lambda *_: 0)
+    monkeypatch.setattr("snugfit.features.distributed.launch.launch", lambda *_: 0)
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for command in ("measure", "accuracy", "calibrate", "verify"):

@@ -148,6 +148,7 @@ def spliced(passes: Part, update: Part, micro_batches: int) -> Trace | None:
     return run and run.relative().trace()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("part", range(PARTS))
 def test_spliced_equals_whole(part: int) -> None:
     for number in range(part, len(recipes(1)), PARTS):

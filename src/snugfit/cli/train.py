@@ -171,8 +171,7 @@ def _launch(request: Request, processes: int) -> int:
     job_of_rank(request.job, setup)
     refuse_training(request.recipe, setup)
     refuse_more_than_here(processes, request.training.get("device"))
-    (launch,) = hooks("launch")
-    return int(launch(processes, COMMAND_LINE.get()))
+    return int(hooks("processes")[0]().launch(processes, COMMAND_LINE.get()))
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:

@@ -3,7 +3,7 @@
 With torchrun, each process runs the whole command. The first process reports errors common to all (a mistake
 in the job file), with its exit code. An error of one process alone is reported by that process, with its
 rank. Either error is also written to the file that torch's launcher reads (`TORCHELASTIC_ERROR_FILE`). With
-our own `--gpus N`, only the launcher reports it, once (`Feature.launch`).
+our own `--gpus N`, only the launcher reports it, once (`Feature.processes`).
 
 When the launcher dies, the kernel kills its processes, as each has requested.
 """

@@ -5,7 +5,7 @@
 
 A second start with the same arguments resumes the run. When memory runs out, the run switches to the fastest
 recipe that needs less. It keeps the global batch and repeats the failed step (`next_recipe.py`). Several
-processes switch when all are started again (`Feature.restarts`).
+processes switch when all are started again (`Feature.processes`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_training, refuse_unsupported
 from snugfit.techniques.recipe import Recipe, without_auto
+from snugfit.techniques.registry import hooks
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.wish import processes_of
 from snugfit.training.options import TrainOptions
@@ -34,7 +35,6 @@ from snugfit.training.predicted import predict_nothing
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
 from snugfit.training.recovery import cut_warning
 from snugfit.training.run.dataset import Source, data_of
-from snugfit.training.run.reporting import callbacks_for
 from snugfit.training.run.run import Data, Run
 from snugfit.training.run.train import train as run_to_its_end
 
@@ -171,7 +171,12 @@ def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOp
     chosen = options_of(given)
     if evaluation is None and chosen.eval_strategy != "no":
         raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, but there is no evaluation data.")
-    callbacks_for(chosen)
+    if chosen.reports and not hooks("trackers"):
+        raise UsageError(
+            f"report_to is {chosen.report_to!r}, but no feature here has trackers. Leave it out."
+        )
+    for trackers in hooks("trackers"):
+        trackers().callbacks_for(chosen)
     return chosen
 
 

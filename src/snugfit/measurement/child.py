@@ -204,7 +204,7 @@ class _Context(NamedTuple):
 
 def _open_group(request: Mapping[str, Any], device: torch.device) -> Any:
     """Return the ranks of this run once all have joined; None where one process trains."""
-    return hooks("measured_ranks")[0](request, device) if request["ranks"] > 1 else None
+    return hooks("processes")[0]().join_measured(request, device) if request["ranks"] > 1 else None
 
 
 def _on_cpu(device: torch.device, request: Mapping[str, Any], imported: float) -> _Context:

@@ -161,18 +161,11 @@ class Feature:
     def trainer_parts(self, trainer: Any) -> Any:
         """Return the code for the processes of a user's Trainer (`frontends/trainer/parts.py`)."""
 
-    def launch(self, processes: int, command_line: Sequence[str]) -> int:
-        """Run this command in `processes` processes on this host; return their exit code."""
-        raise NotImplementedError
+    def processes(self) -> Any:
+        """Return the code of runs of several processes: their launch, restart, comparison and measurement."""
 
-    def restarts(self) -> Any:
-        """Return the module of the record by which processes start again with less memory."""
-
-    def watch_ranks(self, ranks: Any, journal: Any, every: int) -> Any:
-        """Return an object whose `note(step, seconds)` compares the processes of a run after each step."""
-
-    def measured_ranks(self, request: Mapping[str, Any], device: Any) -> Any:
-        """Return the joined ranks of a measured run, of this process's view (`measurement/child.py`)."""
+    def trackers(self) -> Any:
+        """Return the module that passes a run's metrics to trackers (`report_to`)."""
 
     # ---- simulating, predicting and searching ----
 

@@ -167,7 +167,7 @@ class TrainOptions:
         self._refuse_what_does_nothing()
 
     def _refuse_what_is_no_name(self) -> None:
-        """Check the types alone: `reporting.py` checks the trackers' names when a run begins."""
+        """Check the types alone: a feature checks the trackers' names when a run begins."""
         given = self.report_to
         if not isinstance(given, str | list | tuple) or not all(isinstance(name, str) for name in given):
             raise UsageError(f"report_to is {given!r}; it must be names of trackers, all, or none.")

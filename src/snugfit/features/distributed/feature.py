@@ -50,29 +50,11 @@ class Distributed(Feature):
 
         return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
 
-    def launch(self, processes: int, command_line: Sequence[str]) -> int:
-        """Run this command in several processes, by torch's launcher."""
-        from snugfit.features.distributed.launch import launch
+    def processes(self) -> Any:
+        """Return the code of runs of several processes."""
+        from snugfit.features.distributed import processes
 
-        return launch(processes, command_line)
-
-    def restarts(self) -> Any:
-        """Return the module of the record of exhausted memory."""
-        from snugfit.features.distributed import start_again
-
-        return start_again
-
-    def watch_ranks(self, ranks: Any, journal: Any, every: int) -> Any:
-        """Return the detection of a slow process."""
-        from snugfit.features.distributed.stragglers import Stragglers
-
-        return Stragglers(ranks, journal, every=every)
-
-    def measured_ranks(self, request: Mapping[str, Any], device: Any) -> Any:
-        """Return the process group of a measured run."""
-        from snugfit.features.distributed.measured_ranks import RankGroup
-
-        return RankGroup(request, device)
+        return processes
 
     # ---- the command line ----
 

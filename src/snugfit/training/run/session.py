@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,7 +40,6 @@ from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
 from snugfit.training.run.loop import StepResult, WeightsNonFinite
 from snugfit.training.run.opening import not_built, open_run
-from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
@@ -59,7 +59,7 @@ class Session:
         checkpoints: CheckpointManager,
         journal: Journal,
         stops: Stops,
-        reports: Reports,
+        reports: Sequence[Any],
         *,
         replan: Replan,
         compare: Compare,
@@ -69,8 +69,8 @@ class Session:
         self._stops, self._reports = stops, reports
         self._exchange = StepExchange(run.ranks, stops)
         every = run.options.logging_steps
-        watches = hooks("watch_ranks") if run.ranks.are_many else ()
-        self._rank_watches = [watch(run.ranks, journal, every) for watch in watches]
+        several = hooks("processes") if run.ranks.are_many else ()
+        self._rank_watches = [code().watch(run.ranks, journal, every) for code in several]
         self._logger = StepLogger(journal, run.device, every=every, predict=predict)
         self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
@@ -209,7 +209,8 @@ class Session:
             self._logger.ignore_retries()  # one process alone cannot change the recipe
         else:
             self._logger.watch_retries()
-        self._reports.open(self._active.state.model, self._progress.step, self._active.steps)
+        for report in self._reports:
+            report.open(self._active.state.model, self._progress.step, self._active.steps)
 
     @property
     def _progress(self) -> RunProgress:
@@ -357,8 +358,11 @@ class Session:
         """
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
-            (restarts,) = hooks("restarts")
-            raise restarts().end_of_several(self._run, exhausted, before, step, self._ran_out)
+            raise (
+                hooks("processes")[0]()
+                .restarts()
+                .end_of_several(self._run, exhausted, before, step, self._ran_out)
+            )
         if exhausted.phase != "update":
             self._active.check_weights()
         self._compare_cut()
@@ -411,7 +415,8 @@ class Session:
             self._active.save_end()
         self._checkpoints.wait()
         self._logger.end(outcome, progress.step)
-        self._reports.end(self._active.state.model)
+        for report in self._reports:
+            report.end(self._active.state.model)
         model, root = self._active.state.model, self._checkpoints.store.root
         best_step = progress.best_step
         self._active.close()

@@ -38,7 +38,6 @@ from snugfit.training.interrupt import Interrupts, Stops
 from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
 from snugfit.training.recovery import Compare, Replan
-from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run, compare_runs, lengthens, moved_model
 from snugfit.training.run.session import Session
 from snugfit.training.run.trained import STOPPED, Trained
@@ -78,8 +77,12 @@ def train(
     if named is not None:
         named_step(named, run.folder)
     ranks = run.ranks
-    reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
-    journal = Journal(run.folder.absolute(), watch, reports) if ranks.is_first else Journal(None)
+
+    def warn(text: str) -> None:
+        journal.tell("warning", text=text)
+
+    reports = [trackers().Reports(run, restart=restart, warn=warn) for trackers in hooks("trackers")]
+    journal = Journal(run.folder.absolute(), watch, *reports) if ranks.is_first else Journal(None)
     with (
         open_shared_store(run.folder, run.ranks, begin_anew=BEGIN_ANEW) as store,
         run_context(run.setup(run.recipe)),
@@ -100,7 +103,8 @@ def train(
                     checkpoint, ranks.first_answers(lambda: _memory_record(run, checkpoint))
                 )
             finally:
-                reports.end(None)
+                for report in reports:
+                    report.end(None)
         if ranks.is_first and trained.outcome != STOPPED:
             _forget_memory_record(run)
         return trained
@@ -108,12 +112,12 @@ def train(
 
 def _memory_record(run: Run, checkpoint: Checkpoint | None) -> Any:
     """Return the record of exhausted memory that ended all processes of this run, or None."""
-    return next((module().record_of(run, checkpoint) for module in hooks("restarts")), None)
+    return next((code().restarts().record_of(run, checkpoint) for code in hooks("processes")), None)
 
 
 def _forget_memory_record(run: Run) -> None:
-    for module in hooks("restarts"):
-        module().forget(run.folder)
+    for code in hooks("processes"):
+        code().restarts().forget(run.folder)
 
 
 def _start(

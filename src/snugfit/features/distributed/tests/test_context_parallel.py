@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +20,26 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, REDUCE_SCATTER, SEND, Kernel, Trace
 from snugfit.results.footprint import Kind
+from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
 """NVML bytes by the count that they are for."""
 
-LAYERS = 3
+LAYERS = 2
 JOB = replace(small_job("llama", LAYERS), batch_size=4, sequence_length=256)
 
 
-def trace_of(recipe: str, gpus: int, rank: int = 0) -> Trace:
+@cache
+def trace_of(recipe: str, gpus: int) -> Trace:
     setup = on_gpus(Recipe.parse(recipe).setup(), gpus)
-    return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy(), rank=rank)
+    return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy())
+
+
+@cache
+def predicted(recipe: str, gpus: int = 1) -> Prediction:
+    return predict(JOB, recipe, gpu="h200", gpus=gpus)
 
 
 def kernels(trace: Trace, operator: str) -> list[Kernel]:
@@ -149,16 +157,16 @@ def test_other_words_for_it(word: str) -> None:
 
 
 def test_activations_are_shared_and_weights_are_not() -> None:
-    whole = predict(JOB, "bf16", gpu="h200").footprint.kinds
-    cut = predict(JOB, "bf16 + context(2)", gpu="h200", gpus=2).footprint.kinds
+    whole = predicted("bf16").footprint.kinds
+    cut = predicted("bf16 + context(2)", 2).footprint.kinds
     assert cut[Kind.ACTIVATIONS] / whole[Kind.ACTIVATIONS] == pytest.approx(0.5, abs=0.05)
     assert cut[Kind.WEIGHTS] == whole[Kind.WEIGHTS]
 
 
 def test_one_copy_of_the_weights_is_spread_over_the_ranks_of_a_sequence_too() -> None:
     held = [
-        predict(JOB, f"bf16 + adamw_fused + {recipe}", gpu="h200", gpus=4).footprint.kinds
-        for recipe in ("fsdp", "fsdp + context(2)", "hsdp(2)")
+        predicted(recipe, 4).footprint.kinds
+        for recipe in ("bf16 + fsdp", "bf16 + fsdp + context(2)", "bf16 + hsdp(2)")
     ]
     for kind in (Kind.WEIGHTS, Kind.OPTIMIZER_STATES):
         assert held[0][kind] == held[1][kind] < held[2][kind]
@@ -201,14 +209,14 @@ def test_weights_are_summed_over_all_ranks() -> None:
 
 
 def test_a_group_of_a_sequence_takes_memory_of_its_own() -> None:
-    one = predict(JOB, "bf16 + context(2)", gpu="h200", gpus=2).footprint
+    one = predicted("bf16 + context(2)", 2).footprint
     assert one.communication_bytes == NCCL["first group"] + NCCL["first peer"]
-    two = predict(JOB, "bf16 + fsdp + context(2)", gpu="h200", gpus=4).footprint
+    two = predicted("bf16 + fsdp + context(2)", 4).footprint
     assert two.communication_bytes == NCCL["first group"] + NCCL["further groups"] + NCCL["first peer"]
 
 
 def test_samples_per_second_are_of_all_and_nothing_is_said_to_be_measured() -> None:
-    made = predict(JOB, "bf16 + context(2)", gpu="h200", gpus=2)
+    made = predicted("bf16 + context(2)", 2)
     assert made.timing is not None
     assert made.timing.samples_per_second == pytest.approx(JOB.batch_size / made.timing.step_seconds)
     assert any("Three steps with it were measured" in doubt for doubt in made.doubts)

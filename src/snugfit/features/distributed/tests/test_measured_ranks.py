@@ -96,6 +96,7 @@ def test_what_a_rank_takes_is_foreseen(name: str) -> None:
     assert after.reserved_peak / MIB == pytest.approx(run["reserved_mib"], rel=reserved, abs=0)
 
 
+@pytest.mark.whole
 def test_one_pool_for_all_streams_is_noticed() -> None:
     after = replay(replace(emptied(trace_of("fsdp_llama1b")), streams={}))
     assert after.reserved_peak / MIB < 0.95 * RUNS["fsdp_llama1b"]["reserved_mib"]
@@ -130,6 +131,7 @@ def recorded(name: str) -> list[int]:
         return list(json.load(file)["events"])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["ddp_bert_bf16", "fsdp_llama1b"])
 def test_every_birth_and_death_of_a_step_is_foreseen(name: str) -> None:
     seen, foreseen = [*in_order(recorded(name))], [*in_order(last_step(trace_of(name)))]

@@ -136,6 +136,7 @@ def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     staged.rehearsed.cache_clear()
 
 
+@pytest.mark.whole
 def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2.13, torch starts a stage's exchanges together, and NCCL's handle for them holds no tensors."""
     if Version(torch.__version__) < Version("2.13"):
@@ -153,6 +154,7 @@ def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pyte
     assert peak(foreseen(together)) < peak(foreseen(alone))
 
 
+@pytest.mark.whole
 def test_gradients_of_weights_apart_take_the_host_time() -> None:
     """The host time counts each chunk of each micro-batch. The last stage adds its norm and head. The
     first stage needs no gradient of its input, so it computes all gradients at once."""

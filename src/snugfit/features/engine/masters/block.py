@@ -17,16 +17,10 @@ class LaunchSettings(NamedTuple):
     warps: int = 8
     """Warps of 32 threads of one program."""
 
-    programs: int = 0
-    """Programs that share all blocks, one block after the other; 0 has one for each block."""
-
     narrow: int = 8
     """Bytes that a thread reads at once of 16-bit data. With 8 it reads four elements there, the same as of
     32-bit data, so that no element changes its thread.
     """
-
-    evict: str = ""
-    """Eviction policy of cache lines, as Triton names it: "evict_first" for data that is not read again."""
 
     exact: bool = True
     """True if divisions and roots are rounded to the nearest, as torch's are. Otherwise they take fewer

@@ -113,7 +113,7 @@ def update_compact(  # type: ignore[no-untyped-def]
     weight, residual, first_moment, second_moment, gradient, first_scaling, second_scaling,
     begin, left, own, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-    CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
+    CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """Update `BLOCK` elements from `begin` at these addresses, one group per row; with `MASKED`, only the
@@ -132,16 +132,16 @@ def update_compact(  # type: ignore[no-untyped-def]
         weights = pointer(weight, tl.int16, NARROW) + begin + at
         residuals = pointer_to_lower(residual, HALVES, NARROW) + begin + at
         gradients = pointer(gradient, tl.bfloat16, NARROW) + begin + at
-        upper = tl.load(weights, mask=mask, other=fill, eviction_policy=EVICT)
-        lower = tl.load(residuals, mask=mask, other=fill, eviction_policy=EVICT)
+        upper = tl.load(weights, mask=mask, other=fill)
+        lower = tl.load(residuals, mask=mask, other=fill)
         exact = join_parts(upper, lower, HALVES)
     else:
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
-        exact = tl.load(weights, mask=mask, other=fill, eviction_policy=EVICT)
-    slope = tl.load(gradients, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)
-    first = tl.load(first_at, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)
-    second = tl.load(second_at, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)
+        exact = tl.load(weights, mask=mask, other=fill)
+    slope = tl.load(gradients, mask=mask, other=fill).to(tl.float32)
+    first = tl.load(first_at, mask=mask, other=fill).to(tl.float32)
+    second = tl.load(second_at, mask=mask, other=fill).to(tl.float32)
     first_scale = tl.load(first_scales, mask=inside, other=fill)
     second_scale = tl.load(second_scales, mask=inside, other=fill)
     first = first * tl.abs(first) * (first_scale * FIRST_SHARE)[:, None]
@@ -165,6 +165,6 @@ def update_compact(  # type: ignore[no-untyped-def]
     if HALVES:
         upper, lower = parts_of(exact, bits, HALVES)
         tl.store(weights, upper, mask=mask)
-        tl.store(residuals, lower, mask=mask, eviction_policy=EVICT)
+        tl.store(residuals, lower, mask=mask)
     else:
         tl.store(weights, exact, mask=mask)

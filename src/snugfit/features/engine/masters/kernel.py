@@ -38,7 +38,7 @@ WIDE = 16
 def update_part(  # type: ignore[no-untyped-def]
     weight, residual, first_moment, second_moment, gradient, begin, left, own, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
-    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Update `BLOCK` elements from `begin` at these addresses; with `MASKED`, only the first `left`."""
     at = tl.arange(0, BLOCK)
@@ -50,27 +50,26 @@ def update_part(  # type: ignore[no-untyped-def]
         weights = pointer(weight, tl.int16, NARROW) + begin + at
         residuals = pointer(residual, tl.int16, NARROW) + begin + at
         gradients = pointer(gradient, tl.bfloat16, NARROW) + begin + at
-        upper = tl.load(weights, mask=mask, eviction_policy=EVICT)
-        lower = tl.load(residuals, mask=mask, eviction_policy=EVICT)
+        upper = tl.load(weights, mask=mask)
+        lower = tl.load(residuals, mask=mask)
         exact = join_halves(upper, lower)
     else:
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
-        exact = tl.load(weights, mask=mask, eviction_policy=EVICT)
-    # Gradients of bfloat16 are widened before any arithmetic.
-    slope = tl.load(gradients, mask=mask, eviction_policy=EVICT).to(tl.float32)
-    first = tl.load(firsts, mask=mask, eviction_policy=EVICT)
-    second = tl.load(seconds, mask=mask, eviction_policy=EVICT)
+        exact = tl.load(weights, mask=mask)
+    slope = tl.load(gradients, mask=mask).to(tl.float32)
+    first = tl.load(firsts, mask=mask)
+    second = tl.load(seconds, mask=mask)
     if CLIPS:
         slope = slope * coefficient
     exact, first, second = adamw(exact, slope, first, second, own, EXACT)
 
-    tl.store(firsts, first, mask=mask, eviction_policy=EVICT)
-    tl.store(seconds, second, mask=mask, eviction_policy=EVICT)
+    tl.store(firsts, first, mask=mask)
+    tl.store(seconds, second, mask=mask)
     if HALVES:
         upper, lower = upper_half(exact)
         tl.store(weights, upper, mask=mask)
-        tl.store(residuals, lower, mask=mask, eviction_policy=EVICT)
+        tl.store(residuals, lower, mask=mask)
     else:
         tl.store(weights, exact, mask=mask)
 
@@ -79,19 +78,19 @@ def update_part(  # type: ignore[no-untyped-def]
 def update_any(  # type: ignore[no-untyped-def]
     weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-    CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
+    CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """`update_part`, or `update_compact` where there is a `GROUP`."""
     if GROUP:
         update_compact(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-            coefficient, HALVES, BLOCK, GROUP, MASKED, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            coefficient, HALVES, BLOCK, GROUP, MASKED, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
     else:
         update_part(
             weight, residual, first, second, gradient, begin, left, own, coefficient,
-            HALVES, BLOCK, MASKED, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            HALVES, BLOCK, MASKED, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
 
 
@@ -99,56 +98,29 @@ def update_any(  # type: ignore[no-untyped-def]
 def update_up_to(  # type: ignore[no-untyped-def]
     weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
-    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Update a whole block, or the first `left` elements of one, with a mask."""
     if left >= BLOCK:
         update_any(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-            coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
     else:
         update_any(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-            coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-        )  # fmt: skip
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def update_block(  # type: ignore[no-untyped-def]
-    places, owners, which, numbers, block, coefficient,
-    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
-    ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Update one block of its weight, if that has a gradient."""
-    column = tl.load(owners + block)
-    record = places + column * RECORD
-    gradient = tl.load(record + 6)
-    # An address of 0 means a weight without a gradient.
-    if gradient != 0:
-        begin = (block - tl.load(record)) * BLOCK
-        left = tl.load(record + 1) - begin
-        own = numbers + tl.load(which + column) * ROW
-        weight, residual = tl.load(record + 2), tl.load(record + 3)
-        first, second = tl.load(record + 4), tl.load(record + 5)
-        # Without groups these are never read, but must be pointers.
-        first_scales, second_scales = first, second
-        if GROUP:
-            first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
-        update_up_to(
-            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-            coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_weights(  # type: ignore[no-untyped-def]
-    places, owners, which, numbers, norm, blocks, most,
+    places, owners, which, numbers, norm, most,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
-    EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update the blocks of a program, unless the norm is not finite."""
+    """Update the block of a program, unless the norm is not finite."""
     # A launch takes few pointers, so everything else is looked up on the device.
     coefficient, goes_on = 1.0, True
     if CLIPS:
@@ -157,17 +129,22 @@ def update_weights(  # type: ignore[no-untyped-def]
         # A norm that is not finite must change nothing.
         goes_on = is_finite(length)
     if goes_on:
-        program = tl.program_id(0)
-        if LOOPS:
-            for block in range(program, blocks, tl.num_programs(0)):
-                update_block(
-                    places, owners, which, numbers, block, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
-                    ROW, ALIGNED, NARROW, EVICT, EXACT,
-                )  # fmt: skip
-        else:
-            update_block(
-                places, owners, which, numbers, program, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
-                ROW, ALIGNED, NARROW, EVICT, EXACT,
+        block = tl.program_id(0)
+        column = tl.load(owners + block)
+        record = places + column * RECORD
+        gradient = tl.load(record + 6)
+        if gradient != 0:
+            begin = (block - tl.load(record)) * BLOCK
+            left = tl.load(record + 1) - begin
+            own = numbers + tl.load(which + column) * ROW
+            weight, residual = tl.load(record + 2), tl.load(record + 3)
+            first, second = tl.load(record + 4), tl.load(record + 5)
+            first_scales, second_scales = first, second
+            if GROUP:
+                first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
+            update_up_to(
+                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+                coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EXACT,
             )  # fmt: skip
 
 
@@ -213,16 +190,15 @@ def launch_update(
     are clipped to the norm `most`.
     """
     settings, aligned = table.settings, table.is_aligned
-    programs = min(settings.programs or table.blocks, table.blocks)
-    update_weights[(programs,)](
+    update_weights[(table.blocks,)](
         # Unused pointers must still be valid arguments.
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
-        table.blocks, float(most),
+        float(most),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
         # Without a common alignment, a thread reads single elements.
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
-        NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
-        LOOPS=programs < table.blocks, num_warps=settings.warps,
+        NARROW=settings.narrow if aligned else 1, EXACT=settings.exact,
+        num_warps=settings.warps,
     )  # fmt: skip
 
 
@@ -247,7 +223,7 @@ def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
 def update_one(  # type: ignore[no-untyped-def]
     weight, residual, first, second, gradient, first_scales, second_scales, own, norm, most, count,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
-    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Update a program's block of a weight with `count` elements, unless the norm is not finite."""
     coefficient, goes_on = 1.0, True
@@ -261,7 +237,7 @@ def update_one(  # type: ignore[no-untyped-def]
         left = count - begin
         update_up_to(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
-            coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
 
 
@@ -310,7 +286,7 @@ def launch_update_of_one(
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
         own if norm is None else norm, float(most), count,
         HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,
-        ALIGNED=WIDE if aligned else 1, NARROW=settings.narrow if aligned else 1, EVICT=settings.evict,
+        ALIGNED=WIDE if aligned else 1, NARROW=settings.narrow if aligned else 1,
         EXACT=settings.exact, num_warps=settings.warps,
     )  # fmt: skip
 

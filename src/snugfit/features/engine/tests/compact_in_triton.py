@@ -21,7 +21,7 @@ from snugfit.features.engine.masters.table import MOMENTS
 from snugfit.step.spread_tensors import gradient_norm, scale
 from triton_cases import asks_all
 
-SETTINGS = (LaunchSettings(), LaunchSettings(block=2048, warps=8, programs=3, narrow=16))
+SETTINGS = (LaunchSettings(), LaunchSettings(block=2048, warps=8, narrow=16))
 
 SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 8))
 """Elements of a block and warps."""
@@ -123,9 +123,9 @@ if __name__ == "__main__":
         enumerate((torch.float32, torch.bfloat16)), enumerate(SETTINGS)
     ):
         if asks_all(asked) or at == place:
-            compare(asked, kind, chosen, 0.5 if chosen.programs else None)
+            compare(asked, kind, chosen, 0.5 if chosen.narrow > 8 else None)
     for chosen in SETTINGS if asks_all(asked) else SETTINGS[1:]:
-        compare(asked, torch.bfloat16, chosen, 0.5 if chosen.programs else None, master_bits=24)
+        compare(asked, torch.bfloat16, chosen, 0.5 if chosen.narrow > 8 else None, master_bits=24)
     print("as the reference")
     if sys.argv[2:] == ["time"]:
         time_updates()

@@ -40,7 +40,7 @@ INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 SETTINGS = (
     LaunchSettings(),
     LaunchSettings(block=2048, warps=8),
-    LaunchSettings(block=4096, programs=3, narrow=16, evict="evict_first"),
+    LaunchSettings(block=4096, narrow=16),
 )
 
 
@@ -163,7 +163,6 @@ def settings_to_time(shares: tuple[tuple[int, int], ...]) -> list[LaunchSettings
     """Return each share of a block, with one further setting changed at a time. All combinations would take
     too long, because each takes seconds to compile."""
     tried = [LaunchSettings(block, warps) for block, warps in shares]
-    tried += [one._replace(evict="evict_first") for one in tried]
     usual = LaunchSettings()
     few_threads = LaunchSettings(1024, 4, exact=False)
     return [*tried, usual._replace(narrow=16), usual._replace(exact=False), few_threads]
@@ -212,13 +211,9 @@ def time_kernels(model: str, sizes: list[Any], *, halves: bool) -> None:
     weights = weights_on_gpu(sizes, halves=halves)
     count, nbytes = sum(weight.numel() for weight in weights), 26 if halves else 28
     kind = "halves" if halves else "fp32"
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    tried = settings_to_time(SHARES)
-    tried += [LaunchSettings(1024, 8, programs * multiprocessors) for programs in (4, 5)]
-    tried += [LaunchSettings(2048, 8, programs * multiprocessors) for programs in (2, 3)]
     optimizer = MasterAdamW(weights)
     best: tuple[float, Any] = (float("inf"), None)
-    for settings in tried:
+    for settings in settings_to_time(SHARES):
         launched_with(optimizer, settings)
         taken = milliseconds(optimizer.launch, 7)
         say(f"update, {kind}", model, count, taken, nbytes, **settings._asdict())

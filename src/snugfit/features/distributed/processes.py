@@ -1,0 +1,34 @@
+"""Runs of several processes, as the core calls for them. Each function imports its own module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def launch(processes: int, command_line: Sequence[str]) -> int:
+    """Run this command in several processes on this host, by torch's launcher; return their exit code."""
+    from snugfit.features.distributed.launch import launch as run
+
+    return run(processes, command_line)
+
+
+def restarts() -> Any:
+    """Return the module of the record by which processes start again with less memory."""
+    from snugfit.features.distributed import start_again
+
+    return start_again
+
+
+def watch(ranks: Any, journal: Any, every: int) -> Any:
+    """Return the detection of a process that all others wait for."""
+    from snugfit.features.distributed.stragglers import Stragglers
+
+    return Stragglers(ranks, journal, every=every)
+
+
+def join_measured(request: Mapping[str, Any], device: Any) -> Any:
+    """Return the process group of a measured run."""
+    from snugfit.features.distributed.measured_ranks import RankGroup
+
+    return RankGroup(request, device)

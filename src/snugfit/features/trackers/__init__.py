@@ -1,0 +1,1 @@
+"""Metrics of a run for TensorBoard, Weights & Biases and other trackers."""

@@ -1,0 +1,17 @@
+"""Metrics of a run for the trackers of transformers (`report_to`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from snugfit.techniques.feature import Feature
+
+
+class Trackers(Feature):
+    """Pass the events of a run to trackers."""
+
+    def trackers(self) -> Any:
+        """Return the module with the callbacks of trackers."""
+        from snugfit.features.trackers import reporting
+
+        return reporting
