@@ -4,8 +4,8 @@ Each process (a rank) builds the model whole, on its own GPU. Then it drops the 
 exchanges its gradients. torch's default process group, which the launcher has made, lists the processes.
 Weights are the same in all of them since all begin with one seed.
 
-Sharded weights form groups: each repeated layer is one, and the rest of the model one more, as in torch's
-tutorials and torchtitan.
+Sharded weights form groups, as in torch's tutorials and torchtitan. Each repeated layer is one, and the rest
+of the model one more.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ class ParallelHandler(Handler):
         return keep_stage(value, model) if value.stages > 1 else model
 
     def built_on(self, value: ParallelWish, job: Job) -> str:
-        """Return `stays` where each process takes its part of a layer's weights from the host: the host keeps
-        the parts, or the job builds there. A model in stages is cut on the host."""
+        """Return the place where the model is built. With `stays`, each process takes its part of a layer's
+        weights from the host."""
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
             return STAYS
+        # A model in stages is cut on the host.
         return "host" if value.stages > 1 else ""
 
     def make_optimizer(

@@ -109,7 +109,7 @@ def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 
 
 def _style(word: str) -> ParallelStyle | None:
-    """torch's style of this meaning; None where nothing is cut."""
+    """Return torch's style for a word of transformers' plan; None if nothing is cut."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 

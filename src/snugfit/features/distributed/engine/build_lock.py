@@ -119,7 +119,8 @@ def remove_if_dead(lock: Path) -> str | None:
 
 @contextlib.contextmanager
 def _only_one_removes(folder: Path) -> Iterator[None]:
-    """Several processes may find a lock dead at once; the second one must not remove that of the first."""
+    """Hold this folder's lock inside the context, so that one process at a time removes dead locks."""
+    # Several processes may find a lock dead at once; the second must not remove the first one's new lock.
     import fcntl  # which Windows lacks
 
     descriptor = os.open(folder, os.O_RDONLY)

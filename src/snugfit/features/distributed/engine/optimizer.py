@@ -73,7 +73,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return bool(self.engine.optimizer.overflow)
 
     def norm(self) -> float:
-        """Global L2 norm of the last step's gradients, before clipping; waits for it."""
+        """Return the global L2 norm of the last step's gradients, before clipping; waits for the device."""
         return float(self.engine.get_global_grad_norm())
 
     def zero_grad(self, set_to_none: bool = True) -> None:

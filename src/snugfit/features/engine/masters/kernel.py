@@ -78,7 +78,7 @@ def update_any(  # type: ignore[no-untyped-def]
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """`update_part`, or `update_compact` where there is a `GROUP`."""
+    """Run `update_part`, or `update_compact` if there is a `GROUP`."""
     if GROUP:
         update_compact(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
