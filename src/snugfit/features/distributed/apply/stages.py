@@ -205,6 +205,7 @@ class _Stage:
         inputs["input_ids" if self._is_first else "inputs_embeds"] = self._given = given
         if self._is_last:
             return loss_of(self._whole(**inputs))
+        # Only the last stage computes a loss.
         inputs.pop("labels", None)
         hidden: torch.Tensor = self._decoder(**inputs).last_hidden_state
         return hidden

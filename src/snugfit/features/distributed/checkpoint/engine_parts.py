@@ -37,6 +37,7 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
     from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
+    # All processes compute the same owners, so none is exchanged.
     chosen = owners(state.model, state.ranks.size)
     for name, weight in state.model.named_parameters():
         is_own = chosen[name] == state.ranks.rank
