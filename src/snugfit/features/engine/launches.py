@@ -52,7 +52,7 @@ def _played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> Iterator[K
             if is_last and kernel.itemsize < WRITES_SHARE.itemsize:
                 yield CASTS_SHARE
             # The factor is a tensor here, so the kernel reads one operand more.
-            if is_last or (multiplies and kernel.phase == "backward"):  # by a tensor, and not by a number
+            if is_last or (multiplies and kernel.phase == "backward"):
                 played = played._replace(nbytes=3 * kernel.itemsize, shapes=((), ()), tensors=2)
                 multiplies = is_last
         yield played

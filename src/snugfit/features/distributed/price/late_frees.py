@@ -51,7 +51,6 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
     launches = [kernel.launch for kernel in timed]
     late = {}
     for event, number in enumerate(trace.events):
-        # Negative numbers are frees.
         awaited = trace.awaited.get(-number - 1) if number < 0 else None
         if not awaited:
             continue
