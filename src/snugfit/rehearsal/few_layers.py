@@ -138,7 +138,7 @@ def _rehearse(
 
 def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
     # Warnings may contain layer numbers, and numbers of a sentence are not extended.
-    if shallow.part.trace.doubts != deeper.part.trace.doubts:  # doubts may contain names or numbers of layers
+    if shallow.part.trace.doubts != deeper.part.trace.doubts:
         return None
     # A micro-batch that depends on values, or other decisions of a compiler, may differ at full depth.
     if shallow.part.varies or deeper.part.varies or not _decide_alike(shallow, deeper, periods):
@@ -156,7 +156,7 @@ def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
     """Return True if a compiler decides alike in these two models and in the deep one."""
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
     # The same objects decide for both models: the programs are those of single layers.
-    if few.keys() == more.keys():  # the programs of layers, each by itself
+    if few.keys() == more.keys():
         return True
     if len(shallow.decisions) != len(deeper.decisions):
         return False

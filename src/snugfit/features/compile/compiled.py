@@ -104,8 +104,8 @@ class Compiled(Technique):
     """
 
     backend: Backend = "inductor"
-    """Compiler of traced code: `inductor`, or to find a fault `eager` (none), `aot_eager` (in a forward and a
-    backward graph) or `cudagraphs` (these, recorded).
+    """Compiler of traced code: `inductor`, or one of three to find a fault. `eager` compiles nothing,
+    `aot_eager` makes a forward and a backward graph, and `cudagraphs` records these.
     """
 
     autocast: Literal["around", "within"] = "around"
@@ -217,7 +217,7 @@ class Compiled(Technique):
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Other attention than torch's own choice: no compiled step with it was measured."""
+        """Return why plans leave it out: no compiled step with another attention was measured."""
         attention = recipe[Slot.ATTENTION]
         if attention.plain:
             return ""

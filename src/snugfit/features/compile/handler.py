@@ -34,7 +34,7 @@ class CompileHandler(Handler):
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
         """Compile as in a new model; parts compiled for another recipe are restored first."""
         # Recomputed layers wrap compiled ones, so they are taken off first.
-        unwrap_layers(live)  # recomputed layers are around compiled ones
+        unwrap_layers(live)
         run_as_written(live.model)
         self.wrap(value, live.model)
         if value is not None:

@@ -23,8 +23,8 @@ class ShardingWish(SeveralProcesses):
     """Stage of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
 
     states: str = "none"
-    """Place of optimizer states, the updated weights and the update itself: `none` is the GPU, `cpu` the
-    host, `nvme` a disk (stage 3).
+    """Place of optimizer states, the updated weights and the update. `none` is the GPU, `cpu` the host,
+    `nvme` a disk (stage 3).
     """
 
     weights: str = "none"
@@ -134,10 +134,11 @@ class ParallelWish(SeveralProcesses):
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum over ranks. Ranks with pieces of the same
-        sequences each return a part's loss as if it were the whole, so each counts a part. Among other ranks
-        with the same samples, one of the last stage counts fully, since the loss is there.
+        """Return the weight of this rank's loss in the sum over ranks. Among ranks with pieces of
+        the same sequences, each counts a part. Among other ranks with the same samples, one of the last
+        stage counts fully.
         """
+        # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
         return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
 

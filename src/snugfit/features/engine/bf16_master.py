@@ -63,11 +63,12 @@ class Bf16Master(Technique):
             yield "several processes do not share weights in two halves. Try 'bf16'."
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Compiled steps, of which none was measured. Other kernels of AdamW than the default: one updates
-        masters, whichever is named."""
+        """Return why plans leave it out with compiled steps, or with another AdamW than the default."""
+        # No compiled step with masters was measured.
         engine = recipe[Slot.ENGINE]
         if engine.alone.lowering is not None:
             return f"never measured with {engine} (--keep '{self} + {engine}' plans with both)"
+        # One kernel updates masters, whichever is named.
         optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
         if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
             return ""

@@ -5,11 +5,11 @@ kernels the GPU waits for the host: a small model, a short batch, or a fast GPU.
 of a step's kernels, which the host replays with one call. The kernels are the same, in the same order, on the
 same numbers: no computation changes, and no code is compiled.
 
-snugfit records four graphs for each layout of a batch: the forward pass with the loss, the backward pass, the
-gradients' norm, the update. Between them the host does its usual work: it reads the loss before any weight is
-updated. Batches are copied to the graphs' input memory; learning rates and step counts are on the device. The
-first step with a layout runs without graphs. The second is recorded and replayed, and all later ones are
-replayed.
+snugfit records four graphs for each layout of a batch. They are the forward pass with the loss, the backward
+pass, the gradients' norm and the update. Between them the host does its usual work: it reads the loss before
+any weight is updated. Batches are copied to the graphs' input memory; learning rates and step counts are on
+the device. The first step with a layout runs without graphs. The second is recorded and replayed, and all
+later ones are replayed.
 
 Padded batches are filled up to a multiple of a number of tokens, so that a few lengths cover all of them. All
 graphs share one memory, as large as the longest needs.

@@ -21,7 +21,7 @@ COMPACT_ADAMW = OptimizerWish(
 
 
 def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
-    """`COMPACT_ADAMW` over masters of so many bits."""
+    """Return the wish for `COMPACT_ADAMW` over masters of so many bits."""
     if master_bits == 32:
         return COMPACT_ADAMW
     factory = replace(COMPACT_ADAMW.factory, arguments={"master_bits": master_bits})

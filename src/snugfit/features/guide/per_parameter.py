@@ -1,6 +1,6 @@
 """Bytes per parameter of every optimizer, beside the guide's rule of thumb.
 
-The rule is a sum of constants: 6 bytes for weights in mixed precision, 4 for gradients, 8, 4 or 2 for states.
+The rule adds constants: 6 bytes for weights in mixed precision, 4 for gradients, and 8, 4 or 2 for states.
 That is 18 to train and 6 to infer. Here each figure comes from a simulated step of a real model, on a batch
 so small that activations hardly count. It is the memory at the peak, by kind, over the number of parameters.
 """

@@ -158,7 +158,7 @@ def source() -> str:
 
 
 def baselines() -> tuple[Baseline, ...]:
-    """Memory before training, as published."""
+    """Return the memory before training, as published."""
     return tuple(Baseline(**line) for line in _guide()["baselines"])
 
 

@@ -170,7 +170,7 @@ def embed_bert(
     """Return words, positions and types, normed: (B, S, H). This starts a pass of the model."""
     words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     # RoBERTa counts positions from its padding token.
-    if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):  # RoBERTa
+    if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):
         position_ids = (
             self.create_position_ids_from_inputs_embeds(words, self.padding_idx)
             if input_ids is None

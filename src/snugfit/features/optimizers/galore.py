@@ -1,12 +1,12 @@
 """GaLore: AdamW on projections of the gradients of hidden layers' matrices, onto their singular vectors.
 
-State of an m x n matrix (m the smaller): two moments of rank x n numbers and a projection of m x rank. That
-is rank x (2n + m) numbers, against AdamW's 2mn. With rank 128 and a matrix of 4,096 x 4,096 that is a
-twentieth. Embedding tables, the head, biases, normalisations and matrices no larger than the rank keep
-AdamW's two moments. An update multiplies each matrix's gradient with the projection and back, and creates no
-tensor of the matrix's size. The singular values are decomposed in the first step and every `update_proj_gap`
-steps, one matrix after the other. A decomposition copies the largest matrix and takes many seconds.
-`updates/galore.py` describes the algorithm.
+An m x n matrix (m the smaller) has two moments of rank x n numbers and a projection of m x rank. That is rank
+x (2n + m) numbers, against AdamW's 2mn. With rank 128 and a matrix of 4,096 x 4,096 that is a twentieth.
+Embedding tables, the head, biases, normalisations and matrices no larger than the rank keep AdamW's two
+moments. An update multiplies each matrix's gradient with the projection and back, and creates no tensor of
+the matrix's size. The singular values are decomposed in the first step and every `update_proj_gap` steps, one
+matrix after the other. A decomposition copies the largest matrix and takes many seconds. `updates/galore.py`
+describes the algorithm.
 """
 
 from __future__ import annotations

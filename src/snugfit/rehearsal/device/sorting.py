@@ -1,8 +1,8 @@
 """Scratch of sorting and scanning, in torch's kernels and in CUB.
 
 The rules come from torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
-(`cub/device/dispatch`). They were compared with histories recorded on an H200. These have sorts of 1,854
-indices by small tiles and of 2,048 to 147,456 by radix, and scans of 4 to 14,745 numbers.
+(`cub/device/dispatch`). They were compared with histories recorded on an H200. Those have sorts of 1,854
+indices by small tiles, and of 2,048 to 147,456 by radix. Their scans are of 4 to 14,745 numbers.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class LiveSet:
         blocks = self.stacks[stack]
         at = len(blocks) - 1
         # Backward passes free the youngest block first, so the search starts at the top.
-        while blocks[at] != block:  # usually one of the youngest
+        while blocks[at] != block:
             at -= 1
         del blocks[at]
         return Free(stack, len(blocks) - at)

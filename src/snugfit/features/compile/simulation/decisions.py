@@ -131,7 +131,7 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
     """Return the peak of a deep model's estimates, or None if it does not follow from these."""
     few, more = _changes(shallow), _changes(deeper)
     # Sizes with an entry per layer (the seeds of all dropouts) differ between the depths.
-    vary = {*few} ^ {*more}  # sizes with an entry per layer, such as the seeds of all dropouts
+    vary = {*few} ^ {*more}
     before, after = (
         [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]
         for timeline, changes in ((shallow, few), (deeper, more))

@@ -122,7 +122,8 @@ def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 
 def training_arguments(wish: ParallelWish) -> dict[str, Any]:
-    """`TrainingArguments`; without any the Trainer of one of several processes takes DDP."""
+    """Return the wish as `TrainingArguments`."""
+    # Without arguments, the Trainer of one of several processes takes DDP.
     if wish.weights == "copied":
         return {}
     config = {"version": 2, "reshard_after_forward": wish.reshard != "none", "cpu_offload": wish.on_host}

@@ -86,11 +86,12 @@ class ParallelHandler(Handler):
         return keep_stage(value, model) if value.stages > 1 else model
 
     def built_on(self, value: ParallelWish, job: Job) -> str:
-        """Return `stays` where each process takes its part of a layer's weights from the host: the host keeps
-        the parts, or the job builds there. A model in stages is cut on the host."""
+        """Return the place where the model is built. With `stays`, each process takes its part of a layer's
+        weights from the host."""
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
             return STAYS
+        # A model in stages is cut on the host.
         return "host" if value.stages > 1 else ""
 
     def make_optimizer(

@@ -83,6 +83,7 @@ class StagePasses:
         losses = self.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
         if not loop.keep_losses or not losses:
             return None
+        # Losses are added in fp32, as in the plain loop.
         total = losses[0].detach().float()
         for loss in losses[1:]:
             total = total + loss.detach()
@@ -113,6 +114,7 @@ class StagePasses:
         losses: list[torch.Tensor] = []
         given = dict(inputs)
         ids = [given.pop("input_ids")] if self.is_first else []
+        # On the host, so that reading a share waits for no device.
         target = torch.tensor(shares, dtype=torch.float64, device="cpu") if self.is_last else None
         more: dict[str, Any] = {"return_outputs": False} if self._may_drop_outputs else {}
         self._schedule.step(*ids, target=target, losses=losses, **more, **given)
@@ -204,6 +206,7 @@ class StagePasses:
         import torch.distributed as dist
 
         weight = next(self.model.parameters())
+        # Only the last stage has losses, so a sum spreads them to all.
         values = torch.zeros(steps, dtype=torch.float32, device=weight.device)
         if losses:
             values.copy_(torch.stack([loss.float() for loss in losses]))
@@ -240,6 +243,7 @@ class StagePasses:
         stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
         # The shares already sum to the whole loss, so torch must not divide gradients.
         self._schedule = kind(stages, micro_batches, loss_fn=_times_share, scale_grads=False)
+        # Only newer versions of torch have this argument.
         self._may_drop_outputs = "return_outputs" in inspect.signature(self._schedule.step).parameters
 
 

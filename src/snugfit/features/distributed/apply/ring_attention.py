@@ -150,8 +150,8 @@ def attend(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention by torch's `scaled_dot_product_attention`, causal and without a mask. Raises
-    `RecipeError` for any other."""
+    """Run transformers' attention by torch's `scaled_dot_product_attention`, causal and without a mask.
+    Raises `RecipeError` for any other."""
     import torch
     from transformers.integrations.sdpa_attention import repeat_kv
 

@@ -6,10 +6,10 @@ their names, which checkpoints use. The first stage keeps the embedding. The oth
 stage's results, which transformers calls `inputs_embeds`. The last one keeps the final norm and the head, and
 returns the loss.
 
-If the head is tied to the embedding, the first and the last stage have the matrix, as in Megatron (Shoeybi et
-al., arXiv 1909.08053). The first has it under the head's name too, the last under the embedding's. So it has
-all its names of the whole model. Both add up its gradients (`pipeline.py`), and so their copies stay the
-same.
+If the head is tied to the embedding, the first and the last stage have the matrix. Megatron does the same
+(Shoeybi et al., arXiv 1909.08053). The first has it under the head's name too, the last under the
+embedding's. So it has all its names of the whole model. Both add up its gradients (`pipeline.py`), and so
+their copies stay the same.
 
 A process may have several stages, between which others have theirs. Each is then a shallow copy of the model
 with the same layer objects, of which it runs its own.
@@ -79,9 +79,8 @@ def is_stage(model: Any) -> bool:
 
 
 def position_of(wish: ParallelWish, rank: int) -> int:
-    """Return the position, from 0, of a rank among those of the same copy of the model: stages are the mesh's
-    first axis.
-    """
+    """Return the position, from 0, of a rank among those of the same copy of the model."""
+    # Stages are the mesh's first axis.
     return rank // (wish.ranks // wish.stages)
 
 
@@ -206,6 +205,7 @@ class _Stage:
         inputs["input_ids" if self._is_first else "inputs_embeds"] = self._given = given
         if self._is_last:
             return loss_of(self._whole(**inputs))
+        # Only the last stage computes a loss.
         inputs.pop("labels", None)
         hidden: torch.Tensor = self._decoder(**inputs).last_hidden_state
         return hidden

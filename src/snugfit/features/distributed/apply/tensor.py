@@ -11,9 +11,6 @@ is followed by one with a cut input ("rowwise"), after which the parts are summe
 forward pass, and one in the backward pass for each matrix with a whole input. Between the two, activations
 are a part.
 
-Beyond the plan, rows of the embedding are cut too, as in transformers 5.23 and torchtitan. Most models tie it
-to their head, which the plan cuts.
-
 Ranks of such a group draw the same random numbers. So dropout of shared activations is alike on all ranks. In
 attention each drops the same weights of other heads.
 """
@@ -63,6 +60,7 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
     plan = _expand({r: word for r, word in rules.items() if not is_of_experts(r, of_experts)}, names)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     known = next((name for name, module in names.items() if module is embedding), None)
+    # Most models tie the embedding to the head, which the plan cuts; torchtitan cuts both too.
     return {known: EMBEDDING, **plan} if known is not None and plan else plan
 
 
@@ -109,7 +107,7 @@ def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 
 
 def _style(word: str) -> ParallelStyle | None:
-    """torch's style of this meaning; None where nothing is cut."""
+    """Return torch's style for a word of transformers' plan; None if nothing is cut."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 

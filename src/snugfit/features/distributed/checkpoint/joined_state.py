@@ -66,6 +66,7 @@ def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> d
             layers = _layers_of([names[index] for index in own])
             joined += [(layers[at], names[index], state["states"].get(index)) for at, index in enumerate(own)]
             begins[stage] += counts[stage]
+        # The sort is stable, so weights of one layer stay in the model's order.
         for _, name, values in sorted(joined, key=lambda one: one[0]):
             if values is not None:
                 states[len(optimized)] = values
@@ -105,6 +106,7 @@ def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict
         for rank, one in enumerate(lists):
             senders[0] += [(rank, name, *one[name]) for name in one if name not in names_before]
             names_before.update(one)
+    # All processes walk one list, so that each send meets its receive.
     for rank, name, shape, dtype in from_first(senders[0], ranks.host) if ranks.are_many else ():
         with talking():
             if ranks.is_first:

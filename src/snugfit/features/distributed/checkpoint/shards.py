@@ -144,6 +144,7 @@ class ShardedSnapshot:
         """Write the checkpoint's files into `folder` together with all processes, in the first one."""
         from safetensors.torch import save_file
 
+        # The other processes write their parts meanwhile.
         self._tell(folder)
         self._write_parts(folder)
         if self.weights is not None:
@@ -232,6 +233,7 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
         named = state.model.named_parameters()
         own = {_MODEL + name: one.detach() for name, one in named if id(one) not in elsewhere}
         return own | {name: one for name, one in moments.items() if _is_of_owner(one)}
+    # Single numbers are saved in the tree, whole.
     return weights | {name: one for name, one in moments.items() if is_part(one)}
 
 
@@ -273,6 +275,7 @@ def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
         whole = tensors_of_all_stages(whole_weights(state.model), state.ranks)
     if not state.ranks.is_first:
         return None
+    # An engine's gathered weights are in fp32, and the model may compute in bf16.
     dtype = torch.float32 if is_of_engine(state.optimizer) else None
     return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared, dtype=dtype)
 
@@ -374,6 +377,7 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
         import torch
 
         rooms = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in some.items()}
+        # Each process reads by itself, so nothing is exchanged.
         _load_into({_OPTIMIZER + name: room for name, room in rooms.items()}, folder, ALONE)
         return rooms
 
@@ -385,6 +389,7 @@ def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
     known = list_of_parts(folder / SHARDS)
     values = dict(_weights(model))
     lost = sorted(values.keys() - known.keys())
+    # A stage has fewer weights than the checkpoint.
     if not lost and not is_stage(model):
         lost = sorted(name for name in known if name.startswith(_MODEL) and name not in values)
     if lost:
@@ -419,6 +424,7 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
     options = StateDictOptions(full_state_dict=True, strict=False)
     missing = set(set_model_state_dict(model, saved, options=options).missing_keys) - beside
     given = {id(model.get_parameter(name)) for name in saved if name in dict(model.named_parameters())}
+    # A tied weight may be saved under only one of its names.
     tied = {n for n, value in model.named_parameters(remove_duplicate=False) if id(value) in given}
     if lost := sorted(missing - tied):
         raise SnugfitError(
@@ -482,6 +488,7 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
     from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
+    # All processes compute the same owners, so none is exchanged.
     chosen = owners(state.model, state.ranks.size)
     for name, weight in state.model.named_parameters():
         is_own = chosen[name] == state.ranks.rank

@@ -3,10 +3,8 @@
 Its `CheckpointException` has the errors of all processes with their tracebacks, and is no `Exception`. Its
 writer reports a refusal of the system as a `RuntimeError` about positions in a file.
 
-Its list of parts (`.metadata`) is a pickle. It is read here with the few classes that describe tensors. A
-part that is no tensor is refused too, because torch would unpickle it freely. torch reads the parts, with
-`weights_only`. torch writes them uncompressed, but would inflate a compressed one to any size, so such a part
-is refused.
+Its list of parts (`.metadata`) is a pickle. It is read here with the few classes that describe tensors. torch
+reads the parts, with `weights_only`.
 """
 
 from __future__ import annotations
@@ -61,6 +59,7 @@ def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bo
                 refusal = _refusal_behind(fault)
                 if refusal is None:
                     raise
+                # torch's error names no file; this process was writing the last one with its prefix.
                 own = sorted(folder.glob(f"{plan.storage_data.prefix}*"))[-1:] or [folder]
                 name = refusal.filename or str(own[0])
                 raise OSError(refusal.errno, refusal.strerror, name) from fault
@@ -120,6 +119,7 @@ def _read_list(folder: Path) -> Any:
         metadata = _Unpickler(io.BytesIO(read_limited(file, LARGEST_LIST))).load()
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
+        # torch would unpickle any part that is no tensor without limits.
         if not all(hasattr(part, "chunks") for part in metadata.state_dict_metadata.values()):
             raise TypeError("a part is not a tensor")
     except _OUT_OF_A_PICKLE as fault:
@@ -137,6 +137,7 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
     # torch would follow a path out of the folder.
     if stored.relative_path != PurePath(stored.relative_path).name:
         why = "its file is in another folder"
+    # torch writes parts uncompressed, but would inflate a compressed one to any size.
     elif stored.transform_descriptors:
         why = f"it is compressed ({', '.join(map(str, stored.transform_descriptors))})"
     else:

@@ -28,7 +28,7 @@ QUIET_SECONDS = 3.0
 """Seconds without a change in the folder of a dead build. A choice."""
 
 SECONDS_TO_LINE = 3.0
-"""After which a wait is explained. A choice."""
+"""Seconds after which a wait is explained. A choice."""
 
 POLL_SECONDS = 0.5
 """Seconds between two checks of a lock. A choice."""
@@ -36,11 +36,11 @@ POLL_SECONDS = 0.5
 LOCAL_FILE_SYSTEMS = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay",
 })  # fmt: skip
-"""Those that no other machine writes to."""
+"""File systems that no other machine writes to."""
 
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The machine's own (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO): the processes of containers are in
-it too."""
+"""The machine's own namespace of processes (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO). Processes of
+containers are in it too."""
 
 MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
 """Field positions in a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
@@ -119,7 +119,8 @@ def remove_if_dead(lock: Path) -> str | None:
 
 @contextlib.contextmanager
 def _only_one_removes(folder: Path) -> Iterator[None]:
-    """Several processes may find a lock dead at once; the second one must not remove that of the first."""
+    """Hold this folder's lock inside the context, so that one process at a time removes dead locks."""
+    # Several processes may find a lock dead at once; the second must not remove the first one's new lock.
     import fcntl  # which Windows lacks
 
     descriptor = os.open(folder, os.O_RDONLY)
@@ -168,7 +169,9 @@ def _file_system(path: Path) -> str:
     real, best, kind = path.resolve(), "", ""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, rest = line.partition(AFTER_OPTIONAL_FIELDS)
+        # Spaces are written in octal.
         point = mount.split()[MOUNT_POINT].replace("\\040", " ")
+        # A later mount at the same point covers the earlier one.
         if real.is_relative_to(point) and len(point) >= len(best):
             best, kind = point, rest.split()[0]
     return kind

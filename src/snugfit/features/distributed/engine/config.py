@@ -1,8 +1,7 @@
 """DeepSpeed's configuration for a Setup, as its engine, accelerate and the Trainer read it.
 
 Sizes of buckets are those that accelerate and transformers compute for `auto`, from the model's width.
-DeepSpeed's own defaults (half a billion elements) would take 2 GB for any model. `overlap_comm` is off on one
-GPU, which has no communication.
+DeepSpeed's own defaults (half a billion elements) would take 2 GB for any model.
 """
 
 from __future__ import annotations

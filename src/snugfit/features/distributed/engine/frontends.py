@@ -1,10 +1,9 @@
 """DeepSpeed's engine in accelerate and in the HF Trainer: each makes it itself, from the plain loop's
-configuration (`engine_config.py`).
+configuration (`config.py`).
 
 accelerate takes it as a `DeepSpeedPlugin`, the Trainer as `TrainingArguments(deepspeed=...)`. Both exchange
-the optimizer for DeepSpeed's where states are on the host. In both `backward` clips, updates and drops the
-gradients, so the later calls of their loops do nothing. Both get the configuration before the model is built,
-as their documentation requires. With the third stage transformers then builds the model within
+the optimizer for DeepSpeed's where states are on the host. Both get the configuration before the model is
+built, as their documentation requires. With the third stage transformers then builds the model within
 `deepspeed.zero.Init`. Its random weights differ from those without, for the same seed: transformers draws
 them module by module, with each module's weights fetched.
 """
@@ -33,7 +32,7 @@ class EngineAccelerateStep(AccelerateStep):
     """The guide's hand-written loop, with an engine made by accelerate."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
         with placed_on(self.device), run_context(self.setup), made_by_accelerate(self.device):
@@ -74,6 +73,7 @@ class EngineAccelerateStep(AccelerateStep):
                     observer.phase("backward")
                     accelerator.backward(loss)
                     del loss
+                    # `backward` has updated and dropped the gradients already, so these calls do nothing.
                     optimizer.step()
                     optimizer.zero_grad()
             observer.step_ends(index)
@@ -89,7 +89,7 @@ class EngineTrainerStep(TrainerStep):
     """The HF Trainer, whose engine it makes of `TrainingArguments(deepspeed=...)`."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         with made_by_accelerate(self.device):
             return super().run(steps, observer)
 

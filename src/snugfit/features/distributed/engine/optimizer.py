@@ -73,7 +73,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return bool(self.engine.optimizer.overflow)
 
     def norm(self) -> float:
-        """Global L2 norm of the last step's gradients, before clipping; waits for it."""
+        """Return the global L2 norm of the last step's gradients, before clipping; waits for the device."""
         return float(self.engine.get_global_grad_norm())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -156,8 +156,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             state["step"] = count if is_torchs else int(steps)
         if not is_torchs:
             self._count_on_host(int(steps))
-        # DeepSpeed links weights to states after its first update, which has not happened yet.
-        if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # the second stage's
+        # DeepSpeed's second stage links weights to states after its first update, which has not happened yet.
+        if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _count_on_host(self, steps: int) -> None:

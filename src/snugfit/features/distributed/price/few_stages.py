@@ -181,7 +181,6 @@ class StagesQuestion:
             passes = self._passes[_place(stage, self._wish)] = sorted(work.passes)
             clock = KernelClock(rates, interconnect_of(gpu, rates))
             sent = transfer_seconds(trace, interconnect_of(gpu, rates))
-            # One length for all transfers, the longest.
             self._transfer[kind] = max(self._transfer[kind], sent)
             self.doubts[kind].update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
             figures.append(

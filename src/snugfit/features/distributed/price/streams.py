@@ -73,7 +73,6 @@ class SimulatedStreams:
             # A kernel behind another one of its stream starts at that one's end.
             if len(waiting) == 1 and kernel.stream not in self._running:
                 self._begin(kernel.stream, waiting)
-        # Waits after the last kernel.
         for _ in syncs:
             self._wait_for_default()
         while self._running:

@@ -28,7 +28,6 @@ class RankAllocations(Allocations):
         self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
 
     def _add_free(self, index: int) -> None:
-        # A block without a number was never counted.
         if index == NO_BLOCK or self.is_over:
             return
         super()._add_free(index)

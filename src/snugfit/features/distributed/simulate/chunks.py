@@ -33,7 +33,6 @@ def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
     row = gathered.element_size() * gathered.stride(dim)
     nbytes = [length * row for length in lengths]
     ranks = math.prod(gathered.shape[:dim])
-    # torch launches at most so many blocks of threads.
     at_once = gpu.multiprocessors * gpu.threads // THREADS * WAVES
     rounds = _ceil(sum(_ceil(one, TILE) for one in nbytes) * ranks, at_once)
     together = min(math.ceil(math.sqrt(rounds)), ranks)  # number of ranks' parts that a block copies

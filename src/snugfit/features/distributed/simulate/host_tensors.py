@@ -114,7 +114,7 @@ class HostTensors(TorchDispatchMode):
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this shape and dtype in untouched pages."""
         nbytes = like.untyped_storage().nbytes()
-        # An empty map is refused.
+        # The system refuses an empty map.
         memory = mmap.mmap(
             -1, max(nbytes, like.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NOT_HANDED_OUT
         )

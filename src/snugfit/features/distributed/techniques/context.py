@@ -75,7 +75,6 @@ class ContextParallel(Technique):
         """Yield the settings that ring attention does not support or that are not simulated on several
         GPUs.
         """
-        # The wish of the other techniques alone.
         setup = Setup()
         for slot in Slot:
             if slot is not self.slot:

@@ -129,7 +129,7 @@ def refuse_training(wish: ShardingWish) -> None:
             "script."
         )
     installed = version_of("deepspeed")
-    # Pre-releases count too.
+    # A pre-release of a newer version trains too.
     if installed and not Requirement(TRAINED).specifier.contains(installed, prereleases=True):
         raise UsageError(
             f"snugfit train needs {TRAINED} for zero{wish.stage}, but {installed} is installed. Try: pip "

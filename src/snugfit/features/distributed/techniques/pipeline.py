@@ -2,10 +2,10 @@
 
 The first GPU embeds and runs the first layers, the last one runs the last layers and computes the loss. They
 exchange activations, and in return gradients, one micro-batch after the other. While one GPU works on a
-micro-batch, the next works on the one before. The waiting time is the bubble, at best (n - 1) / (m + n - 1)
-of a step with n stages and m micro-batches. GPUs differ in memory: the first has the embedding and keeps the
-most micro-batches, the last has the logits. With a head tied to the embedding both have the matrix, and add
-up its gradients.
+micro-batch, the next works on the one before. The waiting time is the bubble. At best it is
+(n - 1) / (m + n - 1) of a step, with n stages and m micro-batches. GPUs differ in memory: the first has the
+embedding and keeps the most micro-batches, the last has the logits. With a head tied to the embedding both
+have the matrix, and add up its gradients.
 
 A GPU may have several parts of the layers, with those of all others between them. Then a micro-batch reaches
 the last GPU sooner, and the waiting time is divided by the number of parts. More is kept and sent.

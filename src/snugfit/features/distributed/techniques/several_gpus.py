@@ -39,7 +39,7 @@ gradients in each step unless this argument is False.
 
 
 def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
-    """FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which never gathers weights outside of layers again.
+    """Return FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which gathers weights outside of layers once.
     With a `group` each copy of the weights is sharded over that many GPUs. The number of copies follows from
     the number of GPUs.
     """

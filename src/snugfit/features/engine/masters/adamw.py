@@ -130,8 +130,8 @@ class MasterAdamW(OwnAdamW):
     # ---- the host's half ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Prepare a step: read the gradients' addresses, count a step of each weight with one, and copy the
-        step's numbers to the device, in stream order.
+        """Prepare a step: read the gradients' addresses, and count a step of each weight with a gradient. The
+        step's numbers are copied to the device in stream order.
         """
         self.find_gradients()
         self.count_step()
@@ -244,7 +244,7 @@ class MasterAdamW(OwnAdamW):
         state[STEP] = 0
 
     def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Both moments of a weight before its first step."""
+        """Return both moments of a weight before its first step, in fp32."""
         return {
             name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
             for name in MOMENTS

@@ -62,7 +62,7 @@ def draws(begin: int, count: int, step: int, device: torch.device) -> torch.Tens
 
 
 def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """32 bits for each of these elements, as int64."""
+    """Return 32 bits for each of these elements, as int64."""
     bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
     bits.add_(step * STRIDE).bitwise_and_(_ALL)
     # torch has no unsigned integers, so 32 bits are in int64 and cut after each product.
@@ -80,7 +80,7 @@ def _share(bits: torch.Tensor) -> torch.Tensor:
 
 
 def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
-    """Flat numbers in groups (N, `GROUP`), filled up with zeros."""
+    """Return flat numbers in groups (N, `GROUP`), filled up with zeros."""
     # The last group may be incomplete, and its zeros never are the largest.
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % GROUP)).view(-1, GROUP)
 
@@ -91,14 +91,14 @@ def scale_count(elements: int) -> int:
 
 
 def widen_first(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """First moments in 32 bits (N,) from codes (N,) and their groups' scales."""
+    """Return first moments in 32 bits (N,) from codes (N,) and their groups' scales."""
     wide = cut_in_groups(codes.to(torch.float32))
     share = scales.unsqueeze(1) * (1.0 / FIRST_TOP**2)
     return (wide * wide.abs() * share).flatten()[: codes.numel()]
 
 
 def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Second moments in 32 bits (N,) from codes (N,) and their groups' scales."""
+    """Return second moments in 32 bits (N,) from codes (N,) and their groups' scales."""
     square = cut_in_groups(codes.to(torch.float32)).square_()
     share = scales.unsqueeze(1) * (1.0 / SECOND_TOP**4)
     return (square * square * share).flatten()[: codes.numel()]

@@ -35,7 +35,7 @@ class CompactTable(WeightTable):
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Residual, both moments and both scales."""
+        """Return the residual, both moments and both scales."""
         return [*super().tensors_kept(state), *(state[name] for name in SCALES)]
 
 

@@ -33,7 +33,7 @@ FIRST_MIX, SECOND_MIX = tl.constexpr(MIXES[0]), tl.constexpr(MIXES[1])
 
 @triton.jit
 def hash_of(at, step):  # type: ignore[no-untyped-def]
-    """32 bits for each element in this step (`compact.chances`)."""
+    """Return 32 bits for each element in this step (`compact.chances`)."""
     bits = at.to(tl.uint32) + step.to(tl.uint32) * STEP_STRIDE
     bits ^= bits >> 16
     bits *= FIRST_MIX
@@ -82,7 +82,7 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The address of second halves as a pointer to them."""
+    """Return the address of second halves as a pointer to their dtype."""
     if HALVES == 8:
         # A thread reads half as many bytes of 8-bit data, so that its elements stay the same.
         lower = pointer(residual, tl.int8, NARROW // 2 if NARROW > 1 else 1)
@@ -93,14 +93,14 @@ def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_parts(upper, lower, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The masters in fp32 (`halves.join`)."""
+    """Return the masters in fp32 (`halves.join`)."""
     # The shift puts 8 bits in units of the 16-bit half.
     return join_halves(upper, lower.to(tl.int32) << 8) if HALVES == 8 else join_halves(upper, lower)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def parts_of(exact, bits, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves of masters in fp32; of 24 bits by draws from these of the hash (`compact.draws`)."""
+    """Return both halves of masters in fp32. Those of 24 bits are rounded by draws (`compact.draws`)."""
     if HALVES == 8:
         upper, lower = split_by_chance(exact, ((bits * STEP_STRIDE) >> LAST_BITS).to(tl.int32))
     else:

@@ -58,7 +58,7 @@ def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """New weights and moments, all in fp32, by a row of numbers, in the order of `adamw.update`."""
+    """Return new weights and moments in fp32, by a row of numbers, in the order of `adamw.update`."""
     keep, first_share, second_keep = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     second_share, root = tl.load(own + 3), tl.load(own + 4)
     eps, rate = tl.load(own + 5), tl.load(own + 6)

@@ -93,12 +93,12 @@ def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Flat tensors of one length cut alike, `AT_ONCE` elements at a time."""
+    """Yield parts of flat tensors of one length, `AT_ONCE` elements of each at a time."""
     return zip(*(tensor.split(AT_ONCE) for tensor in tensors), strict=True)
 
 
 def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tensors of a weight's two halves, which lie as it does. A weight in 16 bits is a whole master."""
+    """Return new tensors of a weight's halves, with its strides. A weight in 16 bits is a whole master."""
     high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)
     low = torch.empty_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
     for exact, first, second in pieces(flat(weight), flat(high), flat(low)):
@@ -129,8 +129,8 @@ def split_weights(model: Any) -> None:
 
 
 def _kept_in_fp32(model: Any) -> set[str]:
-    """Return the names of weights that a model of transformers has in fp32 next to bfloat16, such as the bias
-    of DeepSeek-V3's router (`_keep_in_fp32_modules_strict`).
+    """Return the names of weights that a model of transformers has in fp32 next to bfloat16. The bias of
+    DeepSeek-V3's router is one (`_keep_in_fp32_modules_strict`).
     """
     parts = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return {name for name, _ in model.named_parameters() if any(part in name for part in parts)}

@@ -57,6 +57,7 @@ def update_part(  # type: ignore[no-untyped-def]
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
         exact = tl.load(weights, mask=mask)
+    # Gradients of bfloat16 are widened before any arithmetic.
     slope = tl.load(gradients, mask=mask).to(tl.float32)
     first = tl.load(firsts, mask=mask)
     second = tl.load(seconds, mask=mask)
@@ -81,7 +82,7 @@ def update_any(  # type: ignore[no-untyped-def]
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """`update_part`, or `update_compact` where there is a `GROUP`."""
+    """Run `update_part`, or `update_compact` if there is a `GROUP`."""
     if GROUP:
         update_compact(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
@@ -133,6 +134,7 @@ def update_weights(  # type: ignore[no-untyped-def]
         column = tl.load(owners + block)
         record = places + column * RECORD
         gradient = tl.load(record + 6)
+        # An address of 0 means a weight without a gradient.
         if gradient != 0:
             begin = (block - tl.load(record)) * BLOCK
             left = tl.load(record + 1) - begin

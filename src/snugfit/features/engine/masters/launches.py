@@ -35,7 +35,7 @@ OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
 
 
 def writes_in_place(*arguments: Any) -> None:
-    """Their results are written in place, so they allocate nothing."""
+    """Return nothing: the results are written in place, so the launch allocates nothing."""
 
 
 for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradients", "norm_of_squares"):
@@ -114,7 +114,7 @@ def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
 
 
 def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
-    """Room for the sums of squares (tables, `NORM_PROGRAMS`), in fp32."""
+    """Return room for the sums of squares (tables, `NORM_PROGRAMS`), in fp32."""
     return torch.empty((len(tables), NORM_PROGRAMS), dtype=torch.float32, device=tables[0].weights[0].device)
 
 

@@ -71,11 +71,10 @@ class CudaGraphs(Graphs):
 
     @contextlib.contextmanager
     def own_memory(self) -> Iterator[None]:
-        """Route allocations of the stream, and not of the thread as `torch.cuda.use_mem_pool` does. The
-        backward pass of autograd runs in a thread of its own.
-        """
+        """Route allocations of the stream to the graphs' memory inside the context."""
         import torch
 
+        # `torch.cuda.use_mem_pool` routes by thread, and autograd's backward pass runs in its own thread.
         torch._C._cuda_beginAllocateCurrentStreamToPool(self._number, self._pool.id)
         try:
             yield

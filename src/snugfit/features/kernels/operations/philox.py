@@ -1,7 +1,7 @@
 """Dropout masks by Philox in counter mode, in plain torch, bit for bit those of the programs.
 
-The fate of an element depends on a seed, the number of the call site in the model, its row and its column. So
-a backward pass draws the mask of its forward pass again, and stores nothing. A probability is rounded to
+A seed, the number of the call site in the model, the row and the column decide if an element is dropped. So a
+backward pass draws the mask of its forward pass again, and stores nothing. A probability is rounded to
 1/65,536 (0.1 to 0.100006), and the remaining elements are scaled by the rounded one.
 """
 

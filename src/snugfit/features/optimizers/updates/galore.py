@@ -13,8 +13,8 @@ state, so that a checkpoint contains them.
 
 The authors' package galore-torch is not used. It had one release (1.0, March 2024) and no change since
 September 2024. It stores Python objects in its state, which no checkpoint that is safe to load contains. With
-weights in fp32 it uses the first `rank` singular vectors but keeps all of them alive, because slices share
-the matrix's storage. Here each slice is copied, and the decomposition's results are freed after the step.
+weights in fp32 it keeps all singular vectors alive, because its slices of the first `rank` share their
+storage. Here each slice is copied, and the decomposition's results are freed after the step.
 
 On a GPU torch passes the decomposition to cuSOLVER (`gesvdj`, and `gesvd` where that does not converge;
 `svd_cusolver` in `native/cuda/linalg/BatchLinearAlgebraLib.cpp`). cuSOLVER works on a copy of the matrix and
