@@ -136,6 +136,7 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
         assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("n", "layers"), slow_but([(2, 12), (3, 20)], 1))
 def test_what_only_a_second_recomputed_layer_keeps_is_not_taken_for_growth(n: int, layers: int) -> None:
     """T5's first layers create the attention biases, which the checkpoints of later layers keep."""

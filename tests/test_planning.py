@@ -396,6 +396,7 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
         assert memory < 2 * sizes[-1] or one.state.kinds < kinds / 2
 
 
+@pytest.mark.whole
 def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known() -> None:
     """The answers for many GPUs are the same."""
     job = small_job("bert", 2, batch_size=2)
@@ -604,6 +605,7 @@ def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: py
         plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1, keep=f"adamw + {FEW}")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "layers", "recipe"),
     slow_but(

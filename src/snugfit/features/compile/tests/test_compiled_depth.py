@@ -163,6 +163,7 @@ def test_what_is_no_less_work_or_looks_at_all_layers_is_not_written_from_few(
     assert recorded.layers == []
 
 
+@pytest.mark.whole
 def test_a_model_whose_programs_would_be_decided_otherwise_is_lowered_in_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

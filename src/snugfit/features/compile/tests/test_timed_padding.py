@@ -70,6 +70,7 @@ def padded(trace: Trace, step: int) -> int:
     return sum(block.operator == "aten::constant_pad_nd" and block.step == step for block in trace.blocks)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("length", "pads"), slow_but([(17, True), (16, False)], 1))
 def test_products_are_timed_where_sizes_are_no_multiple_of_16_bytes(length: int, pads: bool) -> None:
     """Only the first step times products. The label with which every step pads is not part of it."""
