@@ -124,11 +124,9 @@ class LighterRecipes:
         self._loop, self._free = loop, free
         self._techniques: dict[Fidelity, list[Technique]] = {}
         self.costs = RecipeCosts(job, gpu)
-        self._allocators = [
-            one.recipe[Slot.ALLOCATOR] for one in self._candidates(Slot.ALLOCATOR, Fidelity.SAME)
-        ]
         self.costs.screen([base])
-        self._evaluate(base)
+        allocators = self._candidates(Slot.ALLOCATOR, Fidelity.SAME) if Slot.ALLOCATOR in free else ()
+        self.costs.judge([base, *(one.recipe for one in allocators if one.recipe != base)])
         self._solved: set[Slot] = set()
         """Slots of which one technique alone fits."""
 
@@ -281,10 +279,25 @@ class LighterRecipes:
         return Cost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
 
     def _estimate(self, first: Recipe, second: Recipe) -> Cost:
-        """Return the estimated cost of the changes of both recipes, as if each kept its effect."""
+        """Return the estimated cost of the changes of both recipes.
+
+        Savings of different tensors add up. Two savings of the same activations multiply. The estimate is the
+        mean of both.
+        """
         base, one, other = self.cost(self.base), self.cost(first), self.cost(second)
-        seconds = one.seconds * other.seconds / max(base.seconds, 1e-12)
-        return Cost(one.needed_bytes + other.needed_bytes - base.needed_bytes, seconds)
+        bounds = self.costs.bounds
+        resting, *changed = (
+            known.resting_bytes if (known := bounds[recipe]) else 0 for recipe in (self.base, first, second)
+        )
+        total = one.needed_bytes + other.needed_bytes - base.needed_bytes
+        activations = base.needed_bytes - resting
+        if activations > 0:
+            share = math.prod(
+                max(0.0, cost.needed_bytes - rest) / activations
+                for cost, rest in zip((one, other), changed, strict=True)
+            )
+            total = (total + sum(changed) - resting + share * activations) / 2
+        return Cost(total, one.seconds * other.seconds / max(base.seconds, 1e-12))
 
     def _bound_bytes(self, recipe: Recipe) -> float:
         bound = self.costs.bounds.get(recipe)
@@ -310,13 +323,8 @@ class LighterRecipes:
         return bool(figures and base and figures.needed_bytes < base.needed_bytes)
 
     def _evaluate(self, recipe: Recipe) -> Figures | None:
-        """Return the exact figures of a recipe; those with other allocators are computed too."""
-        alike = [recipe]
-        if Slot.ALLOCATOR in self._free:
-            alike += [
-                one for one in map(recipe.with_, self._allocators) if one != recipe and self._is_valid(one)
-            ]
-        self.costs.judge(alike)
+        """Return the exact figures of a recipe; None if it cannot be simulated."""
+        self.costs.judge([recipe])
         return self.costs.figures[recipe]
 
     # ---- smaller changes ---------------------------------------------------------------------------------
@@ -332,7 +340,8 @@ class LighterRecipes:
         low_bytes, high_bytes = few.needed_bytes, last.needed_bytes
         a_grade = abs(last.seconds - few.seconds) / len(grades)
         for number in range(GUESSES):
-            if (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
+            no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # for one grade less
+            if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
                 break
             share = (low_bytes - limit) / max(1, low_bytes - high_bytes) if number != 1 else 0.5
             guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
