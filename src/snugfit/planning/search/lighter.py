@@ -62,7 +62,7 @@ WORTHWHILE = 0.01
 """Share of a step's seconds that fewer layers must save to be tried (chosen)."""
 
 
-class Cost(NamedTuple):
+class RecipeCost(NamedTuple):
     """Bytes and seconds of a recipe: exact, or its lower bound scaled like that of the given one."""
 
     needed_bytes: float
@@ -140,7 +140,7 @@ class LighterRecipes:
         """Yield recipes with one other technique of this fidelity that fit, the fastest of each slot."""
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
-        waiting += self._graded({self._slot(one) for _, (one,) in waiting})
+        waiting += self._grades_that_fit({self._slot(one) for _, (one,) in waiting})
         evaluated = 0
         for _, settings in sorted(waiting, key=lambda one: one[0]):
             slot = self._slot(settings[0])
@@ -164,7 +164,7 @@ class LighterRecipes:
             for one in first:
                 for other in second:
                     cost = self._estimate(one, other)
-                    both = self._joined(one, other)
+                    both = self._with_both(one, other)
                     if cost.needed_bytes <= self.memory_bytes * (1 + SLACK) and self._is_valid(both):
                         estimates[both] = cost.seconds
         waiting = sorted(estimates, key=lambda one: estimates[one])[:PAIRS]
@@ -183,7 +183,7 @@ class LighterRecipes:
                 most[slots] = 0
                 yield self._with_least_grades(recipe)
 
-    def combined(self, fidelity: Fidelity) -> Iterator[Recipe]:
+    def many_at_once(self, fidelity: Fidelity) -> Iterator[Recipe]:
         """Yield a recipe with many techniques that fits, without those that it does not need."""
         recipe = self.base
         smallest: dict[Slot, Technique] = {}
@@ -234,7 +234,7 @@ class LighterRecipes:
             return ()
         return space.candidates
 
-    def _graded(self, slots: Collection[Slot]) -> Iterator[tuple[float, list[Recipe]]]:
+    def _grades_that_fit(self, slots: Collection[Slot]) -> Iterator[tuple[float, list[Recipe]]]:
         """Yield the grades of a technique in each of these slots, if all of them together fit.
 
         The seconds are an estimate for the least that fits, on a line through both ends.
@@ -265,20 +265,20 @@ class LighterRecipes:
 
     # ---- figures -----------------------------------------------------------------------------------------
 
-    def cost(self, recipe: Recipe) -> Cost:
+    def cost(self, recipe: Recipe) -> RecipeCost:
         """Return the exact bytes and seconds of a recipe, or an estimate from its lower bound."""
         if figures := self.costs.figures.get(recipe):
-            return Cost(figures.needed_bytes, figures.seconds)
+            return RecipeCost(figures.needed_bytes, figures.seconds)
         bound, base = self.costs.bounds.get(recipe), self.costs.bounds.get(self.base)
         exact = self.costs.figures.get(self.base)
         if bound is None:
-            return Cost(math.inf, math.inf)
+            return RecipeCost(math.inf, math.inf)
         if base is None or exact is None:
-            return Cost(bound.needed_bytes, bound.seconds)
+            return RecipeCost(bound.needed_bytes, bound.seconds)
         loss = exact.needed_bytes / max(1, base.needed_bytes)
-        return Cost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
+        return RecipeCost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
 
-    def _estimate(self, first: Recipe, second: Recipe) -> Cost:
+    def _estimate(self, first: Recipe, second: Recipe) -> RecipeCost:
         """Return the estimated cost of the changes of both recipes.
 
         Savings of different tensors add up. Two savings of the same activations multiply. The estimate is the
@@ -297,7 +297,7 @@ class LighterRecipes:
                 for cost, rest in zip((one, other), changed, strict=True)
             )
             total = (total + sum(changed) - resting + share * activations) / 2
-        return Cost(total, one.seconds * other.seconds / max(base.seconds, 1e-12))
+        return RecipeCost(total, one.seconds * other.seconds / max(base.seconds, 1e-12))
 
     def _bound_bytes(self, recipe: Recipe) -> float:
         bound = self.costs.bounds.get(recipe)
@@ -392,7 +392,7 @@ class LighterRecipes:
         """Return the only slot in which a recipe differs from the given one."""
         return next(iter(self._slots(recipe)))
 
-    def _joined(self, first: Recipe, second: Recipe) -> Recipe:
+    def _with_both(self, first: Recipe, second: Recipe) -> Recipe:
         for slot in self._slots(second):
             first = first.with_(second[slot])
         return first
@@ -401,7 +401,7 @@ class LighterRecipes:
         return technique.slot is Slot.ALLOCATOR
 
 
-def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], Cost]) -> list[Recipe]:
+def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], RecipeCost]) -> list[Recipe]:
     """Return a few recipes of which none is both as fast and as small as another, from fast to small."""
     front: list[Recipe] = []
     for recipe in sorted(recipes, key=cost):

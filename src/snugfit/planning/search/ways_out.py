@@ -106,7 +106,7 @@ def _by_stage(
         stages = {
             "one technique": lighter.singles,
             "two": lighter.pairs,
-            "as many as needed": lighter.combined,
+            "as many as needed": lighter.many_at_once,
         }
         for what, recipes in stages.items():
             if offers and time.monotonic() - began > ENOUGH_SECONDS:
@@ -169,8 +169,8 @@ def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], 
     one."""
     for recipe in dict.fromkeys((prediction.recipe, smallest)):
         tell(f"looking for the smallest GPU for {recipe}")
-        if found := _smallest_gpu_for(prediction, recipe):
-            return found
+        if larger := _smallest_gpu_for(prediction, recipe):
+            return larger
     return None
 
 
@@ -183,16 +183,16 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
         needed = predict(job, recipe, gpu=prediction.gpu, **how).needed_bytes
     for gpu in [gpu for gpu in _by_memory() if (gpu.memory_bytes or 0) >= needed][:LARGER_GPUS]:
         try:
-            there = predict(job, recipe, gpu=gpu, **how)
+            predicted = predict(job, recipe, gpu=gpu, **how)
         except SnugfitError:  # an older GPU may not run a technique
             continue
-        if there.fits and not there.tight:
+        if predicted.fits and not predicted.tight:
             return LargerGpu(
                 gpu=gpu.key,
                 memory_bytes=gpu.memory_bytes or 0,
                 recipe=str(recipe),
-                needed_bytes=there.needed_bytes,
-                step_seconds=there.timing.step_seconds if there.timing else None,
+                needed_bytes=predicted.needed_bytes,
+                step_seconds=predicted.timing.step_seconds if predicted.timing else None,
             )
     return None
 
