@@ -2,7 +2,7 @@
 
 A plan searches all recipes, which takes minutes. Ways out change as little as possible, in this order:
 
-1. One technique of a slot that the recipe leaves plain. Of graded techniques, the fewest layers that fit.
+1. One technique of a slot that the recipe leaves plain. Graded techniques have the fewest layers that fit.
 2. Two such techniques, each too large alone.
 3. As many as are needed, without those that turn out to be unnecessary.
 4. The same with techniques of another fidelity, which are listed last.
@@ -38,7 +38,7 @@ OFFERED = 3
 """Number of changes that are offered."""
 
 ENOUGH_SECONDS = 20.0
-"""Seconds of search after which those that were found are enough (chosen)."""
+"""Seconds of computation after which those that were found are enough (chosen)."""
 
 LARGER_GPUS = 8
 """Greatest number of larger GPUs on which the step is predicted."""
@@ -101,7 +101,7 @@ def _by_stage(
 
     Once changes are found, many techniques together are skipped. So are pairs of another algorithm.
     """
-    began = time.monotonic()
+    began = time.process_time()
     for fidelity in degrees:
         stages = {
             "one technique": lighter.singles,
@@ -109,7 +109,7 @@ def _by_stage(
             "as many as needed": lighter.many_at_once,
         }
         for what, recipes in stages.items():
-            if offers and time.monotonic() - began > ENOUGH_SECONDS:
+            if offers and time.process_time() - began > ENOUGH_SECONDS:
                 return
             if offers and recipes != lighter.singles and (what != "two" or fidelity is Fidelity.LEARNS):
                 continue
