@@ -96,6 +96,7 @@ def _show_ways_out(measured: Measurement, request: Request, device: str | None) 
         return
     from snugfit.frontends.ways_out import ways_out_of
 
+    typer.echo("snugfit: looking for changes of the recipe that fit ...", err=True)
     total, reserve = measured.device.total_bytes, measured.device.reserve_bytes
     memory = total - (reserve or 0) if total else None
     if text := ways_out_of(request.job, request.recipe, name, memory, loop=request.loop):

@@ -6,7 +6,7 @@ is never lost: without an answer it is raised as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,13 +24,22 @@ if TYPE_CHECKING:
 ON_GPU = "oom:"
 """Beginning of a cause that means the memory of a GPU, as messages contain it."""
 
+LOOKING = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
+
 LESS = 0.9
 """Most memory of the changes, as a share of the predicted need, if the step was predicted to fit."""
 
 
 @contextmanager
-def end_with_ways_out(job: Job, recipe: Recipe, device: torch.device, gpus: int = 1) -> Iterator[None]:
-    """Add the changes that fit to an `OutOfMemory` of a GPU.
+def end_with_ways_out(
+    job: Job,
+    recipe: Recipe,
+    device: torch.device,
+    gpus: int = 1,
+    *,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Iterator[None]:
+    """Add the changes that fit to an `OutOfMemory` of a GPU. `tell` receives a note before the search.
 
     Errors after which a run starts again, and those of a run on several GPUs, stay as they are.
     """
@@ -43,6 +52,7 @@ def end_with_ways_out(job: Job, recipe: Recipe, device: torch.device, gpus: int 
             raise
         import torch
 
+        tell(LOOKING)
         total = torch.cuda.mem_get_info(device)[1]
         if not (text := ways_out_of(job, recipe, torch.cuda.get_device_name(device), total)):
             raise

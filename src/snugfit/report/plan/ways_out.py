@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from snugfit.job.gpu import find_gpu
 from snugfit.report.plan.next_steps import job_words
 from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
-from snugfit.units import show_bytes, show_seconds
+from snugfit.units import GIB, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
@@ -48,9 +48,16 @@ def of_prediction(prediction: Prediction) -> list[str]:
     return list(about_ways_out(prediction.ways_out, _plan_command(prediction)))
 
 
-def of_plan(plan: Plan) -> list[str]:
-    """Return the sentences of a plan with ways out of its nearest miss; empty for one without."""
-    return list(about_ways_out(plan.ways_out, "", "the nearest miss")) if plan.ways_out else []
+def of_plan(plan: Plan) -> Iterator[str]:
+    """Yield the least memory that was found, and the ways out of the nearest miss; nothing if a recipe
+    fits."""
+    if not plan.fits and (smallest := plan.front[-1]) != plan.nearest:
+        yield (
+            f"The least memory that was found is {show_bytes(smallest.needed_bytes)}, with "
+            f"{show_seconds(smallest.step_seconds)} a step: {smallest.recipe}."
+        )
+    if plan.ways_out:
+        yield from about_ways_out(plan.ways_out, "", "the nearest miss")
 
 
 def _about(way: WayOut) -> str:
@@ -81,5 +88,8 @@ def _plan_command(prediction: Prediction) -> str:
     """Return the command of a plan for this job; empty without a GPU, or for a model that only Python has."""
     if prediction.gpu is None or prediction.job.model.module is not None:
         return ""
-    fidelity = "--fidelity learns" if prediction.gpus == 1 else f"--gpus {prediction.gpus}"
-    return f"snugfit plan {job_words(prediction.job)} --gpu {shlex.quote(prediction.gpu.key)} {fidelity}"
+    words = ["--gpu", shlex.quote(prediction.gpu.key)]
+    if prediction.memory_bytes is not None and prediction.memory_bytes != prediction.gpu.memory_bytes:
+        words += ["--memory", f"{prediction.memory_bytes / GIB:.4g}GiB"]
+    words += ["--fidelity", "learns"] if prediction.gpus == 1 else ["--gpus", f"{prediction.gpus}"]
+    return f"snugfit plan {job_words(prediction.job)} {' '.join(words)}"
