@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from snugfit.features.diagnosis.result import Change, FailureKind
+from snugfit.features.diagnosis.result import SuggestedChange, FailureKind
 
 if TYPE_CHECKING:
     from snugfit.features.diagnosis.result import Ledger
@@ -62,14 +62,19 @@ _GENERAL: dict[FailureKind, tuple[tuple[str, str], ...]] = {
 }  # fmt: skip
 
 
-def general_changes(kind: FailureKind) -> tuple[Change, ...]:
-    """Return changes that follow from the kind of a failure alone."""
-    return tuple(Change(change=change, effect=effect, checked=False) for change, effect in _GENERAL[kind])
+def general_changes(kind: FailureKind, *, expandable: bool = False) -> tuple[SuggestedChange, ...]:
+    """Return changes that follow from the kind of a failure alone.
+
+    With `expandable`, segments grow in place already.
+    """
+    lines = _GENERAL[kind]
+    lines = lines[1:] if expandable and kind is FailureKind.FRAGMENTATION else lines
+    return tuple(SuggestedChange(change=change, effect=effect, checked=False) for change, effect in lines)
 
 
 def changes_that_fit(
     job: Job, prediction: Prediction, gpu: Gpu | None, memory_bytes: int | None
-) -> Sequence[Change]:
+) -> Sequence[SuggestedChange]:
     """Return the cheapest changes of this recipe with which a predicted step fits; empty without a search."""
     return ()
 

@@ -7,7 +7,7 @@ from snugfit.features.diagnosis.decide import decide
 from snugfit.features.diagnosis.match import guess, tensor_sizes
 from snugfit.features.diagnosis.result import Diagnosis, FailureKind
 from snugfit.features.diagnosis.signs import SIGNS
-from snugfit.features.diagnosis.snapshot import Snapshot, read_snapshot
+from snugfit.features.diagnosis.snapshot import SnapshotFacts, read_snapshot
 from snugfit.features.diagnosis.text import LoggedError, read_log
 from snugfit.units import show_bytes
 
@@ -65,7 +65,7 @@ def _of_log(error: LoggedError) -> tuple[Diagnosis, tuple[int, int] | None]:
     return diagnosis, sizes
 
 
-def _of_snapshot(snapshot: Snapshot) -> tuple[Diagnosis, tuple[int, int] | None]:
+def _of_snapshot(snapshot: SnapshotFacts) -> tuple[Diagnosis, tuple[int, int] | None]:
     kind, notes, requested = FailureKind.NO_FAILURE, snapshot.notes, snapshot.requested
     summary = (
         "No request failed in this snapshot. Its figures are those of its end: "
@@ -85,7 +85,7 @@ def _of_snapshot(snapshot: Snapshot) -> tuple[Diagnosis, tuple[int, int] | None]
         ledger=snapshot.ledger,
         live=snapshot.live,
         segments=snapshot.segments,
-        changes=general_changes(kind),
+        changes=general_changes(kind, expandable=snapshot.segments.expandable),
         notes=notes,
     )
     # The trace has the size of the block, rounded up to 512 bytes.

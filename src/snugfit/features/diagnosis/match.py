@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from snugfit.features.diagnosis.result import Candidate
+from snugfit.features.diagnosis.result import RequestedTensor
 from snugfit.units import MIB, show_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def tensor_sizes(least: int, most: int) -> tuple[int, int]:
     return (first - LARGE_ROUND + 1, last) if 0 < first <= last else (max(1, least), most)
 
 
-def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) -> list[Candidate]:
+def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) -> list[RequestedTensor]:
     """Return the tensors of a predicted run with such a size, the most likely first.
 
     The most likely one was requested with nearly `live_bytes` alive, or else with the most.
@@ -68,7 +68,7 @@ def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) ->
     ordered = sorted(found.items(), key=lambda one: (distance(one[1]), -one[0][4]))
     shapes = _shapes(trace)
     return [
-        Candidate(
+        RequestedTensor(
             module=key[0],
             operator=key[1].removeprefix("aten::"),
             phase=key[2],
@@ -97,7 +97,7 @@ def _fold(module: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
-def guess(sizes: tuple[int, int]) -> list[Candidate]:
+def guess(sizes: tuple[int, int]) -> list[RequestedTensor]:
     """Return likely shapes for a size without a job: logits and attention scores, the roundest first."""
     if sizes[1] < GUESS_FROM:
         return []
@@ -105,7 +105,7 @@ def guess(sizes: tuple[int, int]) -> list[Candidate]:
     return [one for _, one in sorted(guesses, key=lambda one: -one[0])[:SHOWN]]
 
 
-def _logits(least: int, most: int) -> Iterator[tuple[int, Candidate]]:
+def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
     """Yield logits of this size for known vocabularies, with the roundness of their number of tokens."""
     for width, dtype in ((4, "fp32"), (2, "16 bits")):
         for entries, models in VOCABULARIES.items():
@@ -116,7 +116,7 @@ def _logits(least: int, most: int) -> Iterator[tuple[int, Candidate]]:
                 yield tokens & -tokens, _guessed(name, tokens * entries * width, shape)
 
 
-def _scores(least: int, most: int) -> Iterator[tuple[int, Candidate]]:
+def _scores(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
     """Yield attention scores of this size, for the longest such length."""
     for length in (16_384, 8192, 4096, 2048, 1024):
         for width, dtype in ((4, "fp32"), (2, "16 bits")):
@@ -128,8 +128,8 @@ def _scores(least: int, most: int) -> Iterator[tuple[int, Candidate]]:
                 return
 
 
-def _guessed(name: str, nbytes: int, shape: str) -> Candidate:
-    return Candidate(
+def _guessed(name: str, nbytes: int, shape: str) -> RequestedTensor:
+    return RequestedTensor(
         module=name, operator="", phase="", kind="", bytes=nbytes, count=0, shapes=shape, live_bytes=None,
         guess=True,
     )  # fmt: skip

@@ -8,7 +8,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.features.diagnosis.match import show_request
-from snugfit.features.diagnosis.result import Candidate, Change, Diagnosis, FailureKind, Ledger, SegmentUse
+from snugfit.features.diagnosis.result import (
+    RequestedTensor,
+    SuggestedChange,
+    Diagnosis,
+    FailureKind,
+    Ledger,
+    SegmentUse,
+)
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.units import show_bytes
@@ -95,7 +102,7 @@ def _about_request(diagnosis: Diagnosis) -> list[RenderableType]:
     return parts
 
 
-def _candidates_table(candidates: Sequence[Candidate]) -> PlainTable:
+def _candidates_table(candidates: Sequence[RequestedTensor]) -> PlainTable:
     rows = [
         (
             one.module or "(the loop)",
@@ -125,7 +132,7 @@ def _about_segments(use: SegmentUse) -> str:
     )
 
 
-def _changes(changes: Sequence[Change]) -> list[RenderableType]:
+def _changes(changes: Sequence[SuggestedChange]) -> list[RenderableType]:
     if not changes:
         return []
     checked = changes[0].checked

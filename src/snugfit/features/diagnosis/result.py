@@ -12,7 +12,7 @@ SCHEMA = 1
 
 
 class FailureKind(StrEnum):
-    """Kinds of failures for want of memory."""
+    """Kinds of out-of-memory failures."""
 
     SHORTAGE = "shortage"
     """Live tensors and the request need more than the GPU has."""
@@ -69,7 +69,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RequestedTensor:
     """A tensor that the failed request may have been for."""
 
     module: str
@@ -121,7 +121,7 @@ class SegmentUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class SuggestedChange:
     """A change that lets the run fit, or that may help."""
 
     change: str
@@ -158,13 +158,13 @@ class Diagnosis:
     """Phase of the step by the traceback; empty where it shows none."""
     ledger: Ledger | None = None
     """Memory of the GPU at that moment; null where no figures are available."""
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[RequestedTensor, ...] = ()
     """Tensors that the failed request may have been for."""
     live: tuple[LiveTensors, ...] = ()
     """The largest live tensors of a snapshot, by line of code."""
     segments: SegmentUse | None = None
     """Use of the allocator's segments in a snapshot; null for a text."""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[SuggestedChange, ...] = ()
     """Changes that help, the cheapest first."""
     notes: tuple[str, ...] = ()
     """Sentences on the limits of this diagnosis."""

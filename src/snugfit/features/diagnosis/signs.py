@@ -1,4 +1,4 @@
-"""Signs of a failure for want of memory in the text of a log.
+"""Signs of an out-of-memory failure in the text of a log.
 
 Wordings are those of torch 1.8 to 2.15 for CUDA, HIP and XPU, of the libraries, of Linux and of SLURM. Each
 pattern matches in linear time, because a log may have millions of characters.

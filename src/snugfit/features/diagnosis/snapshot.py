@@ -17,6 +17,12 @@ from snugfit.features.diagnosis.result import Ledger, LiveTensors, SegmentUse
 MOST_ENTRIES = 5_000_000
 """Blocks and events of the largest snapshot that is read. Shared references can make a small file endless."""
 
+MOST_FRAMES = 200
+"""Frames of a stack that are searched for code outside of PyTorch."""
+
+LARGEST = 1 << 60
+"""Bound of sizes in bytes."""
+
 SHOWN = 8
 """Lines of code in the table of live tensors."""
 
@@ -30,7 +36,7 @@ class LiveBlock(NamedTuple):
     place: str
 
 
-class Snapshot(NamedTuple):
+class SnapshotFacts(NamedTuple):
     """The facts of one GPU in a snapshot."""
 
     device: int
@@ -45,7 +51,7 @@ class Snapshot(NamedTuple):
     notes: tuple[str, ...]
 
 
-def read_snapshot(content: bytes, where: str) -> Snapshot:
+def read_snapshot(content: bytes, where: str) -> SnapshotFacts:
     """Return the facts of the GPU that failed, or else of the fullest. Raises `UsageError`."""
     document = read_plain_pickle(content, where)
     segments, traces = _parts(document, where)
@@ -89,27 +95,28 @@ def _refuse_many(entries: int, where: str) -> None:
         )
 
 
-def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Snapshot:
+def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> SnapshotFacts:
     failures = [
         (device, index)
         for device, trace in enumerate(traces)
         for index, entry in enumerate(trace)
         if entry["action"] == "oom"
     ]
+    places = _Places()
     sizes: Counter[int] = Counter()
     for part in segments:
-        sizes[int(part.get("device", 0))] += int(part["total_size"])
+        sizes[_size(part.get("device", 0))] += _size(part["total_size"])
     fullest = sizes.most_common(1)[0][0] if sizes else 0
     device, index = failures[-1] if failures else (fullest, -1)
-    own = [part for part in segments if int(part.get("device", 0)) == device]
+    own = [part for part in segments if part.get("device", 0) == device]
     trace = traces[device] if device < len(traces) else []
-    alive, free_bytes = _alive(own), None
+    alive, free_bytes = _alive(own, places), None
     failure: Mapping[str, Any] = {}
     notes: list[str] = []
     if failures:
         failure = trace[index]
-        free_bytes = int(failure.get("device_free", failure.get("addr", 0)))
-        alive = _rewind(alive, trace, index)
+        free_bytes = _size(failure.get("device_free", failure.get("addr", 0)))
+        alive = _rewind(alive, trace, index, places)
         if len(trace) > index + 1:
             notes.append("The snapshot was written after the failure. Its segments are those of its end.")
     if alive and all(block.place == UNKNOWN for block in alive.values()):
@@ -119,24 +126,24 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
         )
     allocated, reserved = sum(block.nbytes for block in alive.values()), sizes[device]
     use = _segment_use(own, settings)
-    return Snapshot(
+    return SnapshotFacts(
         device=device,
         ledger=Ledger(
             allocated_bytes=allocated, unallocated_bytes=max(0, reserved - allocated), free_bytes=free_bytes
         ),
         segments=use,
         live=tuple(_by_place(alive.values())),
-        requested=int(failure["size"]) if failures else None,
+        requested=_size(failure["size"]) if failures else None,
         failures=len(failures),
-        traceback=_place(failure.get("frames")) if failures else "",
+        traceback=places.of(failure.get("frames")) if failures else "",
         notes=tuple(notes),
     )
 
 
-def _alive(segments: Sequence[Any]) -> dict[int, LiveBlock]:
+def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
     """Return the live blocks at the end by address. Waiting for another stream counts as live."""
     return {
-        address: LiveBlock(int(block.get("requested_size") or block["size"]), _place(_frames_of(block)))
+        address: LiveBlock(_size(block.get("requested_size") or block["size"]), places.of(_frames_of(block)))
         for part in segments
         for address, block in _blocks(part)
         if block["state"].startswith("active")
@@ -145,10 +152,10 @@ def _alive(segments: Sequence[Any]) -> dict[int, LiveBlock]:
 
 def _blocks(segment: Any) -> Iterator[tuple[int, Any]]:
     """Yield address and block of a segment. Early versions write no addresses of blocks."""
-    address = int(segment["address"])
+    address = segment["address"]
     for block in segment["blocks"]:
-        yield int(block.get("address", address)), block
-        address += int(block["size"])
+        yield block.get("address", address), block
+        address += _size(block["size"])
 
 
 def _frames_of(block: Any) -> Any:
@@ -157,42 +164,62 @@ def _frames_of(block: Any) -> Any:
     return block.get("frames") or (history[0].get("frames") if history else ())
 
 
-def _rewind(alive: dict[int, LiveBlock], trace: Sequence[Any], index: int) -> dict[int, LiveBlock]:
+def _rewind(
+    alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _Places
+) -> dict[int, LiveBlock]:
     """Return the live blocks before event `index` of the trace, from those at its end."""
     sources = (
-        {int(entry["addr"]): entry for entry in trace[:index] if entry["action"] == "alloc"}
+        {entry["addr"]: entry for entry in trace[:index] if entry["action"] == "alloc"}
         if len(trace) > index + 1
         else {}
     )
     alive = dict(alive)
     for entry in reversed(trace[index + 1 :]):
-        address = int(entry.get("addr", 0))
+        address = entry.get("addr", 0)
         if entry["action"] == "alloc":
             alive.pop(address, None)
         elif entry["action"] == "free_completed":
             frames = sources.get(address, {}).get("frames")
-            alive[address] = LiveBlock(int(entry["size"]), _place(frames))
+            alive[address] = LiveBlock(_size(entry["size"]), places.of(frames))
     return alive
 
 
 UNKNOWN = "(no stack frames)"
 
 
-def _place(frames: Any) -> str:
-    """Return function, file and line of the innermost frame outside of PyTorch."""
-    named = [frame for frame in (frames or ())[:200] if isinstance(frame, dict) and frame.get("name")]
+class _Places(dict[int, str]):
+    """Lines of code by the identity of their frames, which blocks and events share."""
+
+    def of(self, frames: Any) -> str:
+        """Return function, file and line of the innermost frame outside of PyTorch."""
+        if not isinstance(frames, list | tuple) or not frames:
+            return UNKNOWN
+        if id(frames) not in self:
+            self[id(frames)] = _place(frames[:MOST_FRAMES])
+        return self[id(frames)]
+
+
+def _place(frames: Sequence[Any]) -> str:
+    named = [
+        (frame["name"], frame["filename"].replace("\\", "/"), frame.get("line"))
+        for frame in frames
+        if isinstance(frame, dict) and isinstance(frame.get("name"), str) and frame["name"]
+        if isinstance(frame.get("filename"), str)
+    ]
     if not named:
         return UNKNOWN
-    python = [frame for frame in named if str(frame.get("filename", "")).endswith(".py")] or named
-    own = [
-        frame
-        for frame in python
-        if not any(part in str(frame.get("filename", "")).replace("\\", "/") for part in _OF_TORCH)
-    ]
-    frame = (own or python)[0]
-    name = str(frame.get("filename", ""))[-4000:].replace("\\", "/").rpartition("/")[2]
-    line = f":{frame['line']}" if frame.get("line") else ""
-    return f"{str(frame['name'])[:80]} ({name[:80]}{line})"
+    python = [frame for frame in named if frame[1].endswith(".py")] or named
+    own = [frame for frame in python if not any(part in frame[1] for part in _OF_TORCH)]
+    name, file, line = (own or python)[0]
+    number = f":{line}" if type(line) is int and 0 < line < LARGEST else ""
+    return f"{name[:80]} ({file[-4000:].rpartition('/')[2][:80]}{number})"
+
+
+def _size(value: Any) -> int:
+    """Return a number of bytes. Raises `TypeError` for any other value."""
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise TypeError("not a number of bytes")
+    return value
 
 
 def _by_place(blocks: Any) -> Iterator[LiveTensors]:
@@ -207,13 +234,13 @@ def _by_place(blocks: Any) -> Iterator[LiveTensors]:
 
 def _segment_use(segments: Sequence[Any], settings: Any) -> SegmentUse:
     free = [
-        [int(block["size"]) for _, block in _blocks(part) if block["state"] == "inactive"]
+        [_size(block["size"]) for _, block in _blocks(part) if block["state"] == "inactive"]
         for part in segments
     ]
     wanted = isinstance(settings, dict) and bool(settings.get("expandable_segments"))
     return SegmentUse(
         segments=len(segments),
-        partly_used=sum(bool(one) and sum(one) < int(p["total_size"]) for one, p in zip(free, segments)),
+        partly_used=sum(bool(one) and sum(one) < p["total_size"] for one, p in zip(free, segments)),
         unallocated_bytes=sum(map(sum, free)),
         largest_free_bytes=max((size for one in free for size in one), default=0),
         expandable=wanted or any(bool(part.get("is_expandable")) for part in segments),

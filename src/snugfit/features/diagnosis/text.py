@@ -130,7 +130,7 @@ def _errors(text: str) -> Iterator[tuple[Sign, re.Match[str]]]:
 
 
 def _refuse(text: str) -> None:
-    """Raise `UsageError` for a text without an error of PyTorch's or the host's memory."""
+    """Raise `UsageError` for a text without an error of the memory of PyTorch or the host."""
     if FOREIGN.search(text):
         raise UsageError(
             "This is an error of JAX or TensorFlow. snugfit reads errors of PyTorch and of the host only."
@@ -141,7 +141,7 @@ def _refuse(text: str) -> None:
             "The GPU's memory is not short. Try smaller blocks, or another kernel."
         )
     raise UsageError(
-        "No error for want of memory in this text: no 'out of memory', 'Killed', 'oom-kill' or similar. Give "
+        "No out-of-memory error in this text: no 'out of memory', 'Killed', 'oom-kill' or similar. Give "
         "the whole log, or a snapshot of torch.cuda.memory._dump_snapshot."
     )
 

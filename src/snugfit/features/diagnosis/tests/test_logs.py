@@ -121,7 +121,7 @@ def test_logits_are_guessed_from_their_size() -> None:
     [
         ("", "empty"),
         ("   \n\n", "empty"),
-        ("step 1\nstep 2\n", "No error for want of memory"),
+        ("step 1\nstep 2\n", "No out-of-memory error"),
         ("jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes", "JAX"),
         ("ResourceExhaustedError: OOM when allocating tensor with shape[8,8]", "TensorFlow"),
         ("triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 147456", "Triton"),
