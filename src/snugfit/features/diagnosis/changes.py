@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from snugfit.features.diagnosis.result import SuggestedChange, FailureKind
+from snugfit.features.diagnosis.result import FailureKind, SuggestedChange
 
 if TYPE_CHECKING:
     from snugfit.features.diagnosis.result import Ledger
@@ -34,8 +34,8 @@ _GENERAL: dict[FailureKind, tuple[tuple[str, str], ...]] = {
         ("end the other processes that `nvidia-smi` lists, such as old notebooks",
          "the memory is free at once"),
         ("another GPU: CUDA_VISIBLE_DEVICES=1", "no change of the run"),
-        ("a plan for the rest: `snugfit plan MODEL --gpu NAME --memory AMOUNT`",
-         "a recipe that fits in what is left"),
+        ("a plan: `snugfit plan MODEL --gpu NAME --memory AMOUNT`",
+         "a recipe that fits in the rest of the memory"),
     ),
     FailureKind.LIBRARY: (
         ("micro_batches(2), or half the batch", "leaves memory for libraries outside of the allocator"),

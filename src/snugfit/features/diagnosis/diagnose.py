@@ -37,7 +37,7 @@ def decode(content: bytes) -> str:
 
 def _of_log(error: LoggedError) -> tuple[Diagnosis, tuple[int, int] | None]:
     kind, notes = error.sign.kind, error.notes
-    summary = error.sign.summary.format(error.found)
+    summary = error.sign.summary.format(error.wording)
     requested = sizes = None
     if error.requested is not None:
         requested = round(sum(error.requested) / 2)

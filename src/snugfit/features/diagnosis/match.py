@@ -50,7 +50,7 @@ def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) ->
 
     The most likely one was requested with nearly `live_bytes` alive, or else with the most.
     """
-    found: dict[tuple[str, str, str, str, int], list[int]] = {}
+    matches: dict[tuple[str, str, str, str, int], list[int]] = {}
     counts: Counter[tuple[str, str, str, str, int]] = Counter()
     last = max((block.step for block in trace.blocks), default=-1)
     before = 0
@@ -58,14 +58,14 @@ def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) ->
         if event > 0 and sizes[0] <= trace.blocks[event - 1].nbytes <= sizes[1]:
             block = trace.blocks[event - 1]
             key = (_fold(block.module), block.operator, block.phase, str(block.kind), block.nbytes)
-            found.setdefault(key, []).append(before)
+            matches.setdefault(key, []).append(before)
             counts[key] += block.step in (-1, last)
         before = after
 
     def distance(live: list[int]) -> int:
         return -max(live) if live_bytes is None else min(abs(one - live_bytes) for one in live)
 
-    ordered = sorted(found.items(), key=lambda one: (distance(one[1]), -one[0][4]))
+    ordered = sorted(matches.items(), key=lambda one: (distance(one[1]), -one[0][4]))
     shapes = _shapes(trace)
     return [
         RequestedTensor(
@@ -113,7 +113,7 @@ def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
             if 0 < tokens * entries * width <= most:
                 shape = f"{tokens:,} tokens × {entries:,} of {models}, {dtype}"
                 name = "logits, a copy of them, or their gradient"
-                yield tokens & -tokens, _guessed(name, tokens * entries * width, shape)
+                yield tokens & -tokens, _as_guess(name, tokens * entries * width, shape)
 
 
 def _scores(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
@@ -124,11 +124,11 @@ def _scores(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
             nbytes = heads * length * length * width
             if heads >= 8 and heads % 8 == 0 and nbytes >= least:
                 shape = f"{heads} heads of all samples × {length:,} × {length:,}, {dtype}"
-                yield TOKENS, _guessed("attention scores of eager attention", nbytes, shape)
+                yield TOKENS, _as_guess("attention scores of eager attention", nbytes, shape)
                 return
 
 
-def _guessed(name: str, nbytes: int, shape: str) -> RequestedTensor:
+def _as_guess(name: str, nbytes: int, shape: str) -> RequestedTensor:
     return RequestedTensor(
         module=name, operator="", phase="", kind="", bytes=nbytes, count=0, shapes=shape, live_bytes=None,
         guess=True,

@@ -49,12 +49,12 @@ def read_plain_pickle(content: bytes, where: str) -> Any:
                 "snapshot has none of that, so it was not read. Write one with "
                 "torch.cuda.memory._dump_snapshot."
             ) from None
-        raise _broken(where) from None
+        raise _damage(where) from None
     except (EOFError, MemoryError, RecursionError, OverflowError):
-        raise _broken(where) from None
+        raise _damage(where) from None
     except (pickle.UnpicklingError, ValueError, TypeError, IndexError, AttributeError, AssertionError):
-        raise _broken(where) from None
+        raise _damage(where) from None
 
 
-def _broken(where: str) -> UsageError:
+def _damage(where: str) -> UsageError:
     return UsageError(f"{where}: this pickle is damaged or cut off. Copy the whole snapshot again.")

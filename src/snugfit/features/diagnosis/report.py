@@ -9,12 +9,12 @@ from rich.text import Text
 
 from snugfit.features.diagnosis.match import show_request
 from snugfit.features.diagnosis.result import (
-    RequestedTensor,
-    SuggestedChange,
     Diagnosis,
     FailureKind,
     Ledger,
+    RequestedTensor,
     SegmentUse,
+    SuggestedChange,
 )
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
@@ -44,7 +44,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     if diagnosis.segments is not None:
         parts.append(words(_about_segments(diagnosis.segments)))
     if diagnosis.live:
-        rows = [(one.place, f"{one.count:,}", show_bytes(one.bytes)) for one in diagnosis.live]
+        rows = [(one.code, f"{one.count:,}", show_bytes(one.bytes)) for one in diagnosis.live]
         parts.append(table(("Largest live tensors, by line of code", "Tensors>", "Size>"), rows))
     parts += _changes(diagnosis.changes)
     parts += [words(f"Note: {note}", "yellow") for note in diagnosis.notes]

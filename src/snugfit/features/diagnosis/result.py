@@ -96,7 +96,7 @@ class RequestedTensor:
 class LiveTensors:
     """Live tensors of a snapshot that one line of code allocated."""
 
-    place: str
+    code: str
     """Function, file and line of the innermost frame outside of PyTorch."""
     bytes: int
     """Requested bytes of all of them."""
@@ -109,7 +109,7 @@ class SegmentUse:
     """Use of the allocator's segments in a snapshot."""
 
     segments: int
-    """Number of segments."""
+    """Number of all segments."""
     partly_used: int
     """Number of segments with both live tensors and unallocated memory."""
     unallocated_bytes: int
@@ -141,7 +141,7 @@ class Diagnosis:
     summary: str
     """The reason in one or two sentences."""
     source: str
-    """`text` or `snapshot`."""
+    """The input: `text` or `snapshot`."""
     line: int | None = None
     """Number of the log's line with the error; null for a snapshot."""
     rank: int | None = None

@@ -65,8 +65,8 @@ SIGNS = (
         r"(?:CUDA|HIP)(?: driver| runtime)? error:? out of memory|CUDA_ERROR_OUT_OF_MEMORY"
         r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA error 2: out of memory",
         FailureKind.LIBRARY,
-        "The driver had no GPU memory left for a call outside of PyTorch's allocator: a context, a kernel, a "
-        "graph, page-locked host memory, or pages of expandable segments.",
+        "The driver had no GPU memory left for a call outside of PyTorch's allocator. Such calls make "
+        "contexts, graphs, page-locked host memory, or pages of expandable segments.",
     ),
     _sign(
         r"DefaultCPUAllocator:[^\n]{0,40}(?:can't allocate|not enough) memory",

@@ -33,7 +33,7 @@ class LiveBlock(NamedTuple):
     """A live block of the allocator."""
 
     nbytes: int
-    place: str
+    code: str
 
 
 class SnapshotFacts(NamedTuple):
@@ -119,7 +119,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
         alive = _rewind(alive, trace, index, places)
         if len(trace) > index + 1:
             notes.append("The snapshot was written after the failure. Its segments are those of its end.")
-    if alive and all(block.place == UNKNOWN for block in alive.values()):
+    if alive and all(block.code == UNKNOWN for block in alive.values()):
         notes.append(
             "The snapshot has no stack frames. Record with "
             "torch.cuda.memory._record_memory_history(max_entries=100000) before the run."
@@ -226,10 +226,10 @@ def _by_place(blocks: Any) -> Iterator[LiveTensors]:
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for block in blocks:
-        sizes[block.place] += block.nbytes
-        counts[block.place] += 1
-    for place, nbytes in sizes.most_common(SHOWN):
-        yield LiveTensors(place=place, bytes=nbytes, count=counts[place])
+        sizes[block.code] += block.nbytes
+        counts[block.code] += 1
+    for code, nbytes in sizes.most_common(SHOWN):
+        yield LiveTensors(code=code, bytes=nbytes, count=counts[code])
 
 
 def _segment_use(segments: Sequence[Any], settings: Any) -> SegmentUse:
@@ -237,11 +237,11 @@ def _segment_use(segments: Sequence[Any], settings: Any) -> SegmentUse:
         [_size(block["size"]) for _, block in _blocks(part) if block["state"] == "inactive"]
         for part in segments
     ]
-    wanted = isinstance(settings, dict) and bool(settings.get("expandable_segments"))
+    grows = isinstance(settings, dict) and bool(settings.get("expandable_segments"))
     return SegmentUse(
         segments=len(segments),
         partly_used=sum(bool(one) and sum(one) < p["total_size"] for one, p in zip(free, segments)),
         unallocated_bytes=sum(map(sum, free)),
         largest_free_bytes=max((size for one in free for size in one), default=0),
-        expandable=wanted or any(bool(part.get("is_expandable")) for part in segments),
+        expandable=grows or any(bool(part.get("is_expandable")) for part in segments),
     )

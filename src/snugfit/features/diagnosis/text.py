@@ -60,8 +60,8 @@ class LoggedError:
     """One error of a log."""
 
     sign: Sign
-    found: str
-    """The text that the sign's pattern found."""
+    wording: str
+    """The text that the sign's pattern matches."""
     line: int
     rank: int | None
     requested: tuple[int, int] | None = None
@@ -81,16 +81,20 @@ def read_log(text: str) -> LoggedError:
     joined = "\n".join(plain)
     if not joined.strip():
         raise UsageError("The log is empty. Give the text of the error, with the lines before it.")
-    found = list(_errors(joined))
-    if not found:
+    matches = list(_errors(joined))
+    if not matches:
         _refuse(joined)
-    certain = [one for one in found if one[0].certain] or found
+    certain = [one for one in matches if one[0].certain] or matches
     starts = _line_starts(plain)
     numbered = [(sign, match, _line_of(match.start(), starts)) for sign, match in certain]
     lowest = min((rank for *_, line in numbered if (rank := ranks[line]) is not None), default=None)
     sign, match, line = next(one for one in numbered if lowest is None or ranks[one[2]] == lowest)
     error = LoggedError(
-        sign=sign, found=" ".join(match[0].split()), line=line + 1, rank=ranks[line], further=len(certain) - 1
+        sign=sign,
+        wording=" ".join(match[0].split()),
+        line=line + 1,
+        rank=ranks[line],
+        further=len(certain) - 1,
     )
     return _with_traceback(_with_figures(error, joined, match), plain, line)
 
@@ -121,12 +125,12 @@ def _line_of(position: int, starts: Sequence[int]) -> int:
 def _errors(text: str) -> Iterator[tuple[Sign, re.Match[str]]]:
     """Yield the signs in the text, in order. A message with figures counts once, at its request."""
     requests = [match for match in REQUEST.finditer(text) if not text.endswith("you ", 0, match.start())]
-    found = [(SIGNS[0], match) for match in requests]
+    matches = [(SIGNS[0], match) for match in requests]
     for sign in SIGNS:
         for match in sign.pattern.finditer(text):
             if sign is not SIGNS[0] or not REQUEST.search(text, match.start(), match.end() + 200):
-                found.append((sign, match))
-    yield from sorted(found, key=lambda one: one[1].start())
+                matches.append((sign, match))
+    yield from sorted(matches, key=lambda one: one[1].start())
 
 
 def _refuse(text: str) -> None:
@@ -206,7 +210,7 @@ def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
 def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple[str, ...]]:
     """Return the ledger with the memory of this process and of others.
 
-    Where no process is called this one, the smallest that has the reserved memory is taken.
+    The smallest process with the reserved memory is taken if the message names none as this one.
     """
     notes: tuple[str, ...] = ()
     if ledger.process_bytes is None and processes and ledger.reserved_bytes is not None:
@@ -220,8 +224,8 @@ def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple
 
 
 def _amount(pattern: str, message: str) -> int | None:
-    found = re.search(pattern, message)
-    return parse_amount(next(one for one in found.groups() if one)) if found else None
+    match = re.search(pattern, message)
+    return parse_amount(next(one for one in match.groups() if one)) if match else None
 
 
 def parse_amount(text: str) -> int:
@@ -278,5 +282,5 @@ def _with_traceback(error: LoggedError, lines: Sequence[str], number: int) -> Lo
     own = [one for one, file in zip(frames, files, strict=True) if "/torch/" not in file]
     file, line, function, code = (own or frames)[-1]
     name = file.replace("\\", "/").rpartition("/")[2]
-    place = f"{function} ({name}:{line})"
-    return replace(error, traceback=f"{place}: {code}" if code else place, phase=phase)
+    position = f"{function} ({name}:{line})"
+    return replace(error, traceback=f"{position}: {code}" if code else position, phase=phase)

@@ -80,7 +80,7 @@ def failed_request(size: int) -> dict[str, Any]:
 def test_the_end_of_a_snapshot_has_the_largest_tensors_by_line() -> None:
     found = read(snapshot())
     assert found.kind is FailureKind.NO_FAILURE
-    assert [(one.place, one.bytes, one.count) for one in found.live] == [
+    assert [(one.code, one.bytes, one.count) for one in found.live] == [
         ("mlp (modeling_llama.py:7)", 80 * MIB, 2),
         ("attention (modeling_llama.py:7)", 40 * MIB, 1),
     ]
@@ -109,7 +109,7 @@ def test_tensors_at_the_failure_are_those_of_that_moment() -> None:
             event("alloc", allocated, 20 * MIB, "mlp"),
         )
     )
-    assert {one.place.split()[0]: one.bytes for one in found.live} == {"attention": 70 * MIB, "mlp": 60 * MIB}
+    assert {one.code.split()[0]: one.bytes for one in found.live} == {"attention": 70 * MIB, "mlp": 60 * MIB}
 
 
 def test_a_snapshot_of_our_own_prediction_is_read() -> None:
@@ -132,7 +132,7 @@ def test_names_of_a_hostile_snapshot_are_shown_as_data() -> None:
     blocks: Any = segment(0, [("active_allocated", MIB, "a\x1b[2J")] * 2)
     blocks["blocks"][0]["frames"] = [{"name": [[[]]], "filename": {}, "line": "x"}]
     found = read(pickle.dumps({"segments": [blocks]}))
-    assert {one.place for one in found.live} == {"(no stack frames)", "a\x1b[2J (modeling_llama.py:7)"}
+    assert {one.code for one in found.live} == {"(no stack frames)", "a\x1b[2J (modeling_llama.py:7)"}
     assert "\x1b" not in as_text(render(found))
 
 

@@ -15,13 +15,13 @@ import pytest
 from json_schema_faults import faults
 from snugfit.cli.main import run
 from snugfit.features.diagnosis.result import (
-    RequestedTensor,
-    SuggestedChange,
     Diagnosis,
     FailureKind,
     Ledger,
     LiveTensors,
+    RequestedTensor,
     SegmentUse,
+    SuggestedChange,
 )
 from snugfit.report.schema.json_schema import schema_of
 
@@ -49,7 +49,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_the_tensor_is_found_in_the_predicted_step(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """192 MiB are 64 × 256 × 3,072 fp32 numbers: activations of the MLP. The live bytes tell which."""
+    """192 MiB are 64 × 256 × 3,072 fp32 numbers: activations of the MLP. The live bytes select one."""
     first = answered(log, *JOB, capsys=capsys)["candidates"][0]
     assert first["module"].startswith("distilbert.transformer.layer.*.ffn")
     assert (first["phase"], first["bytes"], first["count"]) == ("backward", 64 * 256 * 3072 * 4, 6)
@@ -145,7 +145,7 @@ def everything() -> Diagnosis:
                 live_bytes=None, guess=False,
             ),
         ),
-        live=(LiveTensors(place="f (a.py:1)", bytes=1, count=1),),
+        live=(LiveTensors(code="f (a.py:1)", bytes=1, count=1),),
         segments=SegmentUse(
             segments=1, partly_used=1, unallocated_bytes=1, largest_free_bytes=1, expandable=False
         ),
