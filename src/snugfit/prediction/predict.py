@@ -102,7 +102,6 @@ def predict(
     differing = exchanges().differing(ranks, part, setup, gpu)
     timing, timeline, about_seconds = _seconds(shown, gpu, job, setup, rates, differing)
     host = _host_bytes(part, setup, shown, ranks, loop)
-    about_bytes = _doubts_about_bytes(shown, setup, available)
     return Prediction(
         job=job,
         recipe=recipe,
@@ -113,7 +112,7 @@ def predict(
         footprint=_footprint(shown, peak, host, available),
         anatomy=anatomy(trace, peak, shown.after.reserved, part, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *about_bytes, *doubts_about(gpu, profile), *about_seconds),
+        doubts=(*warnings, *_about_bytes(shown, setup, available, gpu, profile), *about_seconds),
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
@@ -124,7 +123,9 @@ def predict(
     )
 
 
-def _doubts_about_bytes(shown: ForeseenRank, setup: Setup, available: int | None) -> Iterator[str]:
+def _about_bytes(
+    shown: ForeseenRank, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
+) -> Iterator[str]:
     """Yield sentences on the assumptions of a simulation, and on its bytes at the peak."""
     trace = shown.trace
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
@@ -132,7 +133,7 @@ def _doubts_about_bytes(shown: ForeseenRank, setup: Setup, available: int | None
     yield from trace.doubts
     for further in hooks("doubts_on_bytes"):
         yield from further(setup, groups, missing)
-    yield from shown.doubts
+    yield from (*shown.doubts, *doubts_about(gpu, profile))
 
 
 def _foresee_rank(
