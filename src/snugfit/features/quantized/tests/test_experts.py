@@ -45,7 +45,7 @@ def test_experts_stay_in_16_bits_and_attention_alone_is_offered() -> None:
     saved = re.search(r"experts take ([\d.]+) MiB", adapters)
     assert saved is not None
     difference = (full.footprint.requested_bytes or 0) - (fewer.footprint.requested_bytes or 0)
-    assert float(saved[1]) * 2**20 <= difference * 1.001, "the estimate is not more than what is saved"
+    assert float(saved[1]) * 2**20 <= difference * 1.001, "the estimate is a lower bound"
 
 
 def test_the_offer_is_compared_with_the_missing_bytes() -> None:
@@ -66,7 +66,7 @@ def test_other_models_and_adapters_have_no_such_sentence(recipe: str) -> None:
 
 
 def test_reasons_at_the_peak_have_the_dtypes_of_the_bytes() -> None:
-    """4-bit weights are `nf4`, whatever the model's own dtype is."""
+    """4-bit weights are `nf4`, and never the model's own dtype."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "dtype": "bfloat16"}
     predicted = predict(small_job("llama", 2, facts=wide), "qlora + bf16_pure")
     weights = reason(predicted, Kind.WEIGHTS)
