@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
     from snugfit.planning.search.auto import predict
+    from snugfit.planning.search.ways_out import ways_out
     from snugfit.planning.several_gpus.search import plan_several_gpus
     from snugfit.results.footprint import Footprint, Timing
     from snugfit.results.measurement import Measurement
@@ -80,6 +81,7 @@ __all__ = [
     "train",
     "Trained",
     "watch",
+    "ways_out",
 ]
 
 _HOMES = {
@@ -98,6 +100,7 @@ _HOMES = {
     "results.measurement": ("Measurement",),
     "measurement.watch": ("watch",),
     "planning.search.auto": ("predict",),
+    "planning.search.ways_out": ("ways_out",),
     "planning.fleet.gpu_plans": ("GpuPlans",),
     "planning.lengths.length_plan": ("LengthPlan",),
     "planning.lengths.lengths": ("plan_lengths",),

@@ -15,6 +15,7 @@ from snugfit.cli import arguments as given
 from snugfit.cli import lengths as of_lengths
 from snugfit.cli.request import Request, steps_of
 from snugfit.cli.verify import verify_plan, with_gpu_here
+from snugfit.cli.ways_out import with_ways_out_of_plan
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def plan(
     }
     chosen = _plan(request, asked, workers, fresh=fresh)
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
+    chosen = with_ways_out_of_plan(request, chosen, fresh=fresh)
     given.write_pictures(html, plot, chosen)
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
         page = render(chosen, everything=everything, configuration=request.configuration)

@@ -13,6 +13,7 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
+from snugfit.cli.ways_out import with_ways_out
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ Operators = Annotated[
     bool, typer.Option("--operators", help="Also show FLOPs, bytes and kernels by group of operators.")
 ]
 
+NoWaysOut = Annotated[
+    bool, typer.Option("--no-ways-out", help="If it does not fit: do not look for changes that fit.")
+]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
@@ -66,6 +70,7 @@ def predict(
     headroom: given.Headroom = None,
     largest: Largest = None,
     operators: Operators = False,
+    no_ways_out: NoWaysOut = False,
     html: given.Html = None,
     plot: given.Plot = None,
     trace: TraceFile = None,
@@ -91,6 +96,7 @@ def predict(
         predictions = [
             replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=False) for one in predictions
         ]
+    predictions = predictions if no_ways_out else with_ways_out(request, predictions, fresh=fresh)
     _print(predictions, operators=operators, as_json=as_json)
     given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     if trace:

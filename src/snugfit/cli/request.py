@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
     from snugfit.techniques.feature import Configuration
     from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Slot, Technique
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,9 @@ class Request:
 
     recipe: Recipe
     """The recipe of the training, without `auto`, which a search replaces first."""
+
+    named: Mapping[Slot, Technique] = field(default_factory=dict)
+    """The techniques that the recipe names, plain ones too."""
 
     gpu: Gpu | None
     """The GPU that was named."""
@@ -90,7 +94,7 @@ class Request:
         """
         from snugfit.cli.jobfile import training_keys
         from snugfit.job.gpu import choice_of, find_gpu
-        from snugfit.techniques.recipe import Recipe, without_auto
+        from snugfit.techniques.recipe import Recipe, techniques_of, without_auto
         from snugfit.units import parse_bytes
 
         settings = _with_number_of_gpus(_settings(flags))
@@ -109,6 +113,7 @@ class Request:
             lengths=lengths,
             model_name=str(settings.get("model", "")),
             recipe=Recipe.parse(text if rest is None else rest),
+            named=techniques_of(text if rest is None else rest),
             has_auto=rest is not None,
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
             gpus=settings.get("gpus", 1),

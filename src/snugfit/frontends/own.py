@@ -21,6 +21,7 @@ from snugfit.errors import JobError, ModelError, UsageError, did_you_mean
 from snugfit.frontends.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import begin_to_import, run_predictor
+from snugfit.frontends.ways_out import end_with_ways_out
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
@@ -105,7 +106,8 @@ def train(
         predict = run_predictor(run.device, ranks.size) if foresees else predict_nothing
         how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": heard}
         replan = next_recipe(run.device, gpus=ranks.size)
-        return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
+        with end_with_ways_out(run.job, run.recipe, run.device, ranks.size):
+            return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
 
 
 def make_run(

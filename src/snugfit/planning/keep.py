@@ -122,7 +122,7 @@ def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None =
 
     Slots in `free` are excepted. Raises `UsageError` and `RecipeError` for unknown techniques and slots.
     """
-    freed, named = _slots_of(free), _techniques_named(keep)
+    freed, named = _slots_of(free), techniques_named(keep)
     asked = {slot: (technique,) for slot, technique in named.items() if slot not in freed}
     own = {
         slot: (start[slot], *_family(start[slot], job))
@@ -147,7 +147,9 @@ def _family(technique: Technique, job: Job) -> list[Technique]:
     return [setting for kind in kinds for setting in kind.settings(job) if setting != technique]
 
 
-def _techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
+def techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
+    """Return the techniques in `keep` by slot. Raises `UsageError` and `RecipeError` for none and for unknown
+    ones."""
     if keep is None:
         return {}
     if isinstance(keep, Mapping):

@@ -13,6 +13,7 @@ from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.frame import Tabular
 from snugfit.results.speed import StepSpeed, speed_of
+from snugfit.results.ways_out import WaysOut
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -273,6 +274,10 @@ class Plan(Tabular):
 
     cures: tuple[str, ...] = ()
     """Changes that would make a recipe fit; empty if one fits."""
+
+    ways_out: WaysOut | None = None
+    """The cheapest changes of the nearest miss that fit; None if a recipe fits, or if they were not
+    computed."""
 
     refused: tuple[Exclusion, ...] = ()
     """Techniques that were not considered."""

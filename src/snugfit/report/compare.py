@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.comparison.compare import Comparison
+from snugfit.report.plan.ways_out import of_prediction
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
 from snugfit.report.text.table import PlainTable, table
@@ -34,7 +35,11 @@ def render(predictions: Sequence[Prediction]) -> RenderableType:
     head = words(f"{job_line(first.job)} · {first.loop} loop · {where}", "bold")
     doubts = dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)
     return Group(
-        head, _totals(predictions), _kinds(predictions), *(words(f"Uncertain: {doubt}") for doubt in doubts)
+        head,
+        _totals(predictions),
+        _kinds(predictions),
+        *(words(f"Uncertain: {doubt}") for doubt in doubts),
+        *map(words, of_prediction(first)),
     )
 
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.report.curve import draw_curve
+from snugfit.report.plan.ways_out import of_prediction
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
 from snugfit.report.text.table import PlainTable, table
@@ -48,6 +49,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
         parts += draw_curve(anatomy.curve, micro_batches=prediction.recipe.setup().micro_batches)
     parts += [operators_table(anatomy, prediction.timing)] if operators else []
     parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in prediction.doubts]
+    parts += map(words, of_prediction(prediction))
     return Group(*parts)
 
 

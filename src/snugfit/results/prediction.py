@@ -13,6 +13,7 @@ from snugfit.results.footprint import Footprint, Startup
 from snugfit.results.frame import Tabular
 from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
+from snugfit.results.ways_out import WaysOut
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -150,6 +151,8 @@ class Prediction(Tabular):
     Empty where all ranks are alike."""
     software: str = "installed"
     """`installed`, or the name of an emulated software profile."""
+    ways_out: WaysOut | None = None
+    """The cheapest changes that fit; None if the step fits, or if they were not computed."""
 
     @property
     def needed_bytes(self) -> int:

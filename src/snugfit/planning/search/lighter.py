@@ -1,0 +1,416 @@
+"""Recipes that need less memory than a given one, in the order of their cost, with few simulations.
+
+A recipe is first screened for its lower bounds. These take a tenth of a second, and less for recipes that
+share their passes. The rest is evaluated exactly, the fastest bound first, until it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.errors import GpuError, SnugfitError
+from snugfit.planning.cost.figures import Bound, Figures
+from snugfit.planning.cost.parts import Parts
+from snugfit.planning.cost.timer import GpuTimers, SingleGpuTimer, Timer
+from snugfit.planning.keep import Kept
+from snugfit.planning.search.mixture import grades_of
+from snugfit.planning.search.simpler import AS_FAST
+from snugfit.planning.search.space import space_of
+from snugfit.planning.search.state import MEMORY_RESOLUTION
+from snugfit.planning.step_key import passes_key
+from snugfit.step.applier import refuse_unsupported
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import EVERY_LAYER
+from snugfit.techniques.technique import Fidelity, Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.search.space import Candidate
+    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.techniques.technique import Technique
+
+LEAST_SAVING = 0.002
+"""Least share of the bytes that a technique must save to be tried (chosen)."""
+
+PER_SLOT = 3
+"""Number of techniques of a slot that are tried in pairs: the fastest, the smallest, and one between."""
+
+PAIRS = 24
+"""Number of pairs that are screened, by their estimated seconds."""
+
+EVALUATED = 8
+"""Number of recipes of one stage that are evaluated exactly."""
+
+SLACK = 0.15
+"""Share of the memory by which the estimate for a pair may exceed it. Savings of two techniques do not add
+up."""
+
+GUESSES = 3
+"""Number of grades of one technique that are evaluated."""
+
+LIKELY_LOSS = 0.5
+"""Share of the given recipe's loss between blocks that lighter recipes are assumed to have (chosen)."""
+
+WORTHWHILE = 0.01
+"""Share of a step's seconds that fewer layers must save to be tried (chosen)."""
+
+
+class Cost(NamedTuple):
+    """Bytes and seconds of a recipe: exact, or its lower bound scaled like that of the given one."""
+
+    needed_bytes: float
+    seconds: float
+
+
+class RecipeCosts:
+    """Lower bounds and exact figures of recipes of one job on one GPU, each computed once."""
+
+    def __init__(self, job: Job, gpu: Gpu | None) -> None:
+        self._parts = Parts(job, [gpu], _timer_of(gpu))
+        self.bounds: dict[Recipe, Bound | None] = {}
+        self.figures: dict[Recipe, Figures | None] = {}
+
+    def screen(self, recipes: Iterable[Recipe]) -> None:
+        """Compute the lower bounds of these recipes; those that share their passes are simulated together."""
+        groups: dict[Hashable, list[Recipe]] = defaultdict(list)
+        for recipe in recipes:
+            if recipe not in self.bounds:
+                groups[passes_key(recipe.setup())].append(recipe)
+        for alike in groups.values():
+            try:
+                bounds = self._parts.screen([recipe.setup() for recipe in alike])
+            except SnugfitError:  # such passes cannot be simulated
+                self.bounds |= dict.fromkeys(alike)
+                continue
+            for recipe, one in zip(alike, bounds, strict=True):
+                self.bounds[recipe] = None if isinstance(one, SnugfitError) else one[0]
+
+    def judge(self, alike: Sequence[Recipe]) -> None:
+        """Compute the exact figures of recipes that differ in the allocator alone."""
+        unknown = [recipe for recipe in alike if recipe not in self.figures]
+        if not unknown:
+            return
+        try:
+            figures = self._parts.judge([recipe.setup() for recipe in unknown])
+            self.figures |= {recipe: one for recipe, (one,) in zip(unknown, figures, strict=True)}
+        except SnugfitError:
+            self.figures |= dict.fromkeys(unknown)
+
+
+class LighterRecipes:
+    """Recipes that fit a memory in which the given one does not, from small changes to large ones."""
+
+    def __init__(
+        self,
+        job: Job,
+        base: Recipe,
+        *,
+        gpu: Gpu | None,
+        loop: str,
+        memory_bytes: int,
+        headroom_bytes: int,
+        free: Collection[Slot],
+    ) -> None:
+        self.job, self.base, self.memory_bytes = job, base, memory_bytes
+        self._comfortable = memory_bytes - headroom_bytes
+        self._capability = gpu.compute_capability if gpu else None
+        self._loop, self._free = loop, free
+        self._techniques: dict[Fidelity, list[Technique]] = {}
+        self.costs = RecipeCosts(job, gpu)
+        self._allocators = [
+            one.recipe[Slot.ALLOCATOR] for one in self._candidates(Slot.ALLOCATOR, Fidelity.SAME)
+        ]
+        self.costs.screen([base])
+        self._evaluate(base)
+        self._solved: set[Slot] = set()
+        """Slots of which one technique alone fits."""
+
+    @property
+    def smallest(self) -> Recipe:
+        """Evaluated recipe that needs the fewest bytes."""
+        figures = {recipe: one for recipe, one in self.costs.figures.items() if one is not None}
+        return min(figures, key=lambda recipe: figures[recipe].needed_bytes, default=self.base)
+
+    def singles(self, fidelity: Fidelity) -> Iterator[Recipe]:
+        """Yield recipes with one other technique of this fidelity that fit, the fastest of each slot."""
+        recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
+        waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
+        waiting += self._graded({self._slot(one) for _, (one,) in waiting})
+        evaluated = 0
+        for _, settings in sorted(waiting, key=lambda one: one[0]):
+            slot = self._slot(settings[0])
+            if slot in self._solved or evaluated == EVALUATED:
+                continue
+            recipe = settings[0] if len(settings) == 1 else self._least_that_fits(self.base, settings)
+            evaluated += 1
+            if recipe is not None and self._fits(recipe):
+                self._solved.add(slot)
+                yield recipe
+
+    def pairs(self, fidelity: Fidelity) -> Iterator[Recipe]:
+        """Yield recipes with two techniques that fit, each too large alone, the fastest of two slots."""
+        by_slot: dict[Slot, list[Recipe]] = defaultdict(list)
+        for technique in self._lighter_techniques(fidelity):
+            if technique.slot not in self._solved:
+                by_slot[technique.slot].append(self.base.with_(technique))
+        few = [_few(recipes, self.cost) for recipes in by_slot.values()]
+        estimates: dict[Recipe, float] = {}
+        for first, second in combinations(few, 2):
+            for one in first:
+                for other in second:
+                    cost = self._estimate(one, other)
+                    both = self._joined(one, other)
+                    if cost.needed_bytes <= self.memory_bytes * (1 + SLACK) and self._is_valid(both):
+                        estimates[both] = cost.seconds
+        waiting = sorted(estimates, key=lambda one: estimates[one])[:PAIRS]
+        most: dict[frozenset[Slot], float] = {}  # bytes from which recipes of these slots are skipped
+        evaluated = 0
+        for recipe in waiting:
+            slots = self._slots(recipe)
+            if most.get(slots) == 0 or evaluated == EVALUATED:
+                continue
+            self.costs.screen(one for one in waiting if _shares_passes(one, recipe))
+            if not self._may_fit(recipe) or self._bound_bytes(recipe) >= most.get(slots, math.inf):
+                continue
+            evaluated += 1
+            most[slots] = self._bound_bytes(recipe) * (1 - MEMORY_RESOLUTION)
+            if self._fits(recipe):
+                most[slots] = 0
+                yield self._with_least_grades(recipe)
+
+    def combined(self, fidelity: Fidelity) -> Iterator[Recipe]:
+        """Yield a recipe with many techniques that fits, without those that it does not need."""
+        recipe = self.base
+        smallest: dict[Slot, Technique] = {}
+        for technique in self._lighter_techniques(fidelity):
+            best = smallest.get(technique.slot)
+            if best is None or self._bytes_with(technique) < self._bytes_with(best):
+                smallest[technique.slot] = technique
+        for technique in sorted(smallest.values(), key=self._bytes_with):
+            more = recipe.with_(technique)
+            if not self._is_valid(more):
+                continue
+            self.costs.screen([recipe, more])
+            if self._changes_allocator(technique) or self._bound_bytes(more) < self._bound_bytes(recipe):
+                recipe = more
+            if self._may_fit(recipe) and self._fits(recipe):
+                yield self._with_least_grades(self._without_unnecessary(recipe))
+                return
+
+    # ---- techniques --------------------------------------------------------------------------------------
+
+    def _lighter_techniques(self, fidelity: Fidelity) -> list[Technique]:
+        """Return the techniques of free slots up to this fidelity that save memory alone."""
+        if fidelity not in self._techniques:
+            recipes = [
+                candidate.recipe
+                for slot in self._free
+                for candidate in self._candidates(slot, fidelity)
+                if candidate.recipe != self.base and not self._is_lowered(candidate.recipe)
+            ]
+            self.costs.screen(recipes)
+            most = self._bound_bytes(self.base) * (1 - LEAST_SAVING)
+            self._techniques[fidelity] = [
+                recipe[slot]
+                for recipe in recipes
+                for slot in self._slots(recipe)
+                if self._bound_bytes(recipe) < most
+                or (self._changes_allocator(recipe[slot]) and self._saves_exactly(recipe))
+            ]
+        return self._techniques[fidelity]
+
+    def _candidates(self, slot: Slot, fidelity: Fidelity) -> Sequence[Candidate]:
+        fixed = Kept(slots={one: (self.base[one],) for one in Slot if one is not slot}, start=self.base)
+        try:
+            space = space_of(
+                self.job, fidelity=fidelity, capability=self._capability, fixed=fixed, front_end=self._loop
+            )
+        except SnugfitError:  # the rest of the recipe allows no technique here
+            return ()
+        return space.candidates
+
+    def _graded(self, slots: Collection[Slot]) -> Iterator[tuple[float, list[Recipe]]]:
+        """Yield the grades of a technique in each of these slots, if all of them together fit.
+
+        The seconds are an estimate for the least that fits, on a line through both ends.
+        """
+        base = self.cost(self.base)
+        for slot in {Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD} & {*slots}:
+            grades = grades_of(slot, self.job)
+            recipes = [one for one in map(self.base.with_, grades) if self._is_valid(one)]
+            if not recipes or not self._fits(recipes[-1]):
+                continue
+            last = self.cost(recipes[-1])
+            share = (base.needed_bytes - self.memory_bytes) / max(1, base.needed_bytes - last.needed_bytes)
+            yield base.seconds + share * (last.seconds - base.seconds), recipes
+
+    def _is_lowered(self, recipe: Recipe) -> bool:
+        """Return whether the recipe compiles layers, which takes minutes, and the given one does not."""
+        return recipe.setup().lowering is not None and self.base.setup().lowering is None
+
+    def _is_valid(self, recipe: Recipe) -> bool:
+        """Return whether this job, GPU and loop can run a recipe that plans may choose."""
+        try:
+            recipe.check(self.job, self._capability)
+            refuse_unsupported(self._loop, recipe.setup())
+        except SnugfitError:
+            return False
+        changed = (recipe[slot] for slot in self._slots(recipe))
+        return not any(technique.planned_without(self.job, recipe) for technique in changed)
+
+    # ---- figures -----------------------------------------------------------------------------------------
+
+    def cost(self, recipe: Recipe) -> Cost:
+        """Return the exact bytes and seconds of a recipe, or an estimate from its lower bound."""
+        if figures := self.costs.figures.get(recipe):
+            return Cost(figures.needed_bytes, figures.seconds)
+        bound, base = self.costs.bounds.get(recipe), self.costs.bounds.get(self.base)
+        exact = self.costs.figures.get(self.base)
+        if bound is None:
+            return Cost(math.inf, math.inf)
+        if base is None or exact is None:
+            return Cost(bound.needed_bytes, bound.seconds)
+        loss = exact.needed_bytes / max(1, base.needed_bytes)
+        return Cost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
+
+    def _estimate(self, first: Recipe, second: Recipe) -> Cost:
+        """Return the estimated cost of the changes of both recipes, as if each kept its effect."""
+        base, one, other = self.cost(self.base), self.cost(first), self.cost(second)
+        seconds = one.seconds * other.seconds / max(base.seconds, 1e-12)
+        return Cost(one.needed_bytes + other.needed_bytes - base.needed_bytes, seconds)
+
+    def _bound_bytes(self, recipe: Recipe) -> float:
+        bound = self.costs.bounds.get(recipe)
+        return math.inf if bound is None else bound.needed_bytes
+
+    def _bytes_with(self, technique: Technique) -> float:
+        return self.cost(self.base.with_(technique)).needed_bytes
+
+    def _may_fit(self, recipe: Recipe) -> bool:
+        """Return whether a recipe may fit by its lower bound and a part of the given recipe's loss."""
+        exact, bound = self.costs.figures.get(self.base), self._bound_bytes(self.base)
+        loss = max(0.0, exact.needed_bytes / bound - 1) if exact else 0.0
+        if recipe[Slot.ALLOCATOR] != self.base[Slot.ALLOCATOR]:
+            loss = 0.0
+        return self._bound_bytes(recipe) * (1 + LIKELY_LOSS * loss) <= self.memory_bytes
+
+    def _fits(self, recipe: Recipe) -> bool:
+        figures = self._evaluate(recipe)
+        return figures is not None and figures.needed_bytes <= self.memory_bytes
+
+    def _saves_exactly(self, recipe: Recipe) -> bool:
+        figures, base = self._evaluate(recipe), self.costs.figures.get(self.base)
+        return bool(figures and base and figures.needed_bytes < base.needed_bytes)
+
+    def _evaluate(self, recipe: Recipe) -> Figures | None:
+        """Return the exact figures of a recipe; those with other allocators are computed too."""
+        alike = [recipe]
+        if Slot.ALLOCATOR in self._free:
+            alike += [
+                one for one in map(recipe.with_, self._allocators) if one != recipe and self._is_valid(one)
+            ]
+        self.costs.judge(alike)
+        return self.costs.figures[recipe]
+
+    # ---- smaller changes ---------------------------------------------------------------------------------
+
+    def _least_that_fits(self, base: Recipe, grades: Sequence[Recipe]) -> Recipe:
+        """Return the first of these grades that leaves the headroom, or that fits if the last leaves none.
+
+        The last grade fits, and `base` does not.
+        """
+        few, last = self.cost(base), self.cost(grades[-1])
+        limit = self._comfortable if last.needed_bytes <= self._comfortable else self.memory_bytes
+        low, high = 0, len(grades)  # numbers of grades: the most that does not fit, the fewest that does
+        low_bytes, high_bytes = few.needed_bytes, last.needed_bytes
+        a_grade = abs(last.seconds - few.seconds) / len(grades)
+        for number in range(GUESSES):
+            if (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
+                break
+            share = (low_bytes - limit) / max(1, low_bytes - high_bytes) if number != 1 else 0.5
+            guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+            figures = self._evaluate(grades[guess - 1])
+            if figures is None:
+                break
+            if figures.needed_bytes <= limit:
+                high, high_bytes = guess, figures.needed_bytes
+            else:
+                low, low_bytes = guess, figures.needed_bytes
+        return grades[high - 1]
+
+    def _with_least_grades(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the fewest recomputed layers that fit, if it recomputes every layer."""
+        slot = Slot.CHECKPOINTING
+        if slot not in self._slots(recipe) or recipe.setup().checkpoint != EVERY_LAYER:
+            return recipe
+        grades = [one for one in map(recipe.with_, grades_of(slot, self.job)) if self._is_valid(one)]
+        plain = recipe.with_(self.base[slot])
+        self.costs.screen([plain])
+        if not grades or self.costs.bounds[plain] is None:
+            return recipe
+        return self._least_that_fits(plain, [*grades, recipe])
+
+    def _without_unnecessary(self, recipe: Recipe) -> Recipe:
+        """Return the recipe after changes are taken back while it fits and gets no slower, the slowest
+        first."""
+        while True:
+            most = self.cost(recipe).seconds * (1 + AS_FAST)
+            simpler = [recipe.with_(self.base[slot]) for slot in self._slots(recipe)]
+            simpler = [one for one in simpler if self._is_valid(one)]
+            self.costs.screen(simpler)
+            fast = [one for one in simpler if self._may_fit(one) and self.cost(one).seconds <= most]
+            fitting = (one for one in sorted(fast, key=lambda one: self.cost(one).seconds) if self._fits(one))
+            first = next(fitting, None)
+            if first is None:
+                return recipe
+            recipe = first
+
+    # ---- recipes -----------------------------------------------------------------------------------------
+
+    def _slots(self, recipe: Recipe) -> frozenset[Slot]:
+        """Return the slots in which a recipe differs from the given one."""
+        return frozenset(slot for slot in Slot if recipe[slot] != self.base[slot])
+
+    def _slot(self, recipe: Recipe) -> Slot:
+        """Return the only slot in which a recipe differs from the given one."""
+        return next(iter(self._slots(recipe)))
+
+    def _joined(self, first: Recipe, second: Recipe) -> Recipe:
+        for slot in self._slots(second):
+            first = first.with_(second[slot])
+        return first
+
+    def _changes_allocator(self, technique: Technique) -> bool:
+        return technique.slot is Slot.ALLOCATOR
+
+
+def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], Cost]) -> list[Recipe]:
+    """Return a few recipes of which none is both as fast and as small as another, from fast to small."""
+    front: list[Recipe] = []
+    for recipe in sorted(recipes, key=cost):
+        if not front or cost(recipe).seconds < cost(front[-1]).seconds:
+            front.append(recipe)
+    front.reverse()
+    return front if len(front) <= PER_SLOT else [front[0], front[len(front) // 2], front[-1]]
+
+
+def _shares_passes(first: Recipe, second: Recipe) -> bool:
+    return passes_key(first.setup()) == passes_key(second.setup())
+
+
+def _timer_of(gpu: Gpu | None) -> Timer:
+    """Return the timer of this GPU; without rates, one that gives the order of recipes alone."""
+    try:
+        return SingleGpuTimer(_rough_seconds) if gpu is None else GpuTimers([gpu])
+    except GpuError:
+        return SingleGpuTimer(_rough_seconds)
+
+
+def _rough_seconds(trace: Trace) -> float:
+    """Return the seconds of a trace on a GPU of 1e14 FLOP/s and 1e12 bytes/s."""
+    return sum(max(kernel.flops / 1e14, kernel.nbytes / 1e12) for kernel in trace.kernels)

@@ -1,0 +1,174 @@
+"""Ways out of a prediction that does not fit: the cheapest changes of its recipe with which the step fits.
+
+A plan searches all recipes, which takes minutes. Ways out change as little as possible, in this order:
+
+1. One technique of a slot that the recipe leaves plain. Of graded techniques, the fewest layers that fit.
+2. Two such techniques, each too large alone.
+3. As many as are needed, without those that turn out to be unnecessary.
+4. The same with techniques of another fidelity, which are listed last.
+
+Each stage ends as soon as enough are found. Lower bounds (`Parts.screen`) exclude most recipes and give the
+order of the rest. Exact figures (`Parts.judge`) decide in that order. An offered recipe is simulated in full
+for the loop of the prediction. Named techniques stay. If nothing fits, the smallest larger GPU is searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.job.gpu import all_gpus
+from snugfit.planning.keep import Keep, techniques_named
+from snugfit.planning.search.lighter import LighterRecipes
+from snugfit.planning.search.simpler import AS_FAST
+from snugfit.prediction.predict import predict
+from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity, Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.results.prediction import Prediction
+
+OFFERED = 3
+"""Number of changes that are offered."""
+
+LARGER_GPUS = 8
+"""Greatest number of larger GPUs on which the step is predicted."""
+
+
+def ways_out(
+    prediction: Prediction, *, keep: Keep = None, tell: Callable[[str], None] = lambda what: None
+) -> WaysOut:
+    """Return the cheapest changes with which a step fits; none if it fits, or for several GPUs.
+
+    Slots of the techniques in `keep` stay, by default those of all techniques of the recipe that are not
+    plain. `tell` receives messages on the progress. Raises `UsageError` for a prediction without a memory
+    limit.
+    """
+    if prediction.memory_bytes is None:
+        raise UsageError(
+            "ways_out needs a prediction with a memory limit. Predict with gpu='h100', or with memory_bytes."
+        )
+    if prediction.fits or prediction.gpus > 1:
+        return WaysOut()
+    from snugfit.deferred_imports import complete_imports
+
+    complete_imports()  # an import within a later simulation would change its trace
+    named = (
+        {one.slot for one in prediction.recipe if not one.plain} if keep is None else techniques_named(keep)
+    )
+    lighter = LighterRecipes(
+        prediction.job,
+        prediction.recipe,
+        gpu=prediction.gpu,
+        loop=prediction.loop,
+        memory_bytes=prediction.memory_bytes,
+        headroom_bytes=prediction.headroom_bytes,
+        free=[slot for slot in Slot if slot not in named],
+    )
+    offers: dict[Recipe, WayOut] = {}
+    for recipe in _by_stage(lighter, offers, tell):
+        if offer := _offer(prediction, recipe):
+            offers[recipe] = offer
+        if len(offers) == OFFERED:
+            break
+    ways = tuple(sorted(offers.values(), key=_rank))
+    larger = None if ways else _larger_gpu(prediction, lighter.smallest, tell)
+    return WaysOut(ways=ways, larger_gpu=larger)
+
+
+def _by_stage(
+    lighter: LighterRecipes, offers: dict[Recipe, WayOut], tell: Callable[[str], None]
+) -> Iterator[Recipe]:
+    """Yield recipes that fit, stage by stage. A combination of many techniques is the last resort of each
+    fidelity."""
+    for fidelity in (Fidelity.ROUNDS, Fidelity.LEARNS):
+        tell(f"{len(offers)} changes that fit are found; one technique each is tried")
+        yield from lighter.singles(fidelity)
+        if fidelity is Fidelity.LEARNS and offers:
+            return
+        tell(f"{len(offers)} changes that fit are found; pairs of techniques are tried")
+        yield from lighter.pairs(fidelity)
+        if not offers:
+            tell("more techniques together are tried")
+            yield from lighter.combined(fidelity)
+
+
+def _offer(prediction: Prediction, recipe: Recipe) -> WayOut | None:
+    """Return the change to this recipe from its full simulation; None if it does not fit after all."""
+    memory = prediction.memory_bytes or 0
+    try:
+        predicted = predict(
+            prediction.job,
+            recipe,
+            gpu=prediction.gpu,
+            memory_bytes=memory,
+            loop=prediction.loop,
+            software=prediction.software,
+        )
+    except SnugfitError:  # this loop, or this software, does not run it
+        return None
+    spare = memory - predicted.needed_bytes
+    if spare < 0:
+        return None
+    before = prediction.timing.step_seconds if prediction.timing else None
+    seconds = predicted.timing.step_seconds if predicted.timing else None
+    changed = [one for one, old in zip(recipe, prediction.recipe, strict=True) if one != old]
+    return WayOut(
+        recipe=str(recipe),
+        changes=tuple(map(str, changed)),
+        needed_bytes=predicted.needed_bytes,
+        spare_bytes=spare,
+        step_seconds=seconds,
+        slowdown=seconds / before - 1 if seconds and before else None,
+        fidelity=max((one.fidelity for one in changed), key=list(Fidelity).index).value,
+        tight=spare < prediction.headroom_bytes,
+    )
+
+
+def _rank(way: WayOut) -> tuple[bool, int, int, bool, int]:
+    """Return the sort key: the fidelity, the slowdown up to a tolerance, the number of changes, the rest."""
+    slowdown = round((way.slowdown or 0.0) / AS_FAST)
+    learns = way.fidelity == Fidelity.LEARNS.value
+    return learns, slowdown, len(way.changes), way.tight, way.needed_bytes
+
+
+def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], None]) -> LargerGpu | None:
+    """Return the GPU with the least memory that the recipe fits, or else the smallest recipe; None without
+    one."""
+    for recipe in dict.fromkeys((prediction.recipe, smallest)):
+        tell(f"looking for the smallest GPU for {recipe}")
+        if found := _smallest_gpu_for(prediction, recipe):
+            return found
+    return None
+
+
+def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | None:
+    """Return the GPU with the least memory that this recipe fits and leaves its headroom."""
+    job = prediction.job
+    how: dict[str, Any] = {"loop": prediction.loop, "software": prediction.software}
+    needed = prediction.needed_bytes
+    if recipe != prediction.recipe:
+        needed = predict(job, recipe, gpu=prediction.gpu, **how).needed_bytes
+    for gpu in [gpu for gpu in _by_memory() if (gpu.memory_bytes or 0) >= needed][:LARGER_GPUS]:
+        try:
+            there = predict(job, recipe, gpu=gpu, **how)
+        except SnugfitError:  # an older GPU may not run a technique
+            continue
+        if there.fits and not there.tight:
+            return LargerGpu(
+                gpu=gpu.key,
+                memory_bytes=gpu.memory_bytes or 0,
+                recipe=str(recipe),
+                needed_bytes=there.needed_bytes,
+                step_seconds=there.timing.step_seconds if there.timing else None,
+            )
+    return None
+
+
+def _by_memory() -> list[Gpu]:
+    """Return the GPUs of the table that can be predicted for, the smallest first, newer ones first."""
+    usable = [gpu for gpu in all_gpus() if gpu.compute_capability and gpu.memory_bytes]
+    return sorted(usable, key=lambda gpu: (gpu.marketed_gb or 0, -(gpu.release_year or 0), gpu.key))

@@ -1,0 +1,78 @@
+"""Changes of a recipe with which a step fits, and a larger GPU if there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from snugfit.documents import decode_fields, encode_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayOut:
+    """A changed recipe that fits, with its predicted figures."""
+
+    recipe: str
+    """The whole recipe in the notation of recipes."""
+
+    changes: tuple[str, ...]
+    """Its techniques that replace those of the recipe that does not fit."""
+
+    needed_bytes: int
+    """Bytes that must be free on the device."""
+
+    spare_bytes: int
+    """Bytes of the memory that it leaves free."""
+
+    step_seconds: float | None
+    """Seconds of the steady step; None if they are not predicted."""
+
+    slowdown: float | None
+    """Share by which the step takes longer than before; below 0 for a faster step, None without seconds."""
+
+    fidelity: str
+    """Lowest fidelity of the changes: `same`, `rounds` or `learns`."""
+
+    tight: bool = False
+    """True if it leaves less than the headroom."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerGpu:
+    """The GPU of the table with the least memory that a recipe fits, with its predicted figures there."""
+
+    gpu: str
+    """Short name of the GPU."""
+
+    memory_bytes: int
+    """Bytes available to processes."""
+
+    recipe: str
+    """Recipe that fits there: the given one, or else the smallest that was found."""
+
+    needed_bytes: int
+    """Bytes that must be free on the device."""
+
+    step_seconds: float | None
+    """Seconds of the steady step; None if they are not predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaysOut:
+    """The cheapest changes with which a step fits."""
+
+    ways: tuple[WayOut, ...] = ()
+    """Changes, those of the recipe's fidelity first, then the least slowdown, then the fewest changes."""
+
+    larger_gpu: LargerGpu | None = None
+    """A larger GPU, if no change was found."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object that `WaysOut.from_json` reads."""
+        return encode_fields(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the changes that `to_json` wrote."""
+        return decode_fields(cls, document)
