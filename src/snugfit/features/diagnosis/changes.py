@@ -1,17 +1,8 @@
-"""Changes that help: those that a search found for a job, or general ones for the kind of a failure."""
+"""General changes for the kind of a failure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from snugfit.features.diagnosis.result import FailureKind, SuggestedChange
-
-if TYPE_CHECKING:
-    from snugfit.features.diagnosis.result import Ledger
-    from snugfit.job.gpu import Gpu
-    from snugfit.job.job import Job
-    from snugfit.results.prediction import Prediction
 
 _SHORTAGE = (
     ("micro_batches(2), or half the batch per GPU and twice gradient_accumulation_steps",
@@ -69,18 +60,4 @@ def general_changes(kind: FailureKind, *, expandable: bool = False) -> tuple[Sug
     """
     lines = _GENERAL[kind]
     lines = lines[1:] if expandable and kind is FailureKind.FRAGMENTATION else lines
-    return tuple(SuggestedChange(change=change, effect=effect, checked=False) for change, effect in lines)
-
-
-def changes_that_fit(
-    job: Job, prediction: Prediction, gpu: Gpu | None, memory_bytes: int | None
-) -> Sequence[SuggestedChange]:
-    """Return the cheapest changes of this recipe with which a predicted step fits; empty without a search."""
-    return ()
-
-
-def usable_bytes(ledger: Ledger | None) -> int | None:
-    """Return the memory of the GPU that other processes leave; None where it is unknown."""
-    if ledger is None or ledger.total_bytes is None:
-        return None
-    return ledger.allowed_bytes or ledger.total_bytes - (ledger.others_bytes or 0)
+    return tuple(SuggestedChange(change=change, effect=effect) for change, effect in lines)

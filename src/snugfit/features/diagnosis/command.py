@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,7 @@ from snugfit.techniques.registry import hooks
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
     from snugfit.features.diagnosis.result import Diagnosis
+    from snugfit.results.prediction import Prediction
 
 LARGEST_INPUT = 256 << 20
 """Bytes of the largest log or snapshot that is read."""
@@ -58,9 +58,12 @@ def why_oom(**options: Any) -> int:
     request = _request(options)
     content, where = _content(options["log"])
     diagnosis, sizes = diagnose(content, where)
+    prediction = None
     if request is not None and diagnosis.kind in ON_GPU:
-        diagnosis = _compare(diagnosis, sizes, request)
-    _print(diagnosis, as_json=options["as_json"])
+        from snugfit.features.diagnosis.compare import compare
+
+        diagnosis, prediction = compare(diagnosis, sizes, request)
+    _print(diagnosis, prediction, as_json=options["as_json"])
     return 0
 
 
@@ -110,51 +113,13 @@ def _content(log: str | None) -> tuple[bytes, str]:
     return content, where
 
 
-def _compare(diagnosis: Diagnosis, sizes: tuple[int, int] | None, request: Request) -> Diagnosis:
-    """Return the diagnosis with the tensor of the predicted step, and changes that fit."""
-    from snugfit.deferred_imports import defer_imports
-    from snugfit.features.diagnosis.changes import changes_that_fit, usable_bytes
-    from snugfit.features.diagnosis.match import match_trace
-    from snugfit.prediction.predict import predict, rehearse_again
-    from snugfit.units import show_bytes
-
-    defer_imports()
-    if request.has_auto:
-        raise UsageError("The recipe of a failed run has no 'auto'. Name the techniques that it used.")
-    ledger = diagnosis.ledger
-    memory = request.memory_bytes or usable_bytes(ledger)
-    how: dict[str, Any] = {"gpu": request.gpu, "gpus": request.gpus, "loop": request.loop}
-    prediction = predict(request.job, request.recipe, memory_bytes=memory, software=request.software, **how)
-    live = ledger.allocated_bytes if ledger else None
-    candidates = match_trace(rehearse_again(prediction), sizes, live) if sizes else []
-    notes = list(diagnosis.notes)
-    if sizes and not candidates:
-        notes.append(
-            "No tensor of the predicted step has this size. The run had another batch, length or recipe, or "
-            "code outside of the step requested it."
-        )
-    peak = prediction.footprint.requested_bytes
-    if live is not None and candidates and peak is not None and live > 1.1 * peak:
-        notes.append(
-            f"The predicted step has at most {show_bytes(peak)} in live tensors, and the run had "
-            f"{show_bytes(live)}. The run kept more: outputs of earlier steps, a second model, or a larger "
-            "batch."
-        )
-    fitting = tuple(changes_that_fit(request.job, prediction, request.gpu, memory))
-    return replace(
-        diagnosis,
-        candidates=tuple(candidates),
-        changes=fitting or diagnosis.changes,
-        notes=(*notes, *request.doubts),
-    )
-
-
-def _print(diagnosis: Diagnosis, *, as_json: bool) -> None:
+def _print(diagnosis: Diagnosis, prediction: Prediction | None, *, as_json: bool) -> None:
     from snugfit.report.text.terminal import show, show_json
 
     if as_json:
         show_json(diagnosis.to_json())
-    else:
-        from snugfit.features.diagnosis.report import render
+        return
+    from snugfit.features.diagnosis.report import render
+    from snugfit.report.plan.ways_out import of_prediction
 
-        show(render(diagnosis))
+    show(render(diagnosis, of_prediction(prediction) if prediction else []))

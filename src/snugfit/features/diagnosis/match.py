@@ -21,10 +21,9 @@ SHOWN = 3
 """Candidates in a report."""
 
 VOCABULARIES = {
-    30_522: "BERT", 32_000: "Llama 2, Mistral", 49_152: "SmolLM", 50_257: "GPT-2", 50_265: "RoBERTa",
+    30_522: "BERT", 32_000: "Llama 2, Mistral", 50_257: "GPT-2", 50_265: "RoBERTa",
     128_256: "Llama 3", 129_280: "DeepSeek-V3", 151_936: "Qwen", 152_064: "Qwen", 201_088: "gpt-oss",
-    202_048: "Llama 4", 248_320: "Qwen 3.5", 250_002: "XLM-R", 256_000: "Gemma", 262_144: "Gemma 3",
-    262_208: "Gemma 3",
+    202_048: "Llama 4", 248_320: "Qwen 3.5", 250_002: "XLM-R", 256_000: "Gemma", 262_208: "Gemma 3",
 }  # fmt: skip
 """Sizes of vocabularies in use, for guesses."""
 

@@ -32,8 +32,11 @@ _TITLES = {
 }
 
 
-def render(diagnosis: Diagnosis) -> RenderableType:
-    """Return the whole report of one diagnosis, about one screen."""
+def render(diagnosis: Diagnosis, ways_out: Sequence[str] = ()) -> RenderableType:
+    """Return the whole report of one diagnosis, about one screen.
+
+    `ways_out` are sentences on changes with which the predicted step fits.
+    """
     parts: list[RenderableType] = [
         words(_TITLES[diagnosis.kind], "bold").append(" ").append(words(diagnosis.summary, "not bold"))
     ]
@@ -46,7 +49,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     if diagnosis.live:
         rows = [(one.code, f"{one.count:,}", show_bytes(one.bytes)) for one in diagnosis.live]
         parts.append(table(("Largest live tensors, by line of code", "Tensors>", "Size>"), rows))
-    parts += _changes(diagnosis.changes)
+    parts += _changes(diagnosis.changes, ways_out)
     parts += [words(f"Note: {note}", "yellow") for note in diagnosis.notes]
     return Group(*parts)
 
@@ -95,8 +98,10 @@ def _about_request(diagnosis: Diagnosis) -> list[RenderableType]:
     ]
     candidates = diagnosis.candidates
     if candidates and candidates[0].guess:
-        parts += [words(f"A guess from the size alone: {one.module}, {one.shapes}.") for one in candidates]
-        parts.append(words("To find the tensor in a predicted step, add --for MODEL or --arguments FILE."))
+        parts.append(
+            words("Guesses from the size alone (--for MODEL or --arguments FILE searches a predicted step):")
+        )
+        parts += [words(f"- {one.module}: {one.shapes}") for one in candidates]
     elif candidates:
         parts.append(_candidates_table(candidates))
     return parts
@@ -132,15 +137,12 @@ def _about_segments(use: SegmentUse) -> str:
     )
 
 
-def _changes(changes: Sequence[SuggestedChange]) -> list[RenderableType]:
+def _changes(changes: Sequence[SuggestedChange], ways_out: Sequence[str]) -> list[RenderableType]:
+    """Return the changes with which the predicted step fits, or else general ones."""
+    if ways_out:
+        return [Text(), *(words(sentence) for sentence in ways_out)]
     if not changes:
         return []
-    checked = changes[0].checked
-    title = (
-        "The cheapest changes that fit, by prediction:"
-        if checked
-        else "General changes, not checked for this run:"
-    )
-    lines = [Text(), words(title, "bold")]
+    lines = [Text(), words("General changes, not checked for this run:", "bold")]
     lines += [words(f"{number}. {one.change}: {one.effect}.") for number, one in enumerate(changes, 1)]
     return list(lines)

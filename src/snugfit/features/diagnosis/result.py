@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from snugfit.documents import encode_fields
+from snugfit.results.ways_out import WaysOut
 
 SCHEMA = 1
 
@@ -122,14 +123,12 @@ class SegmentUse:
 
 @dataclass(frozen=True, kw_only=True)
 class SuggestedChange:
-    """A change that lets the run fit, or that may help."""
+    """A change that helps against failures of this kind. It was not checked for this run."""
 
     change: str
     """The change, as text."""
     effect: str
     """Its effect and its cost."""
-    checked: bool
-    """True if a predicted step with this change fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,9 @@ class Diagnosis:
     segments: SegmentUse | None = None
     """Use of the allocator's segments in a snapshot; null for a text."""
     changes: tuple[SuggestedChange, ...] = ()
-    """Changes that help, the cheapest first."""
+    """Changes that help against failures of this kind, the cheapest first."""
+    ways_out: WaysOut | None = None
+    """Changes with which the predicted step fits; null without a job, or if the predicted step fits."""
     notes: tuple[str, ...] = ()
     """Sentences on the limits of this diagnosis."""
 

@@ -39,7 +39,6 @@ def test_each_wording_has_its_kind_and_changes(name: str) -> None:
     assert found.kind == kind, found.summary
     assert found.line == {"a bare word": 3, "NCCL": 5}.get(name, 2)
     assert len(found.changes) == 3
-    assert not any(change.checked for change in found.changes)
 
 
 def test_figures_of_a_message() -> None:

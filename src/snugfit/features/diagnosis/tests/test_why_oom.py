@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -24,9 +25,12 @@ from snugfit.features.diagnosis.result import (
     SuggestedChange,
 )
 from snugfit.report.schema.json_schema import schema_of
+from snugfit.results.prediction import Prediction
+from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
 
 pytestmark = pytest.mark.stored_rehearsals
 
+ROOT = Path(__file__).parents[5]
 JOB = ["--for", "distilbert-base-uncased", "--task", "sequence-classification", "--batch-size", "64",
        "--sequence-length", "256"]  # fmt: skip
 LOG = (
@@ -42,7 +46,8 @@ def answered(log: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> di
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "run.log"
     path.write_text(LOG.format(size="192.00 MiB", live="5.47"))
     return path
@@ -104,12 +109,66 @@ def test_a_mistake_is_one_error(
     assert message in capsys.readouterr().err
 
 
+def test_the_shown_answer_is_the_command_s_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = importlib.import_module("write_docs")
+    monkeypatch.chdir(ROOT)
+    [(command, text)] = [one for one in written.shown_answers() if one[0].startswith("snugfit why-oom")]
+    assert run(command.split()[1:]) == 0
+    assert written.as_shown(capsys.readouterr().out, text) == text, "run: python lab/write_docs.py answers"
+
+
 def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         sys, "stdin", io.TextIOWrapper(io.BytesIO(b"run.sh: line 2: 77 Killed   python t.py"))
     )
     assert run(["why-oom", "-"]) == 0
     assert "Memory of the host." in capsys.readouterr().out
+
+
+def test_changes_fit_the_memory_that_other_processes_leave(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: list[int | None] = []
+
+    def searched(prediction: Prediction, **_: Any) -> WaysOut | None:
+        limits.append(prediction.memory_bytes)
+        return everything().ways_out
+
+    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", searched)
+    log.write_text(
+        "CUDA out of memory. Tried to allocate 192.00 MiB. GPU 0 has a total capacity of 11.63 GiB of "
+        "which 90.00 MiB is free. Process 5 has 6.60 GiB memory in use. Including non-PyTorch memory, this "
+        "process has 4.94 GiB memory in use. Of the allocated memory 4.20 GiB is allocated by PyTorch, and "
+        "100.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert run(["why-oom", str(log), *JOB, "--gpu", "rtx 3060"]) == 0
+    printed = capsys.readouterr().out
+    assert limits == [pytest.approx((11.63 - 6.60) * 2**30)]
+    assert "Changes that fit, the cheapest first" in printed
+    assert "General changes" not in printed
+
+
+def test_a_run_that_needs_more_than_its_prediction_gets_changes_with_more_room(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The predicted step fits a GPU of 7 GiB, and the run failed there for 600 MiB more."""
+    limits: list[tuple[bool | None, int]] = []
+
+    def searched(prediction: Prediction, **_: Any) -> WaysOut | None:
+        limits.append((prediction.fits, prediction.memory_bytes or 0))
+        return everything().ways_out
+
+    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", searched)
+    log.write_text(
+        LOG.format(size="600.00 MiB", live="6.35").replace("11.91", "7.00").replace("11.60", "6.36")
+    )
+    document = answered(log, *JOB, "--gpu", "rtx 3060", capsys=capsys)
+    [(fits, limit)] = limits
+    assert fits is False
+    assert limit < 7 * 2**30
+    assert any("The changes leave as much free" in one for one in document["notes"])
 
 
 @pytest.mark.whole
@@ -133,6 +192,16 @@ def test_a_text_is_diagnosed_without_torch_in_two_seconds(log: Path) -> None:
 
 def everything() -> Diagnosis:
     """Return a diagnosis in which no part is empty."""
+    way = WayOut(
+        recipe="bf16",
+        changes=("bf16",),
+        needed_bytes=1,
+        spare_bytes=1,
+        step_seconds=None,
+        slowdown=None,
+        fidelity="rounds",
+    )
+    larger = LargerGpu(gpu="h200", memory_bytes=2, recipe="bf16", needed_bytes=1, step_seconds=None)
     return Diagnosis(
         kind=FailureKind.SHORTAGE,
         summary="Too little.",
@@ -149,7 +218,8 @@ def everything() -> Diagnosis:
         segments=SegmentUse(
             segments=1, partly_used=1, unallocated_bytes=1, largest_free_bytes=1, expandable=False
         ),
-        changes=(SuggestedChange(change="a", effect="b", checked=True),),
+        changes=(SuggestedChange(change="a", effect="b"),),
+        ways_out=WaysOut(ways=(way,), larger_gpu=larger),
         notes=("one",),
     )  # fmt: skip
 
