@@ -188,8 +188,7 @@ REMOVED_OPTIONS = {
 def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     """Print a mistake in the command line, with the help that would have prevented it."""
     context: Any = getattr(mistake, "ctx", None)
-    names = [one.__name__.replace("_", "-") for one in COMMANDS]
-    command = next((name for name in names if [name] == arguments[:1]), "")
+    command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()
     message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
     if not message:  # no arguments at all: typer has printed the help already

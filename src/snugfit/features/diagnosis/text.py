@@ -26,7 +26,7 @@ MESSAGE = 1600
 TRACEBACK_LINES = 400
 """Lines before an error that are read as its traceback."""
 
-AMOUNT = r"([\d.]+\s*(?:bytes|[KMGT]?i?B))"
+AMOUNT = r"([\d.]{1,20} ?(?:bytes|[KMGT]?i?B))"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PREFIX = re.compile(
     r"^(?:\[?(?:rank|default|worker)[ =_]?(\d+)\]?[:\s]|\[1,(\d+)\]<std\w+>:|(\d{1,4}): (?=\S)"
@@ -124,13 +124,27 @@ def _line_of(position: int, starts: Sequence[int]) -> int:
 
 def _errors(text: str) -> Iterator[tuple[Sign, re.Match[str]]]:
     """Yield the signs in the text, in order. A message with figures counts once, at its request."""
-    requests = [match for match in REQUEST.finditer(text) if not text.endswith("you ", 0, match.start())]
-    matches = [(SIGNS[0], match) for match in requests]
+    possible = REQUEST.finditer(text) if "allocate" in text else ()
+    matches = [(SIGNS[0], match) for match in possible if not text.endswith("you ", 0, match.start())]
     for sign in SIGNS:
-        for match in sign.pattern.finditer(text):
+        for match in _matches(sign, text):
             if sign is not SIGNS[0] or not REQUEST.search(text, match.start(), match.end() + 200):
                 matches.append((sign, match))
     yield from sorted(matches, key=lambda one: one[1].start())
+
+
+def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
+    """Yield the matches of a sign in the lines that have one of its words."""
+    lines: set[tuple[int, int]] = set()
+    for word in sign.words:
+        at = text.find(word)
+        while at >= 0:
+            end = text.find("\n", at)
+            end = len(text) if end < 0 else end
+            lines.add((text.rfind("\n", 0, at) + 1, end))
+            at = text.find(word, end)
+    for start, end in sorted(lines):
+        yield from sign.pattern.finditer(text, start, end)
 
 
 def _refuse(text: str) -> None:

@@ -145,6 +145,15 @@ def test_a_log_of_many_errors_is_read_in_linear_time() -> None:
     assert time.process_time() - start < 3
 
 
+@pytest.mark.parametrize(
+    "filler", ["\n", " ", "exitcode ", "[1] ", "1", "open ", "Tried to allocate ", "a: line 1: "]
+)
+def test_a_hostile_log_is_read_in_linear_time(filler: str) -> None:
+    start = time.process_time()
+    assert diagnosed(f"{filler * 200_000}\nKilled\n").kind is FailureKind.HOST
+    assert time.process_time() - start < 3
+
+
 def test_powershell_s_utf_16_is_read() -> None:
     content = ("\ufeff" + ERRORS["cuBLAS"][0]).encode("utf-16-le")
     assert diagnose(content, "log")[0].kind is FailureKind.LIBRARY
