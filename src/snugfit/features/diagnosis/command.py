@@ -26,7 +26,7 @@ Log = Annotated[
     str | None,
     typer.Argument(
         help="A log or an error's text, - for stdin, or a snapshot of torch.cuda.memory._dump_snapshot.",
-        metavar="[LOG|-]",
+        metavar="LOG|-",
         show_default=False,
     ),
 ]
