@@ -33,6 +33,7 @@ from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_several_gpus_plan import made_up as several_gpus
+from test_ways_out import LARGER, WAYS
 
 pytestmark = pytest.mark.stored_rehearsals
 
@@ -72,7 +73,7 @@ def answers() -> Iterator[tuple[str, Any]]:
     job = small_job("gpt2", 2, facts={"dtype": "bfloat16"})
     predicted = snugfit.predict(job, "plain", gpu="h200")
     measured = measurement(timing=timing(), startup=predicted.startup, job=job, recipe=predicted.recipe)
-    yield "predict --json", predicted
+    yield "predict --json", replace(predicted, ways_out=replace(WAYS, larger_gpu=LARGER.larger_gpu))
     stages = small_job("llama", 2, batch_size=4)
     yield "predict --json", snugfit.predict(stages, "pipeline(2) + micro_batches(2)", gpu="h200", gpus=2)
     yield "predict --compare --json", snugfit.compare(job, ["plain"], gpu="h200")

@@ -218,7 +218,7 @@ def test_a_run_that_dies_is_told_with_exit_5(
 
 
 def test_nothing_is_measured_where_nothing_fits(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*ASK, "--verify", "2", "--memory", "1GiB", "--json"]) == 3
+    assert run([*ASK, "--verify", "2", "--memory", "1GiB", "--no-ways-out", "--json"]) == 3
     assert asked == [2]
     assert json.loads(capsys.readouterr().out)["what"] == "plan"
 

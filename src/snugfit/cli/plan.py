@@ -119,6 +119,7 @@ def plan(
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_peers: NoPeers = False,
+    no_ways_out: given.NoWaysOut = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
@@ -144,7 +145,7 @@ def plan(
     }
     chosen = _plan(request, asked, workers, fresh=fresh)
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
-    chosen = with_ways_out_of_plan(request, chosen, fresh=fresh)
+    chosen = chosen if no_ways_out else with_ways_out_of_plan(chosen, fresh=fresh)
     given.write_pictures(html, plot, chosen)
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
         page = render(chosen, everything=everything, configuration=request.configuration)

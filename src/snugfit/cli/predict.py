@@ -42,9 +42,6 @@ Operators = Annotated[
     bool, typer.Option("--operators", help="Also show FLOPs, bytes and kernels by group of operators.")
 ]
 
-NoWaysOut = Annotated[
-    bool, typer.Option("--no-ways-out", help="If it does not fit: do not look for changes that fit.")
-]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
@@ -70,7 +67,7 @@ def predict(
     headroom: given.Headroom = None,
     largest: Largest = None,
     operators: Operators = False,
-    no_ways_out: NoWaysOut = False,
+    no_ways_out: given.NoWaysOut = False,
     html: given.Html = None,
     plot: given.Plot = None,
     trace: TraceFile = None,

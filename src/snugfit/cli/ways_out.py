@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from snugfit.planning.plan import Plan
     from snugfit.results.prediction import Prediction
-    from snugfit.techniques.technique import Slot, Technique
+    from snugfit.techniques.technique import Fidelity, Slot, Technique
 
 
 def with_ways_out(
@@ -25,25 +25,30 @@ def with_ways_out(
     if any(one.fits is not False for one in predictions):
         return [*predictions]
     named = {**{one.slot: one for one in first.recipe if not one.plain}, **request.named}
-    return [replace(first, ways_out=_ways_out(request, first, named, fresh=fresh)), *further]
+    return [replace(first, ways_out=_ways_out(first, named, fresh=fresh)), *further]
 
 
-def with_ways_out_of_plan(request: Request, plan: Plan, *, fresh: bool = False) -> Plan:
+def with_ways_out_of_plan(plan: Plan, *, fresh: bool = False) -> Plan:
     """Return the plan; if nothing fits, it contains the ways out of its nearest miss."""
     if plan.fits or plan.gpu is None:
         return plan
     from snugfit.prediction.predict import predict
     from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Fidelity
 
     nearest = predict(plan.job, Recipe.parse(plan.nearest.recipe), gpu=plan.gpu)
     limited = replace(nearest, memory_bytes=plan.memory_bytes, headroom_bytes=plan.headroom_bytes)
     fixed = {slot.slot for slot in plan.kept}
     named = {one.slot: one for one in limited.recipe if one.slot in fixed}
-    return replace(plan, ways_out=_ways_out(request, limited, named, fresh=fresh))
+    return replace(plan, ways_out=_ways_out(limited, named, beyond=Fidelity(plan.fidelity), fresh=fresh))
 
 
 def _ways_out(
-    request: Request, prediction: Prediction, named: Mapping[Slot, Technique], *, fresh: bool
+    prediction: Prediction,
+    named: Mapping[Slot, Technique],
+    *,
+    beyond: Fidelity | None = None,
+    fresh: bool,
 ) -> WaysOut:
     """Return the ways out of a prediction, stored or computed."""
     from snugfit.cli.plan_cache import answer
@@ -51,7 +56,7 @@ def _ways_out(
     def compute(tell: Callable[[str], None]) -> WaysOut:
         from snugfit.planning.search.ways_out import ways_out
 
-        return ways_out(prediction, keep=named, tell=tell)
+        return ways_out(prediction, keep=named, beyond=beyond, tell=tell)
 
     asked: dict[str, Any] = {
         "memory_bytes": prediction.memory_bytes,
@@ -69,6 +74,7 @@ def _ways_out(
         what="ways out",
         recipe=str(prediction.recipe),
         named=sorted(map(str, named)),
+        beyond=beyond,
         gpus=[prediction.gpus],
         **asked,
     )

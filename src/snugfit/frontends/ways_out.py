@@ -59,13 +59,13 @@ def ways_out_of(
         return ""
 
 
-def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, loop: str) -> Iterator[str]:
+def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, loop: str) -> list[str]:
     from snugfit.planning.search.ways_out import ways_out
     from snugfit.prediction.predict import predict
-    from snugfit.report.plan.ways_out import about_ways_out
+    from snugfit.report.plan.ways_out import of_prediction
 
     limited = _too_large(predict(job, recipe, gpu=gpu, loop=loop), memory_bytes)
-    yield from about_ways_out(ways_out(limited), job, limited.gpu)
+    return of_prediction(replace(limited, ways_out=ways_out(limited)))
 
 
 def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:

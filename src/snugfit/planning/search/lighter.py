@@ -24,7 +24,6 @@ from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.step_key import passes_key
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import EVERY_LAYER
 from snugfit.techniques.technique import Fidelity, Slot
 
 if TYPE_CHECKING:
@@ -55,6 +54,9 @@ GUESSES = 3
 
 LIKELY_LOSS = 0.5
 """Share of the given recipe's loss between blocks that lighter recipes are assumed to have (chosen)."""
+
+SLOW_RECOMPUTATION = 0.1
+"""Share of a step from which a recomputation is replaced by that of as few layers as fit (chosen)."""
 
 WORTHWHILE = 0.01
 """Share of a step's seconds that fewer layers must save to be tried (chosen)."""
@@ -344,16 +346,17 @@ class LighterRecipes:
         return grades[high - 1]
 
     def _with_least_grades(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the fewest recomputed layers that fit, if it recomputes every layer."""
+        """Return the recipe with the fewest recomputed layers that fit, if its own recomputation is slow."""
         slot = Slot.CHECKPOINTING
-        if slot not in self._slots(recipe) or recipe.setup().checkpoint != EVERY_LAYER:
+        if slot not in self._slots(recipe):
             return recipe
-        grades = [one for one in map(recipe.with_, grades_of(slot, self.job)) if self._is_valid(one)]
         plain = recipe.with_(self.base[slot])
         self.costs.screen([plain])
-        if not grades or self.costs.bounds[plain] is None:
+        if self.cost(recipe).seconds < self.cost(plain).seconds * (1 + SLOW_RECOMPUTATION):
             return recipe
-        return self._least_that_fits(plain, [*grades, recipe])
+        grades = [one for one in map(recipe.with_, grades_of(slot, self.job)) if self._is_valid(one)]
+        least = self._least_that_fits(plain, [*grades, recipe])
+        return min(recipe, least, key=lambda one: self.cost(one).seconds)
 
     def _without_unnecessary(self, recipe: Recipe) -> Recipe:
         """Return the recipe after changes are taken back while it fits and gets no slower, the slowest

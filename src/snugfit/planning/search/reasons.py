@@ -187,6 +187,11 @@ def cures(
     if fixed.slots:
         yield f"--free {','.join(fixed.slots)} allows other techniques in place of yours."
     smaller = "smaller inputs" if not has_sequence(job.task) else "shorter sequences"
+    yield "--gpus N shares the step among N such GPUs."
+    sizes_of = ["batch"] * (job.batch_size > 1) + ["sequence-length"] * has_sequence(job.task)
+    if sizes_of:
+        flags = " or ".join(f"--largest {size}" for size in sizes_of)
+        yield f"snugfit predict with --recipe '{recipe}' and {flags} finds the size that fits."
     cut = recipe.setup().micro_batches == job.batch_size
     yield f"Or with {smaller}{': the global batch cannot be cut further' if cut else ''}."
 

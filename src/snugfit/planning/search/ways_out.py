@@ -14,7 +14,7 @@ for the loop of the prediction. Named techniques stay. If nothing fits, the smal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
@@ -39,13 +39,17 @@ LARGER_GPUS = 8
 
 
 def ways_out(
-    prediction: Prediction, *, keep: Keep = None, tell: Callable[[str], None] = lambda what: None
+    prediction: Prediction,
+    *,
+    keep: Keep = None,
+    beyond: Fidelity | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> WaysOut:
     """Return the cheapest changes with which a step fits; none if it fits, or for several GPUs.
 
     Slots of the techniques in `keep` stay, by default those of all techniques of the recipe that are not
-    plain. `tell` receives messages on the progress. Raises `UsageError` for a prediction without a memory
-    limit.
+    plain. Techniques up to the fidelity `beyond` are not tried, since a plan found nothing with them. `tell`
+    receives messages on the progress. Raises `UsageError` for a prediction without a memory limit.
     """
     if prediction.memory_bytes is None:
         raise UsageError(
@@ -69,7 +73,9 @@ def ways_out(
         free=[slot for slot in Slot if slot not in named],
     )
     offers: dict[Recipe, WayOut] = {}
-    for recipe in _by_stage(lighter, offers, tell):
+    least = list(Fidelity).index(beyond) + 1 if beyond else 1
+    degrees = list(Fidelity)[max(1, least) :]
+    for recipe in _by_stage(lighter, degrees, offers, tell):
         if offer := _offer(prediction, recipe):
             offers[recipe] = offer
         if len(offers) == OFFERED:
@@ -80,11 +86,14 @@ def ways_out(
 
 
 def _by_stage(
-    lighter: LighterRecipes, offers: dict[Recipe, WayOut], tell: Callable[[str], None]
+    lighter: LighterRecipes,
+    degrees: Sequence[Fidelity],
+    offers: dict[Recipe, WayOut],
+    tell: Callable[[str], None],
 ) -> Iterator[Recipe]:
     """Yield recipes that fit, stage by stage. A combination of many techniques is the last resort of each
     fidelity."""
-    for fidelity in (Fidelity.ROUNDS, Fidelity.LEARNS):
+    for fidelity in degrees:
         tell(f"{len(offers)} changes that fit are found; one technique each is tried")
         yield from lighter.singles(fidelity)
         if fidelity is Fidelity.LEARNS and offers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from snugfit.planning.plan import Choice, Plan, Reason
 from snugfit.report.plan.next_steps import next_steps
 from snugfit.report.plan.shown_front import shown_front
-from snugfit.report.plan.ways_out import about_ways_out
+from snugfit.report.plan.ways_out import of_plan
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
 from snugfit.report.text.pace import pace, show_tokens
@@ -36,7 +36,7 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
         changes(plan),
         [front(plan, everything=everything), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
-        about_ways_out(plan.ways_out, plan.job, plan.gpu) if plan.ways_out else (),
+        of_plan(plan),
         [Sentence(one, "command" if ": snugfit " in one else "") for one in next_steps(plan, configuration)],
         [looked_at(plan)],
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),

@@ -12,9 +12,11 @@ from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
 from snugfit.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from snugfit.job.gpu import Gpu
-    from snugfit.job.job import Job
+    from snugfit.planning.plan import Plan
     from snugfit.results.prediction import Prediction
+
+MANY = 3
+"""Number of changes that need no further command."""
 
 NO_SLOWDOWN = 0.0005
 """Share of a step below which a slowdown is shown as none."""
@@ -23,26 +25,32 @@ FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another 
 """Words for the fidelity of a change."""
 
 
-def about_ways_out(ways: WaysOut, job: Job, gpu: Gpu | None, gpus: int = 1) -> Iterator[str]:
-    """Yield a heading, one line for each change, and a command for the first one or for a further search."""
+def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Iterator[str]:
+    """Yield a heading, a line for each change and the first one as an option.
+
+    With few changes, a further `command` follows. They are changes `of` the recipe of this name.
+    """
     if ways.ways:
-        yield "Changes that fit, the cheapest first (predicted; other techniques of the recipe stay):"
+        yield f"Changes of {of} that fit, the cheapest first (predicted):"
         for number, way in enumerate(ways.ways, 1):
             yield f"{number}. {_about(way)}"
         yield f"The first one: --recipe {shlex.quote(ways.ways[0].recipe)}"
     elif ways.larger_gpu:
-        yield f"No change of the recipe was found that fits. {_about_larger(ways.larger_gpu)}"
-    elif gpus == 1:
-        yield "No change of the recipe was found that fits, and no larger GPU."
-    if len(ways.ways) < 3 and gpu is not None and job.model.module is None:
-        yield f"A plan searches all techniques: {_plan_command(job, gpu, gpus)}"
+        yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu)}"
+    if len(ways.ways) < MANY and command:
+        yield f"A plan searches all techniques: {command}"
 
 
 def of_prediction(prediction: Prediction) -> list[str]:
     """Return the sentences of a prediction with ways out; empty for one without."""
     if prediction.ways_out is None:
         return []
-    return list(about_ways_out(prediction.ways_out, prediction.job, prediction.gpu, prediction.gpus))
+    return list(about_ways_out(prediction.ways_out, _plan_command(prediction)))
+
+
+def of_plan(plan: Plan) -> list[str]:
+    """Return the sentences of a plan with ways out of its nearest miss; empty for one without."""
+    return list(about_ways_out(plan.ways_out, "", "the nearest miss")) if plan.ways_out else []
 
 
 def _about(way: WayOut) -> str:
@@ -69,7 +77,9 @@ def _about_larger(larger: LargerGpu) -> str:
     )
 
 
-def _plan_command(job: Job, gpu: Gpu, gpus: int) -> str:
-    several = f" --gpus {gpus}" if gpus > 1 else ""
-    further = " --fidelity learns" if gpus == 1 else ""
-    return f"snugfit plan {job_words(job)} --gpu {shlex.quote(gpu.key)}{several}{further}"
+def _plan_command(prediction: Prediction) -> str:
+    """Return the command of a plan for this job; empty without a GPU, or for a model that only Python has."""
+    if prediction.gpu is None or prediction.job.model.module is not None:
+        return ""
+    fidelity = "--fidelity learns" if prediction.gpus == 1 else f"--gpus {prediction.gpus}"
+    return f"snugfit plan {job_words(prediction.job)} --gpu {shlex.quote(prediction.gpu.key)} {fidelity}"

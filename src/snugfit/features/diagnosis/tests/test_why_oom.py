@@ -146,7 +146,7 @@ def test_changes_fit_the_memory_that_other_processes_leave(
     assert run(["why-oom", str(log), *JOB, "--gpu", "rtx 3060"]) == 0
     printed = capsys.readouterr().out
     assert limits == [pytest.approx((11.63 - 6.60) * 2**30)]
-    assert "Changes that fit, the cheapest first" in printed
+    assert "that fit, the cheapest first" in printed
     assert "General changes" not in printed
 
 

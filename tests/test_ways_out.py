@@ -1,0 +1,273 @@
+"""Ways out: after `does not fit`, the cheapest changes of the recipe with which the step fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import snugfit
+from made_up import prediction
+from small_models import small_job
+from snugfit.cli.main import run
+from snugfit.errors import OutOfMemory, UsageError
+from snugfit.frontends.ways_out import end_with_ways_out
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job
+from snugfit.job.model import Model
+from snugfit.planning.search.ways_out import ways_out
+from snugfit.prediction.predict import predict
+from snugfit.report.plan.ways_out import about_ways_out
+from snugfit.report.prediction import render
+from snugfit.report.text.terminal import as_text
+from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity
+from snugfit.units import GIB, MIB
+from tiers import slow_but
+
+BERT = ["predict", "bert-large-uncased", "--task", "sequence-classification", "--memory", "512MiB"]
+
+
+def way(recipe: str = "expandable", **changed: Any) -> WayOut:
+    about: dict[str, Any] = {
+        "recipe": recipe, "changes": (recipe,), "needed_bytes": 6 * GIB, "spare_bytes": 2 * GIB,
+        "step_seconds": 0.2, "slowdown": 0.0, "fidelity": "same",
+    }  # fmt: skip
+    return WayOut(**about | changed)
+
+
+WAYS = WaysOut(
+    ways=(
+        way(),
+        way("chunked_loss", slowdown=0.02, fidelity="rounds", spare_bytes=MIB, tight=True),
+        way("lion", slowdown=-0.1, fidelity="learns"),
+    )
+)
+LARGER = WaysOut(
+    larger_gpu=LargerGpu(
+        gpu="H200-SXM", memory_bytes=140 * GIB, recipe="bf16", needed_bytes=90 * GIB, step_seconds=0.5
+    )
+)
+
+# ---- the search --------------------------------------------------------------------------------------------
+
+JOBS: dict[str, tuple[Job, str, str, float]] = {
+    "half a decoder's activations": (
+        small_job("llama", 4, {"vocab_size": 32000, "hidden_size": 512}, batch_size=8, sequence_length=256),
+        "plain",
+        "h200",
+        0.8,
+    ),
+    "named techniques": (
+        small_job("gpt2", 3, {"vocab_size": 32000, "n_embd": 512, "n_positions": 256},
+                  batch_size=8, sequence_length=256),
+        "bf16 + adamw_fused",
+        "rtx4090",
+        0.85,
+    ),
+    "an encoder": (
+        Job(model=Model.find("bert-base-uncased"), task="sequence-classification", batch_size=32,
+            sequence_length=256),
+        "plain",
+        "l4",
+        0.7,
+    ),
+    "blocks between which memory is lost": (
+        Job(model=Model.find("qwen3-0.6b"), task="causal-lm", batch_size=2, sequence_length=2048),
+        "every_layer",
+        "rtx4090",
+        0.9,
+    ),
+    "far too little": (
+        Job(model=Model.find("qwen3-0.6b"), task="causal-lm", batch_size=8, sequence_length=1024),
+        "plain",
+        "t4",
+        0.25,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", slow_but(JOBS, 2))
+def test_each_offered_recipe_is_valid_and_fits(name: str) -> None:
+    """It is parsed, checked and predicted again, with the figures that were offered."""
+    job, text, gpu, share = JOBS[name]
+    asked = predict(job, text, gpu=gpu)
+    limit = int(asked.needed_bytes * share)
+    found = ways_out(replace(asked, memory_bytes=limit))
+    assert 1 <= len(found.ways) <= 3
+    assert found.larger_gpu is None
+    for one in found.ways:
+        recipe = Recipe.parse(one.recipe)
+        again = predict(job, recipe, gpu=gpu, memory_bytes=limit)
+        assert again.fits
+        assert (again.needed_bytes, again.spare_bytes) == (one.needed_bytes, one.spare_bytes)
+        assert again.timing is not None
+        assert again.timing.step_seconds == one.step_seconds
+        changed = [new for new, old in zip(recipe, asked.recipe, strict=True) if new != old]
+        assert tuple(map(str, changed)) == one.changes
+        assert all(old.plain or new == old for new, old in zip(recipe, asked.recipe, strict=True))
+        assert recipe.setup().micro_batches <= job.batch_size
+    exact = [one for one in found.ways if one.fidelity != Fidelity.LEARNS]
+    assert [*found.ways][: len(exact)] == exact, "another algorithm comes last"
+    assert all((a.slowdown or 0) <= (b.slowdown or 0) + 0.01 for a, b in pairwise(exact))
+    assert WaysOut.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.whole
+def test_without_a_change_that_fits_the_smallest_larger_gpu_is_named() -> None:
+    job = small_job("gpt2", 2)
+    asked = replace(predict(job, "plain", gpu="t4"), memory_bytes=64 * MIB)
+    found = ways_out(asked, beyond=Fidelity.LEARNS)
+    assert found.ways == ()
+    assert found.larger_gpu is not None
+    chosen = find_gpu(found.larger_gpu.gpu)
+    there = predict(job, found.larger_gpu.recipe, gpu=chosen)
+    assert there.fits
+    assert there.needed_bytes == found.larger_gpu.needed_bytes
+    smaller = [gpu for gpu in snugfit.all_gpus() if gpu.compute_capability and gpu.memory_bytes]
+    assert (chosen.marketed_gb or 0) == min(gpu.marketed_gb or 0 for gpu in smaller)
+
+
+def test_a_prediction_that_fits_has_no_way_out() -> None:
+    assert ways_out(replace(prediction(), memory_bytes=80 * GIB)) == WaysOut()
+    assert ways_out(replace(prediction(), memory_bytes=GIB, gpus=2)) == WaysOut()
+    with pytest.raises(UsageError, match="needs a prediction with a memory limit"):
+        ways_out(replace(prediction(), memory_bytes=None))
+
+
+# ---- the text ----------------------------------------------------------------------------------------------
+
+
+def test_each_change_has_bytes_seconds_and_fidelity() -> None:
+    heading, *lines, first = about_ways_out(WAYS, "snugfit plan")
+    assert "cheapest first (predicted)" in heading
+    assert lines == [
+        "1. expandable: 6.00 GiB, 200.0 ms a step (no slower), exact.",
+        "2. chunked_loss: 6.00 GiB, 200.0 ms a step (+2.0 %), rounds differently, tight: 1.0 MiB to spare.",
+        "3. lion: 6.00 GiB, 200.0 ms a step (-10.0 %), another algorithm.",
+    ]
+    assert first == "The first one: --recipe expandable"
+
+
+def test_without_a_change_the_larger_gpu_and_a_plan_are_named() -> None:
+    larger, command = about_ways_out(LARGER, "snugfit plan gpt2")
+    assert "The smallest GPU that fits is NVIDIA H200, with 140.00 GiB: bf16 takes 90.00 GiB" in larger
+    assert command.endswith("snugfit plan gpt2")
+
+
+def test_a_report_ends_with_them() -> None:
+    missed = replace(prediction(), memory_bytes=GIB, ways_out=WAYS)
+    assert as_text(render(missed)).splitlines()[-1] == "The first one: --recipe expandable"
+    several = replace(missed, ways_out=WaysOut(), gpus=2)
+    assert "--gpus 2" in as_text(render(several)).splitlines()[-1]
+
+
+# ---- the commands ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Invent predictions and ways out; return the techniques that each search keeps."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept: list[Any] = []
+
+    def search(asked: Any, *, keep: Any, **_: Any) -> WaysOut:
+        kept.append({str(one) for one in keep.values()})
+        return WAYS
+
+    def invent(job: Any, recipe: Any, **how: Any) -> Any:
+        return replace(prediction(), job=job, recipe=recipe, memory_bytes=how["memory_bytes"])
+
+    monkeypatch.setattr("snugfit.prediction.predict.predict", invent)
+    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", search)
+    return kept
+
+
+def test_predict_keeps_each_named_technique(searched: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """A default that is named stays too."""
+    assert run([*BERT, "--recipe", "bf16 + adamw"]) == 3
+    out, err = capsys.readouterr()
+    assert searched == [{"bf16", "adamw"}]
+    assert "1. expandable: 6.00 GiB" in out
+    assert "looking for changes of 'bf16' that fit" in err
+
+
+def test_json_contains_the_same(searched: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*BERT, "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert document["ways_out"] == json.loads(json.dumps(WAYS.to_json()))
+    assert run([*BERT, "--json", "--compare", "bf16"]) == 3
+    first, second = json.loads(capsys.readouterr().out)["predictions"]
+    assert first["ways_out"] == document["ways_out"]
+    assert second["ways_out"] is None
+    assert len(searched) == 1, "the second answer is read from the cache"
+
+
+@pytest.mark.parametrize("more", [["--no-ways-out"], ["--memory", "80GiB"]])
+def test_nothing_is_searched_on_request_or_where_it_fits(
+    more: list[str], searched: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([*BERT, *more])
+    assert searched == []
+    assert "Changes of" not in capsys.readouterr().out
+
+
+# ---- out of memory -----------------------------------------------------------------------------------------
+
+
+def exhaust(error: OutOfMemory, device: str = "cuda") -> str:
+    """Return the message of a run that ends with this error."""
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        end_with_ways_out(small_job("gpt2", 1), Recipe(), torch.device(device)),
+    ):
+        raise error
+    assert caught.value is error or caught.value.__cause__ is error
+    return str(caught.value)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Invent a GPU with 8 GiB; return the predictions of which ways out are searched."""
+    asked: list[Any] = []
+
+    def search(missed: Any) -> WaysOut:
+        asked.append(missed)
+        return WAYS
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", search)
+    monkeypatch.setattr("snugfit.prediction.predict.predict", lambda *_, **__: prediction())
+    return asked
+
+
+def test_an_out_of_memory_ends_with_the_changes_that_fit_this_gpu(on_gpu: list[Any]) -> None:
+    """The prediction fits in 8 GiB and the run did not, so the changes need less than predicted."""
+    message = exhaust(OutOfMemory("Memory ran out in step 3 (backward, oom:torch) under 'plain'."))
+    assert message.startswith("Memory ran out in step 3")
+    assert "1. expandable: 6.00 GiB" in message
+    needed = prediction().needed_bytes
+    assert needed <= 8 * GIB
+    assert on_gpu[0].memory_bytes == int(0.9 * needed)
+
+
+def test_the_original_error_is_never_hidden(on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Memory ran out in step 3 (backward, oom:torch) under 'plain'."
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault of the simulation")
+
+    monkeypatch.setattr("snugfit.prediction.predict.predict", fail)
+    assert exhaust(OutOfMemory(text)) == text
+    assert exhaust(OutOfMemory(text), "cpu") == text
+    of_host = "A worker process of the loader has ended (signal: Killed)."
+    assert exhaust(OutOfMemory(of_host)) == of_host
+    assert on_gpu == []
