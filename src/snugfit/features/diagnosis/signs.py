@@ -32,16 +32,18 @@ def _sign(
     return Sign(words, re.compile(pattern, re.MULTILINE), kind, summary, certain)
 
 
-REQUEST = re.compile(r"[Tt]ried\s+to\s+allocate\s+(?P<size>[\d.]{1,20}\s?(?:bytes|[KMGT]?i?B))")
-"""The failed request in a message of PyTorch's allocator."""
+REQUEST = re.compile(
+    r"(?:[Tt]ried\s+to\s+allocate\s+|Requested {10,}: )(?P<size>[\d.]{1,20}\s?(?:bytes|[KMGT]?i?B))"
+)
+"""The failed request in a message of PyTorch's allocators: its own, and `cudaMallocAsync`."""
 
 CPU_REQUEST = re.compile(r"you tried to allocate (\d+) bytes")
 KILLED_BYTES = re.compile(r"anon-rss:(\d+)kB")
 
 SIGNS = (
     _sign(
-        ("out of memory",),
-        r"(?:CUDA|HIP|XPU|MPS backend) out of memory",
+        ("out of memory", "exceed allowed memory"),
+        r"(?:CUDA|HIP|XPU|MPS backend) out of memory|would exceed allowed memory",
         FailureKind.UNCLEAR,
         "PyTorch's allocator found no memory for a tensor, and the text has no figures.",
     ),

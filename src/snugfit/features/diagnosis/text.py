@@ -34,11 +34,13 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+), in (\S+)\s*$')
+_HEADS = ("MPS backend out of memory", "Allocation on device")
 _FIELDS = {
-    "total_bytes": rf"{AMOUNT} total capacity|total capac\w+ of {AMOUNT}|max allowed: {AMOUNT}",
-    "free_bytes": rf"{AMOUNT} free[;,)]|of which {AMOUNT} is free",
+    "total_bytes": rf"{AMOUNT} total capacity|total capac\w+ of {AMOUNT}|max allowed: {AMOUNT}"
+    rf"|Device limit : {AMOUNT}",
+    "free_bytes": rf"{AMOUNT} free[;,)]|of which {AMOUNT} is free|Free \(according to CUDA\): {AMOUNT}",
     "allocated_bytes": rf"{AMOUNT} already allocated|memory {AMOUNT} is allocated by PyTorch"
-    rf"|MPS allocated: {AMOUNT}",
+    rf"|MPS allocated: {AMOUNT}|Currently allocated : {AMOUNT}",
     "unallocated_bytes": rf"{AMOUNT} is reserved by PyTorch but unallocated",
     "graphs_bytes": rf"with {AMOUNT} allocated in private pools",
     "process_bytes": rf"this process has {AMOUNT} memory in use",
@@ -47,7 +49,7 @@ _FIELDS = {
 }
 _RESERVED = re.compile(rf"{AMOUNT} (?:reserved in total|cached\))")
 _PROCESS = re.compile(rf"Process \d+ has {AMOUNT} memory in use")
-_DEVICE = re.compile(r"GPU (\d+)[; ]")
+_DEVICE = re.compile(r"(?:GPU|on device) (\d+)[; ]")
 
 RENAMED_PROCESS = (
     "The log names no process as this one, as in containers. "
@@ -169,17 +171,14 @@ def _refuse(text: str) -> None:
 
 def _with_figures(error: LoggedError, text: str, match: re.Match[str]) -> LoggedError:
     """Return the error with the sizes in its message."""
-    if error.sign is not SIGNS[0]:
+    if match.re is not REQUEST:
         return _with_host_figures(error, text, match)
     message = _message(text, match)
-    request = REQUEST.search(message)
-    if request is None:
-        return error
     device = _DEVICE.search(message)
     ledger, notes = read_ledger(message)
     return replace(
         error,
-        requested=span_of(request["size"]),
+        requested=span_of(" ".join(match["size"].split())),
         device=int(device[1]) if device else None,
         ledger=ledger,
         notes=notes,
@@ -187,8 +186,12 @@ def _with_figures(error: LoggedError, text: str, match: re.Match[str]) -> Logged
 
 
 def _message(text: str, match: re.Match[str]) -> str:
-    """Return the message of a match on one line, up to the next request. That of MPS begins before it."""
-    start = text.find("MPS backend out of memory", max(0, match.start() - 200), match.start())
+    """Return the message of a request on one line, up to the next request.
+
+    Messages of MPS and of `cudaMallocAsync` begin before it.
+    """
+    before = max(0, match.start() - 200)
+    start = max(text.rfind(head, before, match.start()) for head in _HEADS)
     start = match.start() if start < 0 else start
     rest = text[start : match.end() + MESSAGE]
     following = REQUEST.search(rest, match.end() - start)

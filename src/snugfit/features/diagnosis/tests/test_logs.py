@@ -37,7 +37,7 @@ def test_each_wording_has_its_kind_and_changes(name: str) -> None:
     text, kind = ERRORS[name]
     found = diagnosed(f"step 10: loss 2.1\n{text}\n")
     assert found.kind == kind, found.summary
-    assert found.line == {"a bare word": 3, "NCCL": 5}.get(name, 2)
+    assert found.line == {"a bare word": 3, "NCCL": 5, "cudaMallocAsync": 4}.get(name, 2)
     assert len(found.changes) == 3
 
 
@@ -50,6 +50,14 @@ def test_figures_of_a_message() -> None:
     figures = (ledger.total_bytes, ledger.process_bytes, ledger.others_bytes, ledger.allocated_bytes)
     assert figures == pytest.approx((31.36 * GIB, 16.63 * GIB, 14.26 * GIB, 15.03 * GIB))
     assert "14.26 GiB" in found.summary
+
+
+def test_figures_of_the_other_allocator() -> None:
+    found = diagnosed(ERRORS["cudaMallocAsync"][0])
+    assert found.ledger is not None
+    sizes = (found.requested_bytes, found.ledger.allocated_bytes, found.ledger.free_bytes)
+    assert sizes == pytest.approx((128 * MIB, 22.22 * GIB, 19.88 * MIB), rel=1e-3)
+    assert (found.device, found.further_errors) == (0, 0)
 
 
 def test_the_process_of_a_container_is_this_one() -> None:
