@@ -62,7 +62,7 @@ WORTHWHILE = 0.01
 """Share of a step's seconds that fewer layers must save to be tried (chosen)."""
 
 
-class Cost(NamedTuple):
+class RecipeCost(NamedTuple):
     """Bytes and seconds of a recipe: exact, or its lower bound scaled like that of the given one."""
 
     needed_bytes: float
@@ -124,11 +124,9 @@ class LighterRecipes:
         self._loop, self._free = loop, free
         self._techniques: dict[Fidelity, list[Technique]] = {}
         self.costs = RecipeCosts(job, gpu)
-        self._allocators = [
-            one.recipe[Slot.ALLOCATOR] for one in self._candidates(Slot.ALLOCATOR, Fidelity.SAME)
-        ]
         self.costs.screen([base])
-        self._evaluate(base)
+        allocators = self._candidates(Slot.ALLOCATOR, Fidelity.SAME) if Slot.ALLOCATOR in free else ()
+        self.costs.judge([base, *(one.recipe for one in allocators if one.recipe != base)])
         self._solved: set[Slot] = set()
         """Slots of which one technique alone fits."""
 
@@ -142,7 +140,7 @@ class LighterRecipes:
         """Yield recipes with one other technique of this fidelity that fit, the fastest of each slot."""
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
-        waiting += self._graded({self._slot(one) for _, (one,) in waiting})
+        waiting += self._grades_that_fit({self._slot(one) for _, (one,) in waiting})
         evaluated = 0
         for _, settings in sorted(waiting, key=lambda one: one[0]):
             slot = self._slot(settings[0])
@@ -166,7 +164,7 @@ class LighterRecipes:
             for one in first:
                 for other in second:
                     cost = self._estimate(one, other)
-                    both = self._joined(one, other)
+                    both = self._with_both(one, other)
                     if cost.needed_bytes <= self.memory_bytes * (1 + SLACK) and self._is_valid(both):
                         estimates[both] = cost.seconds
         waiting = sorted(estimates, key=lambda one: estimates[one])[:PAIRS]
@@ -185,7 +183,7 @@ class LighterRecipes:
                 most[slots] = 0
                 yield self._with_least_grades(recipe)
 
-    def combined(self, fidelity: Fidelity) -> Iterator[Recipe]:
+    def many_at_once(self, fidelity: Fidelity) -> Iterator[Recipe]:
         """Yield a recipe with many techniques that fits, without those that it does not need."""
         recipe = self.base
         smallest: dict[Slot, Technique] = {}
@@ -236,7 +234,7 @@ class LighterRecipes:
             return ()
         return space.candidates
 
-    def _graded(self, slots: Collection[Slot]) -> Iterator[tuple[float, list[Recipe]]]:
+    def _grades_that_fit(self, slots: Collection[Slot]) -> Iterator[tuple[float, list[Recipe]]]:
         """Yield the grades of a technique in each of these slots, if all of them together fit.
 
         The seconds are an estimate for the least that fits, on a line through both ends.
@@ -267,24 +265,39 @@ class LighterRecipes:
 
     # ---- figures -----------------------------------------------------------------------------------------
 
-    def cost(self, recipe: Recipe) -> Cost:
+    def cost(self, recipe: Recipe) -> RecipeCost:
         """Return the exact bytes and seconds of a recipe, or an estimate from its lower bound."""
         if figures := self.costs.figures.get(recipe):
-            return Cost(figures.needed_bytes, figures.seconds)
+            return RecipeCost(figures.needed_bytes, figures.seconds)
         bound, base = self.costs.bounds.get(recipe), self.costs.bounds.get(self.base)
         exact = self.costs.figures.get(self.base)
         if bound is None:
-            return Cost(math.inf, math.inf)
+            return RecipeCost(math.inf, math.inf)
         if base is None or exact is None:
-            return Cost(bound.needed_bytes, bound.seconds)
+            return RecipeCost(bound.needed_bytes, bound.seconds)
         loss = exact.needed_bytes / max(1, base.needed_bytes)
-        return Cost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
+        return RecipeCost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
 
-    def _estimate(self, first: Recipe, second: Recipe) -> Cost:
-        """Return the estimated cost of the changes of both recipes, as if each kept its effect."""
+    def _estimate(self, first: Recipe, second: Recipe) -> RecipeCost:
+        """Return the estimated cost of the changes of both recipes.
+
+        Savings of different tensors add up. Two savings of the same activations multiply. The estimate is the
+        mean of both.
+        """
         base, one, other = self.cost(self.base), self.cost(first), self.cost(second)
-        seconds = one.seconds * other.seconds / max(base.seconds, 1e-12)
-        return Cost(one.needed_bytes + other.needed_bytes - base.needed_bytes, seconds)
+        bounds = self.costs.bounds
+        resting, *changed = (
+            known.resting_bytes if (known := bounds[recipe]) else 0 for recipe in (self.base, first, second)
+        )
+        total = one.needed_bytes + other.needed_bytes - base.needed_bytes
+        activations = base.needed_bytes - resting
+        if activations > 0:
+            share = math.prod(
+                max(0.0, cost.needed_bytes - rest) / activations
+                for cost, rest in zip((one, other), changed, strict=True)
+            )
+            total = (total + sum(changed) - resting + share * activations) / 2
+        return RecipeCost(total, one.seconds * other.seconds / max(base.seconds, 1e-12))
 
     def _bound_bytes(self, recipe: Recipe) -> float:
         bound = self.costs.bounds.get(recipe)
@@ -310,13 +323,8 @@ class LighterRecipes:
         return bool(figures and base and figures.needed_bytes < base.needed_bytes)
 
     def _evaluate(self, recipe: Recipe) -> Figures | None:
-        """Return the exact figures of a recipe; those with other allocators are computed too."""
-        alike = [recipe]
-        if Slot.ALLOCATOR in self._free:
-            alike += [
-                one for one in map(recipe.with_, self._allocators) if one != recipe and self._is_valid(one)
-            ]
-        self.costs.judge(alike)
+        """Return the exact figures of a recipe; None if it cannot be simulated."""
+        self.costs.judge([recipe])
         return self.costs.figures[recipe]
 
     # ---- smaller changes ---------------------------------------------------------------------------------
@@ -332,7 +340,8 @@ class LighterRecipes:
         low_bytes, high_bytes = few.needed_bytes, last.needed_bytes
         a_grade = abs(last.seconds - few.seconds) / len(grades)
         for number in range(GUESSES):
-            if (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
+            no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # for one grade less
+            if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
                 break
             share = (low_bytes - limit) / max(1, low_bytes - high_bytes) if number != 1 else 0.5
             guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
@@ -383,7 +392,7 @@ class LighterRecipes:
         """Return the only slot in which a recipe differs from the given one."""
         return next(iter(self._slots(recipe)))
 
-    def _joined(self, first: Recipe, second: Recipe) -> Recipe:
+    def _with_both(self, first: Recipe, second: Recipe) -> Recipe:
         for slot in self._slots(second):
             first = first.with_(second[slot])
         return first
@@ -392,7 +401,7 @@ class LighterRecipes:
         return technique.slot is Slot.ALLOCATOR
 
 
-def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], Cost]) -> list[Recipe]:
+def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], RecipeCost]) -> list[Recipe]:
     """Return a few recipes of which none is both as fast and as small as another, from fast to small."""
     front: list[Recipe] = []
     for recipe in sorted(recipes, key=cost):

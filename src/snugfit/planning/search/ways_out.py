@@ -8,12 +8,14 @@ A plan searches all recipes, which takes minutes. Ways out change as little as p
 4. The same with techniques of another fidelity, which are listed last.
 
 Each stage ends as soon as enough are found. Lower bounds (`Parts.screen`) exclude most recipes and give the
-order of the rest. Exact figures (`Parts.judge`) decide in that order. An offered recipe is simulated in full
-for the loop of the prediction. Named techniques stay. If nothing fits, the smallest larger GPU is searched.
+order of the rest. Exact figures (`Parts.judge`) decide in that order. For a loop other than the plain one,
+an offered recipe is predicted too. Named techniques stay. If nothing fits, the smallest GPU that does is
+listed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from snugfit.planning.keep import Keep, techniques_named
 from snugfit.planning.search.lighter import LighterRecipes
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import INSTALLED
 from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 
 OFFERED = 3
 """Number of changes that are offered."""
+
+ENOUGH_SECONDS = 20.0
+"""Seconds of search after which those that were found are enough (chosen)."""
 
 LARGER_GPUS = 8
 """Greatest number of larger GPUs on which the step is predicted."""
@@ -76,7 +82,7 @@ def ways_out(
     least = list(Fidelity).index(beyond) + 1 if beyond else 1
     degrees = list(Fidelity)[max(1, least) :]
     for recipe in _by_stage(lighter, degrees, offers, tell):
-        if offer := _offer(prediction, recipe):
+        if offer := _offer(prediction, recipe, lighter):
             offers[recipe] = offer
         if len(offers) == OFFERED:
             break
@@ -91,44 +97,58 @@ def _by_stage(
     offers: dict[Recipe, WayOut],
     tell: Callable[[str], None],
 ) -> Iterator[Recipe]:
-    """Yield recipes that fit, stage by stage. A combination of many techniques is the last resort of each
-    fidelity."""
+    """Yield recipes that fit, stage by stage.
+
+    Once changes are found, many techniques together are skipped. So are pairs of another algorithm.
+    """
+    began = time.monotonic()
     for fidelity in degrees:
-        tell(f"{len(offers)} changes that fit are found; one technique each is tried")
-        yield from lighter.singles(fidelity)
-        if fidelity is Fidelity.LEARNS and offers:
-            return
-        tell(f"{len(offers)} changes that fit are found; pairs of techniques are tried")
-        yield from lighter.pairs(fidelity)
-        if not offers:
-            tell("more techniques together are tried")
-            yield from lighter.combined(fidelity)
+        stages = {
+            "one technique": lighter.singles,
+            "two": lighter.pairs,
+            "as many as needed": lighter.many_at_once,
+        }
+        for what, recipes in stages.items():
+            if offers and time.monotonic() - began > ENOUGH_SECONDS:
+                return
+            if offers and recipes != lighter.singles and (what != "two" or fidelity is Fidelity.LEARNS):
+                continue
+            tell(f"trying {what} more; {len(offers)} found so far")
+            yield from recipes(fidelity)
 
 
-def _offer(prediction: Prediction, recipe: Recipe) -> WayOut | None:
-    """Return the change to this recipe from its full simulation; None if it does not fit after all."""
-    memory = prediction.memory_bytes or 0
-    try:
-        predicted = predict(
-            prediction.job,
-            recipe,
-            gpu=prediction.gpu,
-            memory_bytes=memory,
-            loop=prediction.loop,
-            software=prediction.software,
-        )
-    except SnugfitError:  # this loop, or this software, does not run it
-        return None
-    spare = memory - predicted.needed_bytes
+def _offer(prediction: Prediction, recipe: Recipe, lighter: LighterRecipes) -> WayOut | None:
+    """Return the change to this recipe; None if it does not fit after all.
+
+    The figures of the search are those of the plain loop and the installed packages. For others, the recipe
+    is predicted.
+    """
+    cost = lighter.cost(recipe)
+    needed, seconds = int(cost.needed_bytes), cost.seconds if prediction.timing else None
+    if prediction.loop != "plain" or prediction.software != INSTALLED:
+        try:
+            predicted = predict(
+                prediction.job,
+                recipe,
+                gpu=prediction.gpu,
+                memory_bytes=prediction.memory_bytes,
+                loop=prediction.loop,
+                software=prediction.software,
+            )
+        except SnugfitError:  # this loop, or this software, does not run it
+            return None
+        needed, seconds = predicted.needed_bytes, None
+        if predicted.timing:
+            seconds = predicted.timing.step_seconds
+    spare = (prediction.memory_bytes or 0) - needed
     if spare < 0:
         return None
     before = prediction.timing.step_seconds if prediction.timing else None
-    seconds = predicted.timing.step_seconds if predicted.timing else None
     changed = [one for one, old in zip(recipe, prediction.recipe, strict=True) if one != old]
     return WayOut(
         recipe=str(recipe),
         changes=tuple(map(str, changed)),
-        needed_bytes=predicted.needed_bytes,
+        needed_bytes=needed,
         spare_bytes=spare,
         step_seconds=seconds,
         slowdown=seconds / before - 1 if seconds and before else None,
@@ -149,8 +169,8 @@ def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], 
     one."""
     for recipe in dict.fromkeys((prediction.recipe, smallest)):
         tell(f"looking for the smallest GPU for {recipe}")
-        if found := _smallest_gpu_for(prediction, recipe):
-            return found
+        if larger := _smallest_gpu_for(prediction, recipe):
+            return larger
     return None
 
 
@@ -163,16 +183,16 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
         needed = predict(job, recipe, gpu=prediction.gpu, **how).needed_bytes
     for gpu in [gpu for gpu in _by_memory() if (gpu.memory_bytes or 0) >= needed][:LARGER_GPUS]:
         try:
-            there = predict(job, recipe, gpu=gpu, **how)
+            predicted = predict(job, recipe, gpu=gpu, **how)
         except SnugfitError:  # an older GPU may not run a technique
             continue
-        if there.fits and not there.tight:
+        if predicted.fits and not predicted.tight:
             return LargerGpu(
                 gpu=gpu.key,
                 memory_bytes=gpu.memory_bytes or 0,
                 recipe=str(recipe),
-                needed_bytes=there.needed_bytes,
-                step_seconds=there.timing.step_seconds if there.timing else None,
+                needed_bytes=predicted.needed_bytes,
+                step_seconds=predicted.timing.step_seconds if predicted.timing else None,
             )
     return None
 
