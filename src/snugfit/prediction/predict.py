@@ -112,7 +112,7 @@ def predict(
         footprint=_footprint(shown, peak, host, available),
         anatomy=anatomy(trace, peak, shown.after.reserved, part, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *_about_bytes(shown, setup, available, gpu, profile), *about_seconds),
+        doubts=(*warnings, *_about_bytes(shown, peak, setup, available, gpu, profile), *about_seconds),
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
@@ -124,13 +124,12 @@ def predict(
 
 
 def _about_bytes(
-    shown: ForeseenRank, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
+    shown: ForeseenRank, peak: int, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
 ) -> Iterator[str]:
     """Yield sentences on the assumptions of a simulation, and on its bytes at the peak."""
-    trace = shown.trace
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
-    groups = form_groups(trace, trace.peak().position)
-    yield from trace.doubts
+    groups = form_groups(shown.trace, peak)
+    yield from shown.trace.doubts
     for further in hooks("doubts_on_bytes"):
         yield from further(setup, groups, missing)
     yield from (*shown.doubts, *doubts_about(gpu, profile))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.cli.ways_out import with_ways_out
-from snugfit.errors import UsageError
 from snugfit.features.diagnosis.match import match_trace
 from snugfit.features.diagnosis.result import Diagnosis, Ledger
 from snugfit.units import show_bytes
@@ -30,8 +29,6 @@ def compare(
     from snugfit.deferred_imports import defer_imports
     from snugfit.prediction.predict import predict, rehearse_again
 
-    if request.has_auto:
-        raise UsageError("The recipe of a failed run has no 'auto'. Name the techniques that it used.")
     defer_imports()
     ledger = diagnosis.ledger or Ledger()
     memory = request.memory_bytes or _usable_bytes(ledger)

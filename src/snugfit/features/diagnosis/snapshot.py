@@ -26,6 +26,9 @@ LARGEST = 1 << 60
 SHOWN = 8
 """Lines of code in the table of live tensors."""
 
+_SEGMENTS = {"segment_alloc": -1, "segment_map": -1, "segment_free": 1, "segment_unmap": 1}
+"""Sign with which a later event counts to the reserved bytes of an earlier moment."""
+
 _OF_TORCH = ("/torch/", "torch/nn/", "<eval_with_key>", "??")
 
 
@@ -110,21 +113,22 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
     device, index = failures[-1] if failures else (fullest, -1)
     own = [part for part in segments if part.get("device", 0) == device]
     trace = traces[device] if device < len(traces) else []
-    alive, free_bytes = _alive(own, places), None
+    alive, reserved, free_bytes = _alive(own, places), sizes[device], None
     failure: Mapping[str, Any] = {}
     notes: list[str] = []
     if failures:
         failure = trace[index]
         free_bytes = _size(failure.get("device_free", failure.get("addr", 0)))
         alive = _rewind(alive, trace, index, places)
+        reserved += sum(_SEGMENTS.get(entry["action"], 0) * _size(entry["size"]) for entry in trace[index:])
         if len(trace) > index + 1:
-            notes.append("The snapshot was written after the failure. Its segments are those of its end.")
+            notes.append("The snapshot was written after the failure. The segments are those of its end.")
     if alive and all(block.code == UNKNOWN for block in alive.values()):
         notes.append(
             "The snapshot has no stack frames. Record with "
             "torch.cuda.memory._record_memory_history(max_entries=100000) before the run."
         )
-    allocated, reserved = sum(block.nbytes for block in alive.values()), sizes[device]
+    allocated = sum(block.nbytes for block in alive.values())
     use = _segment_use(own, settings)
     return SnapshotFacts(
         device=device,

@@ -98,7 +98,7 @@ def test_a_failed_request_has_its_kind_and_its_code(size: int, kind: FailureKind
 
 
 def test_tensors_at_the_failure_are_those_of_that_moment() -> None:
-    """After the failure, 20 MiB were allocated, and 30 MiB of another line were freed."""
+    """After the failure, 20 MiB were allocated, 30 MiB of another line freed, and a segment was released."""
     freed, allocated = 2200 * MIB, 2140 * MIB
     found = read(
         snapshot(
@@ -106,9 +106,12 @@ def test_tensors_at_the_failure_are_those_of_that_moment() -> None:
             failed_request(160 * MIB),
             event("free_requested", freed, 30 * MIB),
             event("free_completed", freed, 30 * MIB),
+            event("segment_free", freed, 50 * MIB),
             event("alloc", allocated, 20 * MIB, "mlp"),
         )
     )
+    assert found.ledger is not None
+    assert found.ledger.reserved_bytes == 350 * MIB
     assert {one.code.split()[0]: one.bytes for one in found.live} == {"attention": 70 * MIB, "mlp": 60 * MIB}
 
 
