@@ -97,7 +97,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-OF_FEATURES = re.compile(r"(guide|check|export)\b|.* --(arguments|export|\w*_\w*) ")
+OF_FEATURES = re.compile(r"(guide|check|export|why-oom)\b|.* --(arguments|export|\w*_\w*) ")
 """Commands that the tests of features run."""
 
 

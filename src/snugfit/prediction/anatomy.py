@@ -6,16 +6,22 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from snugfit.job.job import Job
 from snugfit.prediction.exchanges import exchanges
-from snugfit.rehearsal.trace.trace import Block, Trace
+from snugfit.rehearsal.trace.relative import without_layer_numbers
+from snugfit.rehearsal.trace.trace import Block, Forms, TensorForm, Trace
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, ModuleLine, OperatorLine, TensorLine
 from snugfit.techniques.setup import Setup
+from snugfit.units import show_bytes
 
 LARGEST = 12
 """Lines of the table of largest tensors."""
+
+LEAST_SHARE = 0.002
+"""Smallest share of a kind's bytes for which its reason names a dtype."""
 
 POINTS = 240
 """Points of the curve."""
@@ -29,7 +35,7 @@ def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: S
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
-        kinds=tuple(_kinds(alive, setup)),
+        kinds=tuple(_kinds(alive, setup, trace.forms)),
         largest=tuple(_largest(alive)),
         curve=tuple(_curve(trace, reserved)),
         operators=tuple(_operators(trace)),
@@ -46,22 +52,59 @@ def by_kind(trace: Trace, peak: int) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
+class FormGroup(NamedTuple):
+    """Live tensors of one kind, module and form."""
+
+    kind: str
+    module: str
+    """Dotted name, with a wildcard for each layer number."""
+    form: TensorForm
+    nbytes: int
+
+
+def form_groups(trace: Trace, peak: int) -> list[FormGroup]:
+    """Return the weights, gradients and states at event `peak`, as far as their forms are known."""
+    return _form_groups([trace.blocks[index] for index in trace.alive_at(peak)], trace.forms)
+
+
+def _form_groups(alive: Iterable[Block], forms: Forms) -> list[FormGroup]:
+    total: Counter[tuple[str, str, int]] = Counter()
+    for block in alive:
+        total[str(block.kind), without_layer_numbers(block.module), block.nbytes] += block.nbytes
+    return [FormGroup(*key[:2], forms[key], nbytes) for key, nbytes in total.items() if key in forms]
+
+
+def _kinds(alive: Iterable[Block], setup: Setup, forms: Forms) -> Iterable[KindLine]:
     blocks = defaultdict(list)
     for block in alive:
         blocks[block.kind].append(block)
     for kind, members in sorted(blocks.items(), key=lambda item: -sum(b.nbytes for b in item[1])):
         yield KindLine(
-            kind=kind, bytes=sum(block.nbytes for block in members), reason=_reason(kind, members, setup)
+            kind=kind,
+            bytes=sum(block.nbytes for block in members),
+            reason=_reason(kind, members, setup, _dtypes(members, forms)),
         )
 
 
-def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
+def _dtypes(blocks: Sequence[Block], forms: Forms) -> str:
+    """Return the dtypes of these blocks, each with its bytes if there are several; empty if unknown."""
+    sizes: Counter[str] = Counter()
+    for group in _form_groups(blocks, forms):
+        sizes[group.form.dtype] += group.nbytes
+    most = sum(sizes.values()) * LEAST_SHARE
+    large = [(dtype, nbytes) for dtype, nbytes in sizes.most_common() if nbytes >= most]
+    if len(large) == 1:
+        return large[0][0]
+    return ", ".join(f"{dtype} ({show_bytes(nbytes)})" for dtype, nbytes in large)
+
+
+def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> str:
     optimizer = setup.optimizer.factory.path.split(":")[-1]
+    in_dtypes = f"in {dtypes}, " if dtypes else ""
     fixed = {
-        Kind.WEIGHTS: f"parameters and buffers, in {exchanges().weights_dtype(setup)}",
-        Kind.GRADIENTS: "from the first backward pass until the optimizer has used them",
-        Kind.OPTIMIZER_STATES: f"kept by {optimizer} from step to step",
+        Kind.WEIGHTS: f"parameters and buffers, in {dtypes or exchanges().weights_dtype(setup)}",
+        Kind.GRADIENTS: f"{in_dtypes}from the first backward pass until the optimizer has used them",
+        Kind.OPTIMIZER_STATES: f"{in_dtypes}kept by {optimizer} from step to step",
         Kind.ACTIVATIONS: "saved in the forward pass for the backward pass"
         + (", or recomputed from checkpoints" if setup.checkpoint else ""),
         Kind.CACHES: f"copies of weights that autocast cast to {setup.autocast} once",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from snugfit.errors import GpuError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
-from snugfit.prediction.anatomy import anatomy, by_kind
+from snugfit.prediction.anatomy import anatomy, by_kind, form_groups
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.exchanges import DifferingRanks, ForeseenRank, exchanges
 from snugfit.prediction.headroom import headroom_of
@@ -112,7 +112,7 @@ def predict(
         footprint=_footprint(shown, peak, host, available),
         anatomy=anatomy(trace, peak, shown.after.reserved, part, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *trace.doubts, *shown.doubts, *doubts_about(gpu, profile), *about_seconds),
+        doubts=(*warnings, *_about_bytes(shown, peak, setup, available, gpu, profile), *about_seconds),
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
@@ -121,6 +121,18 @@ def predict(
         rank=shown.rank,
         ranks=differing.predictions() if differing else (),
     )
+
+
+def _about_bytes(
+    shown: ForeseenRank, peak: int, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
+) -> Iterator[str]:
+    """Yield sentences on the assumptions of a simulation, and on its bytes at the peak."""
+    missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
+    groups = form_groups(shown.trace, peak)
+    yield from shown.trace.doubts
+    for further in hooks("doubts_on_bytes"):
+        yield from further(setup, groups, missing)
+    yield from (*shown.doubts, *doubts_about(gpu, profile))
 
 
 def _foresee_rank(

@@ -199,6 +199,14 @@ class Feature:
         """Return owner and attribute of each tensor that belongs to a weight, in the order of moves."""
         return ()
 
+    def packed_dtype(self, tensor: Any) -> str:
+        """Return the name of the numbers that a tensor packs, such as `nf4`; empty for another tensor."""
+        return ""
+
+    def doubts_on_bytes(self, setup: Setup, groups: Sequence[Any], missing: int) -> Sequence[str]:
+        """Return sentences on the `FormGroup`s at the peak; `missing` bytes do not fit."""
+        return ()
+
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return whether a step of few layers shows what each further layer adds."""
         return True

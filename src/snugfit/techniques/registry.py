@@ -48,6 +48,12 @@ def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
     return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
 
 
+def stored_dtype(tensor: Any) -> str:
+    """Return the name of a tensor's numbers: that of a feature for packed ones, else torch's."""
+    packed = (name for packed_dtype in hooks("packed_dtype") if (name := packed_dtype(tensor)))
+    return next(packed, str(tensor.dtype).removeprefix("torch."))
+
+
 def technique_modules() -> tuple[tuple[Slot, str], ...]:
     """Return slot and module of each technique of a feature."""
     return tuple(

@@ -3,8 +3,8 @@
 bitsandbytes stores each linear layer's weight as 4-bit numbers of NF4, two to a byte, with one scale for 64
 of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a weight in all, else 0.5625. Each
 product, forward and backward, dequantizes the whole weight into the dtype of the computation. That temporary
-is as large as the largest layer. Small batches use a kernel without a temporary. Embeddings, normalisations
-and the head are not quantized.
+is as large as the largest layer. Small batches use a kernel without a temporary. Embeddings,
+normalisations, the head and fused experts (`experts.py`) are not quantized.
 
 With `bits=8` weights are integers with one scale for a row (LLM.int8(), arXiv 2208.07339): 1 byte a weight.
 

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Buffer, Scratch
-from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Memory
+from snugfit.rehearsal.trace.relative import without_layer_numbers
+from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Memory, TensorForm
 from snugfit.results.footprint import Kind
+from snugfit.techniques.registry import stored_dtype
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -54,6 +56,8 @@ class Allocations:
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
+        self.forms: dict[tuple[str, str, int], TensorForm] = {}
+        """Element type and dimensions of claimed tensors."""
 
     def add_outputs(self, operator: str, out: Any) -> None:
         """Allocate the new storages among an operator's outputs."""
@@ -211,6 +215,9 @@ class Allocations:
             # Fields 2 and 5 of `Block` are module and kind.
             block = self._blocks[index]
             block[2], block[5] = module or block[2], kind
+            key = (str(kind), without_layer_numbers(block[2]), block[0])
+            if key not in self.forms:
+                self.forms[key] = TensorForm(stored_dtype(tensor), tensor.dim())
 
     def blocks(self, phases: Sequence[Mark]) -> tuple[Block, ...]:
         """Return all blocks, with the kinds that depend on the whole run.

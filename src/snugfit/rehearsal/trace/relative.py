@@ -15,13 +15,14 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from snugfit.rehearsal.trace.trace import (
     DEFAULT_STREAM,
     GRAPH_STREAM,
     Block,
+    Forms,
     Kernel,
     Mark,
     MarkKind,
@@ -121,6 +122,8 @@ class RelativeTrace:
     """Sentences on the assumptions of the simulation."""
     groups: int = 0
     """Number of process groups, as in the trace."""
+    forms: Forms = field(default_factory=dict, compare=False, repr=False)
+    """Element type and dimensions of weights, gradients and states."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
@@ -129,7 +132,7 @@ class RelativeTrace:
         `marks` are all marks of its recording. Without them, kernels, waits and ends of steps are left out.
         """
         moves = tuple(_moves(trace, marks or trace.marks))
-        return cls(moves, trace.attention, trace.doubts, trace.groups)
+        return cls(moves, trace.attention, trace.doubts, trace.groups, trace.forms)
 
     def trace(self) -> Trace:
         """Return the trace with these moves. Raise `LookupError` if a move frees a block that is not live."""
@@ -354,6 +357,7 @@ class TraceWriter:
             launched=tuple(last.launched) if last.awaited else (),
             groups=relative.groups,
             periods=tuple(self._periods),
+            forms=relative.forms,
         )
 
     def _counts(self) -> _TraceSize:

@@ -146,6 +146,18 @@ class Block(NamedTuple):
     """A `Kind`, decided at the end of the run."""
 
 
+class TensorForm(NamedTuple):
+    """Element type and number of dimensions of a tensor."""
+
+    dtype: str
+    """Name of torch's dtype, or of packed numbers, such as `nf4`."""
+    dims: int
+
+
+Forms = Mapping[tuple[str, str, int], TensorForm]
+"""Forms of tensors by kind, module without layer numbers, and bytes."""
+
+
 DEFAULT_STREAM, GRAPH_STREAM = 0, -1
 """Numbers of the computing stream and of the stream on which CUDA graphs are recorded.
 
@@ -327,6 +339,8 @@ class Trace:
 
     Only a rank of several has them.
     """
+    forms: Forms = field(default_factory=dict, compare=False, repr=False)
+    """Element type and dimensions of weights, gradients and states."""
     periods: tuple[Period, ...] = field(default=(), compare=False, repr=False)
     """Parts that are known to repeat, in order. A nested part comes before the part that contains it."""
 

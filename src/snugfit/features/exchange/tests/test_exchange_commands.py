@@ -92,7 +92,8 @@ def test_plans_for_many_gpus_start_from_it_too(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    "command", [one for one in commands() if OF_FEATURES.match(one) and not one.startswith("guide")]
+    "command",
+    [one for one in commands() if OF_FEATURES.match(one) and not one.startswith(("guide", "why-oom"))],
 )
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,1 @@
+"""The command `why-oom`: reasons for a run without enough memory."""

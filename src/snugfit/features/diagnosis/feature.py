@@ -1,0 +1,24 @@
+"""Diagnosis of a run that ended because memory was short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from snugfit.techniques.feature import Feature
+
+
+class DiagnosisFeature(Feature):
+    """Add the command `why-oom`."""
+
+    def commands(self) -> Sequence[Callable[..., Any]]:
+        """Return the function of `snugfit why-oom`."""
+        from snugfit.features.diagnosis.command import why_oom
+
+        return (why_oom,)
+
+    def documents(self) -> Mapping[str, type]:
+        """Return the document of `snugfit why-oom`."""
+        from snugfit.features.diagnosis.result import Diagnosis
+
+        return {"why-oom --json": Diagnosis}

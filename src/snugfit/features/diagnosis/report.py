@@ -1,0 +1,148 @@
+"""A diagnosis in a terminal: the reason, the memory of that moment, the request, and changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from snugfit.features.diagnosis.match import show_request
+from snugfit.features.diagnosis.result import (
+    Diagnosis,
+    FailureKind,
+    Ledger,
+    RequestedTensor,
+    SegmentUse,
+    SuggestedChange,
+)
+from snugfit.report.text.table import PlainTable, table
+from snugfit.report.text.terminal import words
+from snugfit.units import show_bytes
+
+_TITLES = {
+    FailureKind.SHORTAGE: "Shortage of GPU memory.",
+    FailureKind.FRAGMENTATION: "Fragmentation.",
+    FailureKind.OUTSIDE: "Memory outside of PyTorch.",
+    FailureKind.LIBRARY: "A library without GPU memory.",
+    FailureKind.HOST: "Memory of the host.",
+    FailureKind.SHARED_MEMORY: "Shared memory of the host.",
+    FailureKind.UNCLEAR: "GPU memory, reason unclear.",
+    FailureKind.NO_FAILURE: "No failure.",
+}
+
+
+def render(diagnosis: Diagnosis, ways_out: Sequence[str] = ()) -> RenderableType:
+    """Return the whole report of one diagnosis, about one screen.
+
+    `ways_out` are sentences on changes with which the predicted step fits.
+    """
+    parts: list[RenderableType] = [
+        words(_TITLES[diagnosis.kind], "bold").append(" ").append(words(diagnosis.summary, "not bold"))
+    ]
+    parts += [words(sentence) for sentence in _about_place(diagnosis)]
+    if diagnosis.ledger is not None:
+        parts.append(_ledger_table(diagnosis.ledger))
+    parts += _about_request(diagnosis)
+    if diagnosis.segments is not None:
+        parts.append(words(_about_segments(diagnosis.segments)))
+    if diagnosis.live:
+        rows = [(one.code, f"{one.count:,}", show_bytes(one.bytes)) for one in diagnosis.live]
+        parts.append(table(("Largest live tensors, by line of code", "Tensors>", "Size>"), rows))
+    parts += _changes(diagnosis.changes, ways_out)
+    parts += [words(f"Note: {note}", "yellow") for note in diagnosis.notes]
+    return Group(*parts)
+
+
+def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield a line on the place of the error, and one on the code."""
+    where = [f"line {diagnosis.line:,}"] if diagnosis.line is not None else []
+    where += [f"rank {diagnosis.rank}"] if diagnosis.rank is not None else []
+    where += [f"GPU {diagnosis.device}"] if diagnosis.device is not None else []
+    source = "log" if diagnosis.source == "text" else "snapshot"
+    more = f"; {diagnosis.further_errors:,} further in this {source}" if diagnosis.further_errors else ""
+    yield f"Place: {', '.join(where)}{more}."
+    if diagnosis.traceback:
+        phase = f"{diagnosis.phase}, " if diagnosis.phase else ""
+        yield f"Code: {phase}{diagnosis.traceback}"
+
+
+def _ledger_table(ledger: Ledger) -> PlainTable:
+    """Return the figures of a ledger that are known."""
+    outside = ledger.outside_bytes
+    own = None
+    if ledger.process_bytes is not None and ledger.reserved_bytes is not None:
+        own = max(0, ledger.process_bytes - ledger.reserved_bytes)
+    rest = outside if own is None and ledger.others_bytes is None else None
+    lines = (
+        ("GPU in total", ledger.total_bytes, "without the driver's reserve"),
+        ("free", ledger.free_bytes, "for any process"),
+        ("allowed", ledger.allowed_bytes, "limit of this process"),
+        ("this process", ledger.process_bytes, "PyTorch, CUDA context, libraries"),
+        ("  live tensors", ledger.allocated_bytes, "allocated by PyTorch"),
+        ("  reserved only", ledger.unallocated_bytes, "reserved by PyTorch, not allocated"),
+        ("  outside PyTorch", own, "CUDA context and libraries"),
+        ("other processes", ledger.others_bytes, ""),
+        ("outside PyTorch", rest, "CUDA context, libraries, other processes"),
+    )
+    rows = [(name, show_bytes(size), note) for name, size, note in lines if size is not None]
+    return table(("Memory at that moment", "Size>", "Contents"), rows)
+
+
+def _about_request(diagnosis: Diagnosis) -> list[RenderableType]:
+    """Return the request in words, and a table of the tensors that it may have been for."""
+    if diagnosis.requested_bytes is None or diagnosis.kind is FailureKind.HOST:
+        return []
+    parts: list[RenderableType] = [
+        words(show_request(diagnosis.requested_bytes, from_text=diagnosis.source == "text"))
+    ]
+    candidates = diagnosis.candidates
+    if candidates and candidates[0].guess:
+        parts.append(
+            words("Guesses from the size alone (--for MODEL or --arguments FILE searches a predicted step):")
+        )
+        parts += [words(f"- {one.module}: {one.shapes}") for one in candidates]
+    elif candidates:
+        parts.append(_candidates_table(candidates))
+    return parts
+
+
+def _candidates_table(candidates: Sequence[RequestedTensor]) -> PlainTable:
+    rows = [
+        (
+            one.module or "(the loop)",
+            one.operator,
+            one.phase,
+            one.kind,
+            one.shapes,
+            f"{one.count:,}",
+            show_bytes(one.bytes),
+            "" if one.live_bytes is None else show_bytes(one.live_bytes),
+        )
+        for one in candidates
+    ]
+    heads = (
+        "Tensors of this size in the predicted step", "Operator", "Phase", "Kind", "Inputs", "Tensors>",
+        "Size>", "Live before>",
+    )  # fmt: skip
+    return table(heads, rows)
+
+
+def _about_segments(use: SegmentUse) -> str:
+    return (
+        f"{use.segments:,} segments, {use.partly_used:,} of them partly used. "
+        f"{show_bytes(use.unallocated_bytes)} are unallocated, the largest piece "
+        f"{show_bytes(use.largest_free_bytes)}. Segments "
+        f"{'grow in place' if use.expandable else 'do not grow (no expandable_segments)'}."
+    )
+
+
+def _changes(changes: Sequence[SuggestedChange], ways_out: Sequence[str]) -> list[RenderableType]:
+    """Return the changes with which the predicted step fits, or else general ones."""
+    if ways_out:
+        return [Text(), *(words(sentence) for sentence in ways_out)]
+    if not changes:
+        return []
+    lines = [Text(), words("General changes, not checked for this run:", "bold")]
+    lines += [words(f"{number}. {one.change}: {one.effect}.") for number, one in enumerate(changes, 1)]
+    return list(lines)

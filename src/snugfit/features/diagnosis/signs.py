@@ -1,0 +1,173 @@
+"""Signs of an out-of-memory failure in the text of a log.
+
+Wordings are those of torch 1.8 to 2.15 for CUDA, HIP and XPU, of the libraries, of Linux and of SLURM. Each
+pattern matches in linear time, because a log may have millions of characters.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from snugfit.features.diagnosis.result import FailureKind
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A wording, and its meaning."""
+
+    words: tuple[str, ...]
+    """Parts of which one is in each such line. They are found much faster than the pattern."""
+    pattern: re.Pattern[str]
+    kind: FailureKind
+    summary: str
+    """Sentences for the report. `{0}` is the text that the pattern found."""
+    certain: bool = True
+    """False for wordings that other failures have too. They count where no certain one was found."""
+
+
+def _sign(
+    words: tuple[str, ...], pattern: str, kind: FailureKind, summary: str, *, certain: bool = True
+) -> Sign:
+    return Sign(words, re.compile(pattern, re.MULTILINE), kind, summary, certain)
+
+
+REQUEST = re.compile(
+    r"(?:[Tt]ried\s+to\s+allocate\s+|Requested {10,}: )(?P<size>[\d.]{1,20}\s?(?:bytes|[KMGT]?i?B))"
+)
+"""The failed request in a message of PyTorch's allocators: its own, and `cudaMallocAsync`."""
+
+CPU_REQUEST = re.compile(r"you tried to allocate (\d+) bytes")
+KILLED_BYTES = re.compile(r"anon-rss:(\d+)kB")
+
+SIGNS = (
+    _sign(
+        ("out of memory", "exceed allowed memory"),
+        r"(?:CUDA|HIP|XPU|MPS backend) out of memory|would exceed allowed memory",
+        FailureKind.UNCLEAR,
+        "PyTorch's allocator found no memory for a tensor, and the text has no figures.",
+    ),
+    _sign(
+        ("Triton Error",),
+        r"Triton Error \[(?:CUDA|HIP)\]: out of memory",
+        FailureKind.LIBRARY,
+        "Triton loaded a kernel, and the driver had no GPU memory left for it.",
+    ),
+    _sign(
+        ("Cuda failure", "ncclCuMem"),
+        r"Cuda failure (?:2 )?'out of memory'|ncclCuMem\w+[^\n]{0,80}out of memory",
+        FailureKind.LIBRARY,
+        "NCCL found no GPU memory for its buffers. It allocates outside of PyTorch's allocator.",
+    ),
+    _sign(
+        ("ALLOC_FAILED", "MEMORY_ERROR", "memory_error"),
+        r"(?:CU|HIP|ROC)(?:BLAS|SOLVER|SPARSE|FFT)_(?:STATUS_)?(?:ALLOC_FAILED|MEMORY_ERROR)"
+        r"|(?:cu|roc)(?:blas|solver|fft)_status_memory_error",
+        FailureKind.LIBRARY,
+        "{0}: the library found no GPU memory for its handle or workspace, outside of PyTorch's allocator.",
+    ),
+    _sign(
+        ("CUDNN_STATUS", "miopenStatus"),
+        r"CUDNN_STATUS_(?:ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|miopenStatusAllocFailed",
+        FailureKind.LIBRARY,
+        "{0}: cuDNN or MIOpen found no GPU memory outside of PyTorch's allocator.",
+    ),
+    _sign(
+        ("out of memory", "OUT_OF_MEMORY", "MemoryAllocation", "ErrorOutOfMemory"),
+        r"(?:CUDA|HIP)(?: driver| runtime)? error:? out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+        r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA error 2: out of memory",
+        FailureKind.LIBRARY,
+        "The driver had no GPU memory left for a call outside of PyTorch's allocator. Such calls make "
+        "contexts, graphs, page-locked host memory, or pages of expandable segments.",
+    ),
+    _sign(
+        ("DefaultCPUAllocator",),
+        r"DefaultCPUAllocator:[^\n]{0,40}(?:can't allocate|not enough) memory",
+        FailureKind.HOST,
+        "The host had no memory left for a tensor.",
+    ),
+    _sign(
+        ("ut of memory: Kill",),
+        r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+",
+        FailureKind.HOST,
+        "Linux killed the process, because the memory of the host, or the limit of its container, was used "
+        "up ({0}).",
+    ),
+    _sign(
+        ("oom", "OOM", "Out Of Memory"),
+        r"oom[-_]kill event|oom-kill:constraint=\w+|\bOOM Killed\b|\bOOMKilled\b|task \d+: Out Of Memory",
+        FailureKind.HOST,
+        "The memory that the job had requested from the host was used up, so a process was killed ({0}).",
+    ),
+    _sign(
+        ("DataLoader worker", "bus error", "(shm)", "/dev/shm", "torch_"),
+        r"DataLoader worker \(pid[^)]{0,200}\) is killed by signal: Bus error"
+        r"|Unexpected bus error encountered in worker|insufficient shared memory \(shm\)"
+        r"|(?:write|allocate|resize|open)[^\n]{0,80}(?:/dev/shm|</?torch_)[^\n]{0,160}"
+        r"(?:No space left|Cannot allocate)",
+        FailureKind.SHARED_MEMORY,
+        "The host's shared memory (/dev/shm) was used up. Loader workers pass batches through it.",
+    ),
+    _sign(
+        ("DataLoader worker",),
+        r"DataLoader worker \(pid[^)]{0,200}\) is killed by signal: (?:Killed|Aborted)",
+        FailureKind.HOST,
+        "A loader worker was killed, as Linux does when the memory of the host is used up.",
+    ),
+    _sign(
+        ("Unable to allocate", "MemoryError", "Cannot allocate memory", "bad_alloc"),
+        r"Unable to allocate [\d.]+ [KMGT]iB for an array|^MemoryError\b"
+        r"|(?:\[Errno 12\]|mmap|fork|std::bad_alloc)[^\n]{0,200}Cannot allocate memory|std::bad_alloc",
+        FailureKind.HOST,
+        "The host had no memory left ({0}).",
+    ),
+    _sign(
+        ("-9", "SIGKILL", "137"),
+        r"exit ?code[ \t]{0,8}[:=]?[ \t]{0,8}\(?-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL"
+        r"|(?:exit(?:ed)?|status|code|returned)[^\n\d-]{0,30}\b137\b|non-zero exit status -9\b",
+        FailureKind.HOST,
+        "A process was killed with signal 9 ({0}). Linux does so when the memory of the host is used up, and "
+        "a scheduler or a person can do so too.",
+        certain=False,
+    ),
+    _sign(
+        ("Killed",),
+        r"^(?:\S{1,200}: line \d+: *\d+ |[ \t]{0,20}\d+ |\[\d+\] *\+? {0,9}\d* ?)?Killed\b",
+        FailureKind.HOST,
+        "A process was killed. Linux does so when the memory of the host is used up, and a scheduler or a "
+        "person can do so too.",
+        certain=False,
+    ),
+    _sign(
+        ("DataLoader worker",),
+        r"DataLoader worker \(pid[^)]{0,200}\) exited unexpectedly",
+        FailureKind.HOST,
+        "A loader worker ended without a message, often because the memory of the host was used up.",
+        certain=False,
+    ),
+    _sign(
+        ("NOT_INITIALIZED", "find a valid cuDNN", "find an engine"),
+        r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED"
+        r"|Unable to find a valid cuDNN algorithm|unable to find an engine to execute this computation",
+        FailureKind.LIBRARY,
+        "{0}: a full GPU is a frequent cause, because the library allocates outside of PyTorch's allocator.",
+        certain=False,
+    ),
+    _sign(
+        ("unhandled", "ncclUnhandled"),
+        r"unhandled (?:cuda|system) error|ncclUnhandledCudaError",
+        FailureKind.LIBRARY,
+        "NCCL failed in a call to CUDA. A full GPU is one cause; NCCL_DEBUG=INFO gives the reason.",
+        certain=False,
+    ),
+)
+"""All signs. In a log the first certain one counts."""
+
+FOREIGN = re.compile(
+    r"RESOURCE_EXHAUSTED|XlaRuntimeError|JaxRuntimeError|ResourceExhaustedError"
+    r"|OOM when allocating tensor with shape"
+)
+"""Wordings of JAX and TensorFlow."""
+
+KERNEL_LIMIT = re.compile(r"out of resources?: (?:shared memory|registers)")
+"""Triton's wording for a kernel that needs more of a multiprocessor than the GPU has."""

@@ -1,0 +1,251 @@
+"""Reading of a memory snapshot (`torch.cuda.memory._dump_snapshot`): live tensors and the use of segments.
+
+At an out-of-memory event of the trace, the live tensors are those of that moment. Otherwise they are those at
+the end of the snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from snugfit.errors import UsageError
+from snugfit.features.diagnosis.plain_pickle import read_plain_pickle
+from snugfit.features.diagnosis.result import Ledger, LiveTensors, SegmentUse
+
+MOST_ENTRIES = 5_000_000
+"""Blocks and events of the largest snapshot that is read. Shared references can make a small file endless."""
+
+MOST_FRAMES = 200
+"""Frames of a stack that are searched for code outside of PyTorch."""
+
+LARGEST = 1 << 60
+"""Bound of sizes in bytes."""
+
+SHOWN = 8
+"""Lines of code in the table of live tensors."""
+
+_SEGMENTS = {"segment_alloc": -1, "segment_map": -1, "segment_free": 1, "segment_unmap": 1}
+"""Sign with which a later event counts to the reserved bytes of an earlier moment."""
+
+_OF_TORCH = ("/torch/", "torch/nn/", "<eval_with_key>", "??")
+
+
+class LiveBlock(NamedTuple):
+    """A live block of the allocator."""
+
+    nbytes: int
+    code: str
+
+
+class SnapshotFacts(NamedTuple):
+    """The facts of one GPU in a snapshot."""
+
+    device: int
+    ledger: Ledger
+    segments: SegmentUse
+    live: tuple[LiveTensors, ...]
+    requested: int | None
+    """Bytes of the last failed request; None without one."""
+    failures: int
+    traceback: str
+    """The line of code of the failed request."""
+    notes: tuple[str, ...]
+
+
+def read_snapshot(content: bytes, where: str) -> SnapshotFacts:
+    """Return the facts of the GPU that failed, or else of the fullest. Raises `UsageError`."""
+    document = read_plain_pickle(content, where)
+    segments, traces = _parts(document, where)
+    try:
+        return _facts(segments, traces, document.get("allocator_settings"))
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError):
+        raise UsageError(
+            f"{where}: this snapshot has another form than torch 2.1 to 2.15 write. Write it with "
+            "torch.cuda.memory._dump_snapshot."
+        ) from None
+
+
+def _parts(document: Any, where: str) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the segments and the traces. Raises `UsageError` for another pickle, and for too many parts."""
+    segments = document if isinstance(document, list) else None
+    traces: Any = []
+    if isinstance(document, dict):
+        segments, traces = document.get("segments"), document.get("device_traces") or []
+    if isinstance(document, list) or not isinstance(segments, list) or not isinstance(traces, list):
+        raise UsageError(
+            f"{where}: this pickle is not a memory snapshot: it has no list of segments. Write one with "
+            "torch.cuda.memory._dump_snapshot."
+        )
+    entries = len(segments)
+    for part in segments:
+        entries += (
+            len(part["blocks"]) if isinstance(part, dict) and isinstance(part.get("blocks"), list) else 0
+        )
+        _refuse_many(entries, where)
+    for trace in traces:
+        entries += len(trace) if isinstance(trace, list) else 0
+        _refuse_many(entries, where)
+    return segments, traces
+
+
+def _refuse_many(entries: int, where: str) -> None:
+    if entries > MOST_ENTRIES:
+        raise UsageError(
+            f"{where}: this snapshot has more than {MOST_ENTRIES:,} blocks and events. Record fewer: "
+            "torch.cuda.memory._record_memory_history(max_entries=100000)."
+        )
+
+
+def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> SnapshotFacts:
+    failures = [
+        (device, index)
+        for device, trace in enumerate(traces)
+        for index, entry in enumerate(trace)
+        if entry["action"] == "oom"
+    ]
+    places = _Places()
+    sizes: Counter[int] = Counter()
+    for part in segments:
+        sizes[_size(part.get("device", 0))] += _size(part["total_size"])
+    fullest = sizes.most_common(1)[0][0] if sizes else 0
+    device, index = failures[-1] if failures else (fullest, -1)
+    own = [part for part in segments if part.get("device", 0) == device]
+    trace = traces[device] if device < len(traces) else []
+    alive, reserved, free_bytes = _alive(own, places), sizes[device], None
+    failure: Mapping[str, Any] = {}
+    notes: list[str] = []
+    if failures:
+        failure = trace[index]
+        free_bytes = _size(failure.get("device_free", failure.get("addr", 0)))
+        alive = _rewind(alive, trace, index, places)
+        reserved += sum(_SEGMENTS.get(entry["action"], 0) * _size(entry["size"]) for entry in trace[index:])
+        if len(trace) > index + 1:
+            notes.append("The snapshot was written after the failure. The segments are those of its end.")
+    if alive and all(block.code == UNKNOWN for block in alive.values()):
+        notes.append(
+            "The snapshot has no stack frames. Record with "
+            "torch.cuda.memory._record_memory_history(max_entries=100000) before the run."
+        )
+    allocated = sum(block.nbytes for block in alive.values())
+    use = _segment_use(own, settings)
+    return SnapshotFacts(
+        device=device,
+        ledger=Ledger(
+            allocated_bytes=allocated, unallocated_bytes=max(0, reserved - allocated), free_bytes=free_bytes
+        ),
+        segments=use,
+        live=tuple(_by_place(alive.values())),
+        requested=_size(failure["size"]) if failures else None,
+        failures=len(failures),
+        traceback=places.of(failure.get("frames")) if failures else "",
+        notes=tuple(notes),
+    )
+
+
+def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
+    """Return the live blocks at the end by address. Waiting for another stream counts as live."""
+    return {
+        address: LiveBlock(_size(block.get("requested_size") or block["size"]), places.of(_frames_of(block)))
+        for part in segments
+        for address, block in _blocks(part)
+        if block["state"].startswith("active")
+    }
+
+
+def _blocks(segment: Any) -> Iterator[tuple[int, Any]]:
+    """Yield address and block of a segment. Early versions write no addresses of blocks."""
+    address = segment["address"]
+    for block in segment["blocks"]:
+        yield block.get("address", address), block
+        address += _size(block["size"])
+
+
+def _frames_of(block: Any) -> Any:
+    """Return the frames of a block; torch 2.0 wrote them in its history."""
+    history = block.get("history") or ()
+    return block.get("frames") or (history[0].get("frames") if history else ())
+
+
+def _rewind(
+    alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _Places
+) -> dict[int, LiveBlock]:
+    """Return the live blocks before event `index` of the trace, from those at its end."""
+    sources = (
+        {entry["addr"]: entry for entry in trace[:index] if entry["action"] == "alloc"}
+        if len(trace) > index + 1
+        else {}
+    )
+    alive = dict(alive)
+    for entry in reversed(trace[index + 1 :]):
+        address = entry.get("addr", 0)
+        if entry["action"] == "alloc":
+            alive.pop(address, None)
+        elif entry["action"] == "free_completed":
+            frames = sources.get(address, {}).get("frames")
+            alive[address] = LiveBlock(_size(entry["size"]), places.of(frames))
+    return alive
+
+
+UNKNOWN = "(no stack frames)"
+
+
+class _Places(dict[int, str]):
+    """Lines of code by the identity of their frames, which blocks and events share."""
+
+    def of(self, frames: Any) -> str:
+        """Return function, file and line of the innermost frame outside of PyTorch."""
+        if not isinstance(frames, list | tuple) or not frames:
+            return UNKNOWN
+        if id(frames) not in self:
+            self[id(frames)] = _place(frames[:MOST_FRAMES])
+        return self[id(frames)]
+
+
+def _place(frames: Sequence[Any]) -> str:
+    named = [
+        (frame["name"], frame["filename"].replace("\\", "/"), frame.get("line"))
+        for frame in frames
+        if isinstance(frame, dict) and isinstance(frame.get("name"), str) and frame["name"]
+        if isinstance(frame.get("filename"), str)
+    ]
+    if not named:
+        return UNKNOWN
+    python = [frame for frame in named if frame[1].endswith(".py")] or named
+    own = [frame for frame in python if not any(part in frame[1] for part in _OF_TORCH)]
+    name, file, line = (own or python)[0]
+    number = f":{line}" if type(line) is int and 0 < line < LARGEST else ""
+    return f"{name[:80]} ({file[-4000:].rpartition('/')[2][:80]}{number})"
+
+
+def _size(value: Any) -> int:
+    """Return a number of bytes. Raises `TypeError` for any other value."""
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise TypeError("not a number of bytes")
+    return value
+
+
+def _by_place(blocks: Any) -> Iterator[LiveTensors]:
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        sizes[block.code] += block.nbytes
+        counts[block.code] += 1
+    for code, nbytes in sizes.most_common(SHOWN):
+        yield LiveTensors(code=code, bytes=nbytes, count=counts[code])
+
+
+def _segment_use(segments: Sequence[Any], settings: Any) -> SegmentUse:
+    free = [
+        [_size(block["size"]) for _, block in _blocks(part) if block["state"] == "inactive"]
+        for part in segments
+    ]
+    grows = isinstance(settings, dict) and bool(settings.get("expandable_segments"))
+    return SegmentUse(
+        segments=len(segments),
+        partly_used=sum(bool(one) and sum(one) < p["total_size"] for one, p in zip(free, segments)),
+        unallocated_bytes=sum(map(sum, free)),
+        largest_free_bytes=max((size for one in free for size in one), default=0),
+        expandable=grows or any(bool(part.get("is_expandable")) for part in segments),
+    )

@@ -1,0 +1,303 @@
+"""Reading of a log: the error that ended the run, and the figures in its message."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from snugfit.errors import UsageError
+from snugfit.features.diagnosis.result import FailureKind, Ledger
+from snugfit.features.diagnosis.signs import (
+    CPU_REQUEST,
+    FOREIGN,
+    KERNEL_LIMIT,
+    KILLED_BYTES,
+    REQUEST,
+    SIGNS,
+    Sign,
+)
+from snugfit.units import KIB, show_bytes
+
+MESSAGE = 1600
+"""Characters of the longest message of the allocator, with its advice."""
+
+TRACEBACK_LINES = 400
+"""Lines before an error that are read as its traceback."""
+
+AMOUNT = r"([\d.]{1,20} ?(?:bytes|[KMGT]?i?B))"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_PREFIX = re.compile(
+    r"^(?:\[?(?:rank|default|worker)[ =_]?(\d+)\]?[:\s]|\[1,(\d+)\]<std\w+>:|(\d{1,4}): (?=\S)"
+    r"|\([^()\n]{0,60}\brank[ =](\d+)[^()\n]{0,60}\))[ ]?",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+), in (\S+)\s*$')
+_HEADS = ("MPS backend out of memory", "Allocation on device")
+_FIELDS = {
+    "total_bytes": rf"{AMOUNT} total capacity|total capac\w+ of {AMOUNT}|max allowed: {AMOUNT}"
+    rf"|Device limit : {AMOUNT}",
+    "free_bytes": rf"{AMOUNT} free[;,)]|of which {AMOUNT} is free|Free \(according to CUDA\): {AMOUNT}",
+    "allocated_bytes": rf"{AMOUNT} already allocated|memory {AMOUNT} is allocated by PyTorch"
+    rf"|MPS allocated: {AMOUNT}|Currently allocated : {AMOUNT}",
+    "unallocated_bytes": rf"{AMOUNT} is reserved by PyTorch but unallocated",
+    "graphs_bytes": rf"with {AMOUNT} allocated in private pools",
+    "process_bytes": rf"this process has {AMOUNT} memory in use",
+    "allowed_bytes": rf"{AMOUNT} allowed;",
+    "others_bytes": rf"other allocations: {AMOUNT}",
+}
+_RESERVED = re.compile(rf"{AMOUNT} (?:reserved in total|cached\))")
+_PROCESS = re.compile(rf"Process \d+ has {AMOUNT} memory in use")
+_DEVICE = re.compile(r"(?:GPU|on device) (\d+)[; ]")
+
+RENAMED_PROCESS = (
+    "The log names no process as this one, as in containers. "
+    "The process with at least PyTorch's reserved memory was taken."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedError:
+    """One error of a log."""
+
+    sign: Sign
+    wording: str
+    """The text that the sign's pattern matches."""
+    line: int
+    rank: int | None
+    requested: tuple[int, int] | None = None
+    """The least and the largest size of the request that the rounded figure can mean."""
+    ledger: Ledger | None = None
+    device: int | None = None
+    traceback: str = ""
+    phase: str = ""
+    further: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def read_log(text: str) -> LoggedError:
+    """Return the first error of the lowest rank. Raises `UsageError` for a text without one."""
+    lines = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    ranks, plain = _without_prefixes(lines)
+    joined = "\n".join(plain)
+    if not joined.strip():
+        raise UsageError("The log is empty. Give the text of the error, with the lines before it.")
+    matches = list(_errors(joined))
+    if not matches:
+        _refuse(joined)
+    certain = [one for one in matches if one[0].certain] or matches
+    starts = _line_starts(plain)
+    numbered = [(sign, match, _line_of(match.start(), starts)) for sign, match in certain]
+    lowest = min((rank for *_, line in numbered if (rank := ranks[line]) is not None), default=None)
+    sign, match, line = next(one for one in numbered if lowest is None or ranks[one[2]] == lowest)
+    error = LoggedError(
+        sign=sign,
+        wording=" ".join(match[0].split()),
+        line=line + 1,
+        rank=ranks[line],
+        further=len(certain) - 1,
+    )
+    return _with_traceback(_with_figures(error, joined, match), plain, line)
+
+
+def _without_prefixes(lines: Sequence[str]) -> tuple[list[int | None], list[str]]:
+    """Return the rank of each line, and the lines without the launcher's prefixes."""
+    ranks: list[int | None] = []
+    plain: list[str] = []
+    for line in lines:
+        prefix = _PREFIX.match(line)
+        ranks.append(next((int(one) for one in prefix.groups() if one), None) if prefix else None)
+        plain.append(line[prefix.end() :] if prefix else line)
+    return ranks, plain
+
+
+def _line_starts(lines: Sequence[str]) -> list[int]:
+    starts, position = [], 0
+    for line in lines:
+        starts.append(position)
+        position += len(line) + 1
+    return starts
+
+
+def _line_of(position: int, starts: Sequence[int]) -> int:
+    return bisect_right(starts, position) - 1
+
+
+def _errors(text: str) -> Iterator[tuple[Sign, re.Match[str]]]:
+    """Yield the signs in the text, in order. A message with figures counts once, at its request."""
+    possible = REQUEST.finditer(text) if "allocate" in text else ()
+    matches = [(SIGNS[0], match) for match in possible if not text.endswith("you ", 0, match.start())]
+    for sign in SIGNS:
+        for match in _matches(sign, text):
+            if sign is not SIGNS[0] or not REQUEST.search(text, match.start(), match.end() + 200):
+                matches.append((sign, match))
+    yield from sorted(matches, key=lambda one: one[1].start())
+
+
+def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
+    """Yield the matches of a sign in the lines that have one of its words."""
+    lines: set[tuple[int, int]] = set()
+    for word in sign.words:
+        at = text.find(word)
+        while at >= 0:
+            end = text.find("\n", at)
+            end = len(text) if end < 0 else end
+            lines.add((text.rfind("\n", 0, at) + 1, end))
+            at = text.find(word, end)
+    for start, end in sorted(lines):
+        yield from sign.pattern.finditer(text, start, end)
+
+
+def _refuse(text: str) -> None:
+    """Raise `UsageError` for a text without an error of the memory of PyTorch or the host."""
+    if FOREIGN.search(text):
+        raise UsageError(
+            "This is an error of JAX or TensorFlow. snugfit reads errors of PyTorch and of the host only."
+        )
+    if KERNEL_LIMIT.search(text):
+        raise UsageError(
+            "A Triton kernel needs more shared memory or registers of one multiprocessor than this GPU has. "
+            "The GPU's memory is not short. Try smaller blocks, or another kernel."
+        )
+    raise UsageError(
+        "No out-of-memory error in this text: no 'out of memory', 'Killed', 'oom-kill' or similar. Give "
+        "the whole log, or a snapshot of torch.cuda.memory._dump_snapshot."
+    )
+
+
+# ---- the figures of a message ------------------------------------------------------------------------------
+
+
+def _with_figures(error: LoggedError, text: str, match: re.Match[str]) -> LoggedError:
+    """Return the error with the sizes in its message."""
+    if match.re is not REQUEST:
+        return _with_host_figures(error, text, match)
+    message = _message(text, match)
+    device = _DEVICE.search(message)
+    ledger, notes = read_ledger(message)
+    return replace(
+        error,
+        requested=span_of(" ".join(match["size"].split())),
+        device=int(device[1]) if device else None,
+        ledger=ledger,
+        notes=notes,
+    )
+
+
+def _message(text: str, match: re.Match[str]) -> str:
+    """Return the message of a request on one line, up to the next request.
+
+    Messages of MPS and of `cudaMallocAsync` begin before it.
+    """
+    before = max(0, match.start() - 200)
+    start = max(text.rfind(head, before, match.start()) for head in _HEADS)
+    start = match.start() if start < 0 else start
+    rest = text[start : match.end() + MESSAGE]
+    following = REQUEST.search(rest, match.end() - start)
+    return " ".join(rest[: following.start() if following else None].split())
+
+
+def _with_host_figures(error: LoggedError, text: str, match: re.Match[str]) -> LoggedError:
+    """Return the error with the host's bytes, where the message has them."""
+    message = text[match.start() : match.end() + 400]
+    if request := CPU_REQUEST.search(message):
+        return replace(error, requested=(int(request[1]),) * 2)
+    if error.sign.kind is FailureKind.HOST and (resident := KILLED_BYTES.search(message.split("\n")[0])):
+        nbytes = int(resident[1]) * KIB
+        return replace(error, notes=(f"The killed process had {show_bytes(nbytes)} of its own memory.",))
+    return error
+
+
+def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
+    """Return the figures of a message on one line, and sentences on them."""
+    figures = {name: _amount(pattern, message) for name, pattern in _FIELDS.items()}
+    if all(one is None for one in figures.values()):
+        return None, ()
+    ledger = Ledger(**figures)
+    reserved = _RESERVED.search(message)
+    if ledger.allocated_bytes is not None and reserved:
+        rest = max(0, parse_amount(reserved[1]) - ledger.allocated_bytes)
+        # Until torch 1.3, `cached` excludes allocated memory.
+        rest = parse_amount(reserved[1]) if "cached" in reserved[0] else rest
+        ledger = replace(ledger, unallocated_bytes=rest)
+    return _with_processes(ledger, [parse_amount(one) for one in _PROCESS.findall(message)])
+
+
+def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple[str, ...]]:
+    """Return the ledger with the memory of this process and of others.
+
+    The smallest process with the reserved memory is taken if the message names none as this one.
+    """
+    notes: tuple[str, ...] = ()
+    if ledger.process_bytes is None and processes and ledger.reserved_bytes is not None:
+        own = min((one for one in processes if one >= 0.98 * (ledger.reserved_bytes or 0)), default=None)
+        if own is not None:
+            processes.remove(own)
+            ledger, notes = replace(ledger, process_bytes=own), (RENAMED_PROCESS,)
+    if processes or ledger.process_bytes is not None:
+        ledger = replace(ledger, others_bytes=sum(processes))
+    return ledger, notes
+
+
+def _amount(pattern: str, message: str) -> int | None:
+    match = re.search(pattern, message)
+    return parse_amount(next(one for one in match.groups() if one)) if match else None
+
+
+def parse_amount(text: str) -> int:
+    """Return the bytes of an amount such as `20.00 MiB` or `0 bytes`."""
+    return span_of(text)[0] if text.endswith("bytes") else round(_number(text)[0] * _number(text)[1])
+
+
+def span_of(text: str) -> tuple[int, int]:
+    """Return the least and the largest number of bytes that a rounded amount can mean."""
+    number, unit, decimals = _number(text)
+    if unit == 1:
+        return int(number), int(number)
+    half = 0.5 * 10.0**-decimals * unit
+    return int(number * unit - half), int(number * unit + half) + 1
+
+
+def _number(text: str) -> tuple[float, int, int]:
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzKMGTB ").rstrip(".")
+    unit = text[len(digits) :].strip(" .")
+    power = "KMGT".find(unit[:1]) + 1 if unit != "bytes" else 0
+    decimals = len(digits.partition(".")[2])
+    try:
+        return float(digits), 1024**power, decimals
+    except ValueError:
+        raise UsageError(
+            f"{text[:40]!r} is not a size. Give the error's text as PyTorch printed it."
+        ) from None
+
+
+# ---- the traceback -----------------------------------------------------------------------------------------
+
+_PHASES = (
+    ("update", ("torch/optim/", "/optim/", "optimizer.py")),
+    ("backward", ("torch/autograd/__init__", "autograd/graph.py")),
+    ("build", ("modeling_utils.py", "core_model_loading.py")),
+)
+
+
+def _with_traceback(error: LoggedError, lines: Sequence[str], number: int) -> LoggedError:
+    """Return the error with the last line of code before it, and the phase of the step that it shows."""
+    frames: list[tuple[str, str, str, str]] = []
+    for index in range(max(0, number - TRACEBACK_LINES), number):
+        if "Traceback (most recent call last)" in lines[index]:
+            frames = []
+        elif frame := _FRAME.match(lines[index]):
+            code = lines[index + 1].strip() if index + 1 < number else ""
+            frames.append((frame[1], frame[2], frame[3], "" if _FRAME.match(code) else code))
+    if not frames:
+        return error
+    files = [file.replace("\\", "/") for file, *_ in frames]
+    phase = next((name for name, parts in _PHASES if any(p in file for p in parts for file in files)), "")
+    if not phase and any("/torch/nn/modules/" in file or "modeling_" in file for file in files):
+        phase = "forward"
+    own = [one for one, file in zip(frames, files, strict=True) if "/torch/" not in file]
+    file, line, function, code = (own or frames)[-1]
+    name = file.replace("\\", "/").rpartition("/")[2]
+    position = f"{function} ({name}:{line})"
+    return replace(error, traceback=f"{position}: {code}" if code else position, phase=phase)

@@ -1,0 +1,76 @@
+"""Experts in a model with 4-bit weights: they stay as they are loaded, and adapters on them are large.
+
+bitsandbytes replaces linear layers. transformers 5 keeps all experts of a layer in one parameter with three
+dimensions, which is none. peft adapts such a parameter if it is a target, with one pair of matrices for each
+expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from snugfit.features.quantized.fields import QUANTIZE
+from snugfit.results.footprint import Kind
+from snugfit.units import MIB, show_bytes
+
+if TYPE_CHECKING:
+    from snugfit.prediction.anatomy import FormGroup
+    from snugfit.techniques.setup import Setup
+
+LEAST = 64 * MIB
+"""Bytes from which unquantized experts are worth a sentence; smaller parameters are mostly convolutions."""
+
+_WRAPPED = re.compile(r"(?:\.base_layer)+$")
+_ADAPTER = re.compile(r"(?:\.base_layer)*\.lora_\w+(?:\.\w+)?$")
+
+
+def doubts_on_experts(setup: Setup, groups: Sequence[FormGroup], missing: int) -> list[str]:
+    """Return sentences on unquantized experts and on their adapters.
+
+    `missing` is the number of bytes that do not fit.
+    """
+    if QUANTIZE.of(setup) is None:
+        return []
+    sizes: Counter[str] = Counter()
+    modules: set[str] = set()
+    for group in groups:
+        if group.kind == Kind.WEIGHTS and group.form.dims == 3 and "float" in group.form.dtype:
+            sizes[group.form.dtype] += group.nbytes
+            modules.add(_WRAPPED.sub("", group.module))
+    if sizes.total() < LEAST:
+        return []
+    dtypes = " and ".join(f"{dtype} ({show_bytes(nbytes)})" for dtype, nbytes in sizes.most_common())
+    sentence = (
+        f"The weights of experts stay in {dtypes}. bitsandbytes quantizes linear layers only, and fused "
+        "experts are parameters with three dimensions."
+    )
+    return [sentence, *_about_adapters(groups, modules, missing)]
+
+
+def _about_adapters(groups: Sequence[FormGroup], experts: set[str], missing: int) -> Iterator[str]:
+    """Yield a sentence on the adapters of experts, with targets that leave them out."""
+    nbytes, attention = 0, dict[str, None]()
+    for group in groups:
+        module, adapters = _ADAPTER.subn("", group.module)
+        if not adapters:
+            continue
+        if module in experts:
+            nbytes += group.nbytes
+        elif re.search(r"att", module.rpartition(".")[0], re.IGNORECASE):
+            attention[module.rpartition(".")[2]] = None
+    if not nbytes:
+        return
+    sentence = f"The adapters of experts take {show_bytes(nbytes)} at the peak, with gradients and states."
+    if attention:
+        fits = (
+            ""
+            if not missing
+            else ", with which the step fits by estimate"
+            if nbytes >= missing
+            else (f", of the {show_bytes(missing)} that are missing")
+        )
+        sentence += f" targets={'|'.join(attention)} adapts attention only, and saves them{fits}."
+    yield sentence
