@@ -8,6 +8,7 @@ import torch
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.features.adapters.feature import names_layers
+from snugfit.features.adapters.freezing import FreezeHandler
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
@@ -15,6 +16,7 @@ from snugfit.rehearsal import few_layers
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
+from snugfit.step.wishes.handler import ScriptContext
 from snugfit.techniques.recipe import Recipe
 from test_law_rehearsed_equals_real import hold_to_reports, job
 
@@ -115,3 +117,17 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
     if "lora" in recipe:
         pytest.importorskip("peft", reason="the extra peft is not installed")
     hold_to_reports(job(family), Recipe.parse(recipe))
+
+
+def test_an_exported_script_freezes_the_same_parameters() -> None:
+    job = small_job("bert", 2)
+    recipe = Recipe.parse("frozen(parts=base_model|'classifier[.]b.*')")
+    context = ScriptContext(
+        job=job, setup=recipe.setup(), recipe=recipe, target="torch", trainer=False, library="",
+        checkpointing_name="", checkpointing_options=frozenset(),
+    )  # fmt: skip
+    lines = FreezeHandler().script(recipe.setup().freeze, context)["adapting"]
+    model = build_model(job, Recipe().setup(), torch.device("meta"))
+    exec("\n".join(lines), {"model": model})
+    assert {name for name, one in model.named_parameters() if one.requires_grad} == {"classifier.weight"}
+    assert trained("bert", str(recipe), 2) == {"classifier.weight"}
