@@ -4,7 +4,9 @@
 
 Each folder is a checkout, or a part of one. Scripts and notebooks count if they train: they name a Trainer,
 an Accelerator or an optimizer's step. Shell files count if they start training. The output has counts only:
-files read in full, files read except for listed parts, refusals by the first key or reason, and crashes.
+files read in full, files read except for listed parts, refusals, and crashes. A refusal names an unsupported
+job or method, or another reason: a launcher's file that is missing, a value that a script computes. `right`
+is the share of files that are read, or refused by the name of their job.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from snugfit.errors import SnugfitError
+from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.read import read_arguments
 
 KINDS = (".py", ".ipynb", ".sh", ".slurm", ".yaml", ".yml", ".json")
 TRAINS = re.compile(r"Trainer\(|Accelerator\(|optimizer\.step")
+NAMED = "refused by the name of the job"
 STARTS = re.compile(r"accelerate launch|torchrun|deepspeed|python .*train|trl sft|llamafactory-cli train")
+RIGHT = ("read", "read except for parts", NAMED)
 
 
 def counts_as_a_run(path: Path) -> bool:
@@ -38,10 +43,13 @@ def outcome(path: Path) -> tuple[str, str]:
         reading = read_arguments(path, bfloat16=True)
     except SnugfitError as error:
         text = str(error).rpartition(f"{path}")[2].partition(": ")[2]
-        return "refused", re.sub(r"[0-9,]+|It loads \S+", "", text)[:80]
+        kind = NAMED if isinstance(error, UnsupportedJobError) else "refused"
+        return kind, re.sub(r"[0-9,]+|It loads \S+", "", text)[:80]
     except Exception as error:
         return "crashed", type(error).__name__
     refused = [line for line in reading.refused if line.instead != "gpus"]
+    if named := [line for line in refused if line.job]:
+        return NAMED, f"{named[0].job} ({named[0].key})"
     if refused:
         return "refused", refused[0].key.partition("=")[0].partition(", ")[2] or refused[0].key
     return ("read except for parts", reading.unread[0].key) if reading.unread else ("read", "")
@@ -61,6 +69,7 @@ def main() -> None:
         reasons = Counter(f"{kind}: {why}" for kind, why in outcomes if why)
         collections[name] = {
             "files": len(outcomes),
+            "right": round(sum(kind in RIGHT for kind, _ in outcomes) / max(1, len(outcomes)), 3),
             **Counter(kind for kind, _ in outcomes),
             "reasons": dict(reasons.most_common(20)),
         }

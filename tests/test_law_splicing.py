@@ -61,6 +61,8 @@ def notations() -> list[list[str]]:
     for technique in filter(is_spliced, roster.techniques()):
         needed = [declared for declared in fields(technique) if declared.default is MISSING]
         twos = {declared.name: GIVEN.get(technique.name, 2) for declared in needed}
+        if technique.name == "frozen":  # one of its settings must be given
+            twos = {"last": 1}
         by_slot[technique.slot].append(str(technique(**twos)))
     for word in FURTHER:
         by_slot[slot_of(word)].append(word)

@@ -43,12 +43,18 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "above": lambda value, bound, force: isinstance(value, int | float) and value > bound,
     "like": lambda value, pattern, force: fnmatchcase(str(value), pattern),
     "unlike": lambda value, patterns, force: not any(fnmatchcase(str(value), one) for one in patterns),
+    "matches": lambda value, pattern, force: re.search(pattern, str(value), re.IGNORECASE) is not None,
+    "times": lambda value, pair, force: _is_times(value, force.get(pair[0]), pair[1]),
+    "known": lambda value, listed, force: not isinstance(value, str),
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
 """Conditions of rules on a value, given the rule's operand and all values in force."""
 
 OF_READER = (WIDENS, "adapters_dtype")
 """Keys that the reader of scripts makes, and that are no arguments of a library."""
+
+_OF_EVALUATION = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "eval_strategy": "no"}
+"""Defaults of `TrainingArguments` that rules about evaluation compare; importing the class takes seconds."""
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
 """A number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the exponent."""
@@ -143,8 +149,9 @@ def check_document(document: Document) -> Checked:
         known = {key for finding in findings for key in finding.keys}
         wrong = ((key, says) for key, says in wrong_values(values) if key not in known)
         findings += [Finding(kind="conflict", keys=(key,), says=says) for key, says in wrong]
-    if (
-        document.format != "python" or document.dialect == "trainer"
+    if document.format != "python" or document.dialect in (
+        "trainer",
+        "sft",
     ):  # other rules are about a file, not a call
         findings += _apply_rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
@@ -197,7 +204,7 @@ def _find_renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
 
 
 def _find_removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
-    known = _installed_names("trainer")
+    known = _installed_names("trainer") if facts["removed"] else frozenset()
     for name, why in facts["removed"].items():
         if name in values and name not in known:
             yield Finding(kind="removed", keys=(name,), says=why, fix=Fix(remove=(name,)))
@@ -308,6 +315,8 @@ def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def _defaults_of(name: str) -> dict[str, Any]:
     """Return the defaults that are in force in a file of this kind."""
+    if name in ("sft", "llamafactory"):
+        return dict(_OF_EVALUATION)
     if name != "trainer":
         return {}
     return {
@@ -326,6 +335,11 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
         return bool(value == condition) and isinstance(value, bool) == isinstance(condition, bool)
     ((word, operand),) = condition.items()
     return _CONDITIONS[word](value, operand, force)
+
+
+def _is_times(value: Any, other: Any, factor: int) -> bool:
+    """Return True if a number is at least so many times another one."""
+    return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 
 def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[str, str]) -> Fix | None:

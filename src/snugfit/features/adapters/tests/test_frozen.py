@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from fitted import quiet, spoken, trainer_of
+from fitted import trained as trained_by
 from small_models import small_job
+from small_runs import assert_same_weights, killed_in, losses, small_run
+from snugfit import fit
 from snugfit.errors import RecipeError
 from snugfit.features.adapters.feature import names_layers
+from snugfit.features.adapters.freezing import FreezeHandler
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
@@ -15,7 +22,9 @@ from snugfit.rehearsal import few_layers
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
+from snugfit.step.wishes.handler import ScriptContext
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.run.train import train
 from test_law_rehearsed_equals_real import hold_to_reports, job
 
 
@@ -115,3 +124,38 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
     if "lora" in recipe:
         pytest.importorskip("peft", reason="the extra peft is not installed")
     hold_to_reports(job(family), Recipe.parse(recipe))
+
+
+def test_an_exported_script_freezes_the_same_parameters() -> None:
+    job = small_job("bert", 2)
+    recipe = Recipe.parse("frozen(parts=base_model|'classifier[.]b.*')")
+    context = ScriptContext(
+        job=job, setup=recipe.setup(), recipe=recipe, target="torch", trainer=False, library="",
+        checkpointing_name="", checkpointing_options=frozenset(),
+    )  # fmt: skip
+    lines = FreezeHandler().script(recipe.setup().freeze, context)["adapting"]
+    model = build_model(job, Recipe().setup(), torch.device("meta"))
+    exec("\n".join(lines), {"model": model})
+    assert {name for name, one in model.named_parameters() if one.requires_grad} == {"classifier.weight"}
+    assert trained("bert", str(recipe), 2) == {"classifier.weight"}
+
+
+@pytest.mark.whole
+def test_a_killed_run_with_frozen_parts_goes_on(tmp_path: Path) -> None:
+    recipe = "frozen(parts=embeddings|encoder.layer.0)"
+    whole = train(small_run(tmp_path / "whole", recipe, max_steps=4, save_steps=2))
+    killed_in(small_run(tmp_path / "cut", recipe, max_steps=4, save_steps=2), 3)
+    again = train(small_run(tmp_path / "cut", recipe, max_steps=4, save_steps=2))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert_same_weights(whole.model, again.model)
+    assert {one.requires_grad for one in again.model.parameters()} == {True, False}
+
+
+@pytest.mark.whole
+def test_fit_freezes_parts(tmp_path: Path) -> None:
+    model = build_model(small_job("llama", 2), Recipe().setup(), torch.device("cpu"))
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    fitted = trained_by(fit(trainer_of(tmp_path, model, spoken(22)), "frozen(last=1)", watch=quiet))
+    changed = {name for name, one in fitted.model.named_parameters() if not torch.equal(one, before[name])}
+    assert changed
+    assert {name.split(".")[2] for name in changed} == {"1"}

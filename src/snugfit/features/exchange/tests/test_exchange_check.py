@@ -275,6 +275,15 @@ def test_what_transformers_itself_writes_has_no_findings(tmp_path: Path) -> None
         ("d.json", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "no effect",
          "zero_optimization.offload_param"),
         ("d.json", {"zero_optimization": {"stage": 2}}, "trap", "zero_optimization.stage"),
+        ("x.yaml", "base_model: a/b\nsample_packing: true\nmicro_batch_size: 1", "trap", "sample_packing"),
+        ("x.yaml", "base_model: a/Mixtral-8x7B\nload_in_4bit: true", "trap", "load_in_4bit"),
+        ("x.yaml", "base_model: a/b\nmicro_batch_size: 1\neval_batch_size: 8", "trap", "eval_batch_size"),
+        ("f.yaml", "stage: sft\nfinetuning_type: lora\npacking: true", "trap", "packing"),
+        ("f.yaml", "model_name_or_path: a/Qwen3-30B-A3B\nfinetuning_type: lora\nquantization_bit: 4", "trap",
+         "quantization_bit"),
+        ("s.py", "a = SFTConfig('o', packing=True)\nSFTTrainer('gpt2', a)", "trap", "packing"),
+        ("s.py", "a = SFTConfig('o', eval_strategy='epoch', per_device_train_batch_size=2)\n"
+         "SFTTrainer('gpt2', a)", "trap", "per_device_eval_batch_size"),
         ("c.yaml", "mixed_precision: bf16", "conflict", "distributed_type"),
         ("c.yaml", "distributed_type: 'NO'\nfp16: true", "renamed", "fp16"),
         ("c.yaml", "distributed_type: 'NO'\ndeepspeed_config: {zero_stage: 2}", "no effect",
@@ -297,6 +306,14 @@ def test_findings(tmp_path: Path, name: str, content: Any, kind: str, key: str) 
 )  # fmt: skip
 def test_values_that_the_class_takes_are_no_finding(tmp_path: Path, arguments: dict[str, Any]) -> None:
     assert not about(found(tmp_path, "a.json", {"output_dir": "x", **arguments}), "conflict")
+
+
+def test_packing_with_a_kernel_that_separates_texts_is_no_finding(tmp_path: Path) -> None:
+    flash = "attn_implementation: flash_attention_2"
+    text = f"base_model: a/b\nsample_packing: true\n{flash}\nload_in_4bit: true\nadapter: qlora"
+    assert not found(tmp_path, "x.yaml", text).findings
+    neat = "stage: sft\nfinetuning_type: lora\npacking: true\nneat_packing: true\nquantization_bit: 4"
+    assert not found(tmp_path, "f.yaml", neat).findings
 
 
 def test_what_only_running_a_script_would_tell_is_said(

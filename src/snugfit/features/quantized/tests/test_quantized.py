@@ -54,7 +54,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("recipe", "from_folder"),
     slow_but(
-        [("qlora(dropout=0.1)", False), ("qlora(dora=true, double=false) + bf16 + every_layer", True)],
+        [
+            ("qlora(dropout=0.1)", False),
+            ("qlora(bits=8)", False),
+            ("qlora(dora=true, double=false) + bf16 + every_layer", True),
+        ],
         lambda case: case[1],
     ),
 )

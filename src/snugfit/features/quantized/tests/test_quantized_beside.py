@@ -23,7 +23,7 @@ from tiers import slow_but
     ("family", "recipe", "says"),
     [
         ("bert", "fused + qlora", r"read weights, which are quantized here\. Try 'torch_kernels'"),
-        ("llama", "compiled + qlora", r"weights in 4 bits are not compiled, so leave compiled out"),
+        ("llama", "compiled + qlora", r"quantized weights are not compiled, so leave compiled out"),
         ("llama", "qlora + selective(products)", r"selective\(products\) keeps nothing\. Try 'every_layer'"),
         ("llama", "qlora + bf16_master", "adapters are fp32"),
         ("llama", "fp8 + zero2", "not simulated together with fp8"),
