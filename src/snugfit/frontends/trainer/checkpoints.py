@@ -10,8 +10,8 @@ If weights are spread over processes, all write one checkpoint: each its parts o
 
 Checkpoints are taken when the Trainer would save, atomically, and written while the next steps run. Only a
 complete one is resumed; broken ones are reported and renamed. The data continues at its position. The order
-of an epoch is drawn from a saved seed, and the data's generators are saved too (`data.py`). Weights are
-loaded into the existing model, because it is the user's and other objects refer to it.
+of an epoch is drawn from a saved seed, and the data's generators are saved too (`frontends/loader.py`).
+Weights are loaded into the existing model, because it is the user's and other objects refer to it.
 
 A scheduler that restarts a job runs the same script in the same folder. This would train again, or take one
 step too many. At the end of training `finished.json` is written into the run's folder. It contains the run's
