@@ -29,9 +29,8 @@ from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.experiment import run as run_room
-from snugfit.measurement.experiment.rank import quiet_on_all
 from snugfit.measurement.experiment.request import MeasurementRequest
-from snugfit.measurement.experiment.run import read_result, run_experiment
+from snugfit.measurement.experiment.run import quiet_on_all, read_result, run_experiment
 from snugfit.measurement.host import HostLoad, crowding, host_load
 from snugfit.measurement.measure import measure
 from snugfit.measurement.nvml import open_nvml

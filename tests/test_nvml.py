@@ -15,7 +15,7 @@ from snugfit.errors import GpuError
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.contamination import GpuBaseline
-from snugfit.measurement.experiment.rank import measured_footprint
+from snugfit.measurement.experiment.run import measured_footprint
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Census, Sampler
 from snugfit.measurement.target import open_target

@@ -12,12 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from small_models import small_job
 from snugfit.errors import SnugfitError
-from snugfit.features.kernels.head.deferred_logits import defer_logits
-from snugfit.job.build import instantiate
 from snugfit.step.own_forward import OwnForward, forward_of
-from snugfit.techniques.setup import LogitsWish
 
 
 def doubled(module: torch.nn.Linear, x: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
@@ -53,14 +49,6 @@ def test_what_another_has_put_there_is_left() -> None:
     assert isinstance(forward_of(module), OwnForward)
     module.forward = other = lambda x: x
     assert forward_of(module) is other
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.filterwarnings("ignore::snugfit.features.kernels.head.deferred_logits.LogitsComputedWhole")
-def test_a_copy_of_a_model_computes_with_its_own_weights(way: str) -> None:
-    model = instantiate(small_job("llama", 1), dtype=None, attention="sdpa")
-    defer_logits(model, LogitsWish())
-    hold_copy(model, way)
 
 
 def hold_copy(model: Any, way: str) -> None:

@@ -21,6 +21,7 @@ from packaging.version import Version
 
 import snugfit
 from fitted import classified, model_of, trainer_of
+from snugfit.frontends.trainer import trainer_class
 from snugfit.step import trainer_hooks
 from snugfit.step import transformers_internals as internals
 
@@ -109,13 +110,13 @@ def test_a_field_is_made_where_we_rely_on_it(name: str) -> None:
 
 def test_every_override_and_every_private_field_stands_in_these_tables() -> None:
     """The source of the adapter uses no other private names of a trainer."""
-    overridden = {name for name in vars(trainer_hooks.TrainerHooks) if hasattr(Trainer, name)} - set(
+    overridden = {name for name in vars(trainer_class.FittedTrainer) if hasattr(Trainer, name)} - set(
         dir(object)
     )
     assert {name for name in overridden if name[0] == "_" and name[:2] != "__"} <= METHODS.keys()
     private = {
         node.attr
-        for module in (internals, trainer_hooks)
+        for module in (internals, trainer_hooks, trainer_class)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
@@ -134,7 +135,7 @@ def test_an_epoch_skips_batches_by_a_function_of_its_module() -> None:
 def test_nothing_private_of_a_trainer_is_used_elsewhere() -> None:
     root = Path(snugfit.__file__).parent
     for path in [*(root / "frontends").rglob("*.py"), *(root / "step").rglob("*.py")]:
-        if path in (Path(internals.__file__), Path(trainer_hooks.__file__)):
+        if path in {Path(module.__file__) for module in (internals, trainer_hooks, trainer_class)}:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr[0] == "_" != node.attr[1:2]:

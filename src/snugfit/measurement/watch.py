@@ -7,8 +7,7 @@
 Unlike in `measure`, the GPU may be shared and the process has run before. So each number has a stated scope.
 The allocator's peaks are this process's since the beginning of the block, where the counters are reset.
 NVML's peak is the device's with all processes on it. This process's share is given where the driver reports
-it. Without a GPU the result has the time, the host's memory, and the reason. It ends with advice
-(`advice.py`).
+it. Without a GPU the result has the time, the host's memory, and the reason. It ends with advice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Start and end of a fitted trainer's steps, and their waits for data.
 
 A step starts when its micro-batches are requested and ends before the Trainer logs, evaluates and saves. Most
-micro-batches are created in the previous step (`data.py`). That step has waited for data if the device had no
-work left when they arrived.
+micro-batches are created in the previous step (`frontends/loader.py`). That step has waited for data if the
+device had no work left when they arrived.
 """
 
 from __future__ import annotations

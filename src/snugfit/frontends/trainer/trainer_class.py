@@ -1,16 +1,17 @@
 """The class between a trainer and its own class: it reads settings that `TrainingArguments` lack.
 
 `fitted_class(type(trainer))` is a class of the same name. Its methods come first, then the user's subclass's,
-then transformers'. Each does a little and calls the next one. `TrainerHooks` gives plain names to
-transformers' private methods.
+then transformers'. Each does a little and calls the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import SnugfitError
@@ -39,12 +40,17 @@ from snugfit.frontends.trainer.ranks import with_some_item
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
-from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases
+from snugfit.step.trainer_hooks import StepEnd, keeping_bases
 from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
 from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
 from snugfit.training.run.loader import Prefetcher
 from snugfit.training.run.trained import FINISHED, STOPPED
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # `fitted_class` adds the real one as a base
 
 
 def fitted_class(own: type[Any]) -> type[Any]:
@@ -53,7 +59,7 @@ def fitted_class(own: type[Any]) -> type[Any]:
     return type(own.__name__, bases, {"__module__": __name__, "__doc__": own.__doc__})
 
 
-class FittedTrainer(TrainerHooks):
+class FittedTrainer(Trainer):  # type: ignore[misc]
     """Methods that `fit` inserts before those of a trainer's own class."""
 
     snugfit: FitPlan
@@ -62,6 +68,10 @@ class FittedTrainer(TrainerHooks):
     snugfit_run: FitRun | None
     """The running `train()`; None outside."""
 
+    control: Any
+    """State of the Trainer's control flow."""
+
+    model: Any
     optimizer: Any
 
     @property
@@ -213,32 +223,44 @@ class FittedTrainer(TrainerHooks):
         with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
             return int(super().floating_point_ops(inputs))
 
-    def snugfit_clip(self, go_on: Callable[[], Any]) -> Any:
-        """Clip the gradients, with the parameters listed once."""
+    def _clip_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         with self._fit_run.tree_of(self.model).answering("parameters"):
-            return go_on()
+            return super()._clip_grad_norm(*arguments, **keywords)
 
-    def snugfit_before_update(self, norm: Any) -> None:
-        """Stop the run at a NaN or infinite loss or gradient.
+    def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
+        """Stop the run at a NaN or infinite loss or gradient, after its gradients are clipped.
 
         The host creates the next batch until the device has computed them.
         """
-        run = self._fit_run
+        norm, run = super()._get_grad_norm(*arguments, **keywords), self._fit_run
+        if hasattr(norm, "full_tensor"):  # of weights in parts: each process has its part of it
+            norm = norm.full_tensor()
         last = self.state.global_step + 1 >= self.state.max_steps
         if run.prefetcher and not last and not self.accelerator.gradient_state.end_of_dataloader:
             run.timer.record_launched()
             run.prefetcher.fetch()
         raise_if_non_finite(self, run, norm)
+        return norm
 
-    def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
-        """Return the position of the checkpoint.
+    def _init_training_state(self, *arguments: Any, **keywords: Any) -> tuple[int, int]:
+        """Return the finished epochs, and the batches of the next one to skip.
 
         transformers has only the number of steps, and not the length of a stream's epochs.
         """
+        counted: tuple[int, int] = super()._init_training_state(*arguments, **keywords)
         position = None if self.args.ignore_data_skip else self._fit_run.checkpoints.state.position
-        return position or (epochs, batches)
+        return position or counted
 
-    def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
+    def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
+        import transformers.trainer
+
+        epoch, begins_at = keywords["epoch"], keywords["epochs_trained"]
+        skipped = keywords["steps_trained_in_current_epoch"] if epoch == begins_at else 0
+        loader = self._begin_epoch(keywords.pop("train_dataloader"), epoch, skipped)
+        with patch.object(transformers.trainer, "skip_first_batches", _skip_nothing):
+            return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
+
+    def _begin_epoch(self, loader: Any, epoch: int, skipped: int) -> Any:
         """Start an epoch; a resumed one draws its order from its saved generators.
 
         A new run starts its checkpoints here, since its optimizer now exists.
@@ -262,44 +284,71 @@ class FittedTrainer(TrainerHooks):
         ends = self.control.should_training_stop or self._fit_run.checkpoints.state.ends
         return ends or self.state.global_step >= self.state.max_steps
 
-    def snugfit_border(self, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
+    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
         """Handle requests made during the step: a checkpoint, a stop, less memory."""
-        end_step(self, self._fit_run, figures, go_on)
+        loss, norm, *rest = arguments
+        log_save_evaluate = super()._maybe_log_save_evaluate
 
-    def snugfit_evaluate(self, go_on: Callable[[], Any]) -> Any:
-        """Evaluate until a signal arrives."""
-        return evaluate(self._fit_run, go_on)
+        def go_on(figures: StepEnd) -> None:
+            rates = {**keywords, "learning_rate": figures.learning_rate}
+            log_save_evaluate(loss, figures.norm, *rest, **rates)
 
-    def snugfit_save(self, go_on: Callable[[], None]) -> None:
+        end_step(self, self._fit_run, StepEnd(norm, keywords["learning_rate"]), go_on)
+
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        return evaluate(self._fit_run, partial(super()._evaluate, *arguments, **keywords))
+
+    def save_now(self) -> None:
+        """Save a checkpoint outside of the Trainer's own schedule."""
+        self._save_checkpoint(self.model_wrapped, None)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def repeat_boundary(self, *, save: bool, ignored_keys: list[str] | None) -> None:
+        """Run the evaluation that the end of a step left out, and with `save` the checkpoint after it."""
+        self.control.should_log, self.control.should_evaluate, self.control.should_save = False, True, save
+        super()._maybe_log_save_evaluate(
+            self._tr_loss, None, self.model_wrapped, None, self.state.epoch, ignored_keys, time.time()
+        )
+        self.control.should_evaluate = self.control.should_save = False
+
+    def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         """Save by the run's own checkpoints, with the files of the user's subclass.
 
         After a failure, no callback is notified of a checkpoint.
         """
+        self.store_flos()
         handler: dict[str, Any] = self.callback_handler.__dict__
         handler.pop("on_save", None)
-        if not self._fit_run.checkpoints.save(go_on):
+        if not self._fit_run.checkpoints.save(partial(super()._save_checkpoint, *arguments, **keywords)):
             handler["on_save"] = lambda args, state, control: control
 
     def snugfit_keep(self) -> None:
         """Write the run's own files at the end of the user's saving methods."""
         self._fit_run.checkpoints.users_files.write_own()
 
-    def snugfit_load_weights(self, model: Any, folder: Path) -> None:
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load every weight, or raise an error."""
         parts = trainer_parts(self)
         parts.drop_gathered()
-        parts.load_weights(model, folder, self._fit_run.ranks)
+        model = self.model if model is None else model
+        parts.load_weights(model, Path(resume_from_checkpoint), self._fit_run.ranks)
 
-    def snugfit_load_optimizer(self, folder: Path | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer, the schedule and the scaler."""
-        self._fit_run.checkpoints.begin(None if folder is None else str(folder))
+        self._fit_run.checkpoints.begin(checkpoint)
 
-    def snugfit_load_generators(self, folder: Path) -> None:
-        """Restore the generators of the model."""
-        self._fit_run.checkpoints.state.restore_generators(folder)
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load nothing: the scaler comes with the optimizer."""
 
-    def snugfit_before_finish(self) -> bool:
-        """Wait for checkpoints before the best model is read; return False for a run stopped by a signal.
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._fit_run.checkpoints.state.restore_generators(Path(checkpoint))
+
+    def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
+        """Wait for checkpoints before the best model is read; skip the rest of a run stopped by a signal.
 
         The mean loss covers all steps, including those before a resume.
         """
@@ -311,7 +360,13 @@ class FittedTrainer(TrainerHooks):
             self._say_nothing_is_left()
         run.checkpoints.wait()
         average_losses_over_all_steps(self)
-        return run.checkpoints.interrupts.stopping is None
+        if run.checkpoints.interrupts.stopping is None:
+            # snugfit removes old checkpoints itself, so the Trainer must not.
+            with patch.object(self.args, "save_total_limit", None):
+                return super()._finalize_training(*arguments, **keywords)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self.is_in_train = False
+        return None
 
     def _say_nothing_is_left(self) -> None:
         done = f"all {self.state.global_step:,} steps of this run are done. None is repeated."
@@ -335,3 +390,8 @@ def _is_page_locked(args: Any) -> bool:
     The host does not wait for that copy, which would mean waiting for the whole previous step.
     """
     return bool(args.device.type == "cuda" and args.dataloader_pin_memory)
+
+
+def _skip_nothing(loader: Any, num_batches: int = 0) -> Any:
+    """Return the loader of a Trainer's epoch unchanged, though batches of it were used."""
+    return loader

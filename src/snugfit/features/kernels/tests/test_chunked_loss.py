@@ -18,6 +18,7 @@ from small_runs import killed_in, losses, rows, small_run
 from snugfit.errors import RecipeError
 from snugfit.features.kernels.head.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.features.kernels.head.deferred_logits import DeferredLogits, LogitsComputedWhole, defer_logits
+from snugfit.job.build import instantiate
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -32,6 +33,7 @@ from snugfit.training.run.train import train
 from test_law_fidelity import run
 from test_law_rehearsed_equals_real import hold_to_reports
 from test_law_rehearsed_equals_real import job as law_job
+from test_own_forward import hold_copy
 from tiers import crossed
 
 WIDE = {
@@ -297,3 +299,11 @@ def test_a_live_trainer_trains_it_and_evaluates_with_whole_logits(
         assert trainer.predict(spoken(4)).predictions.shape[-1] == 96
     assert logs[0]
     assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.filterwarnings("ignore::snugfit.features.kernels.head.deferred_logits.LogitsComputedWhole")
+def test_a_copy_of_a_model_computes_with_its_own_weights(way: str) -> None:
+    model = instantiate(small_job("llama", 1), dtype=None, attention="sdpa")
+    defer_logits(model, LogitsWish())
+    hold_copy(model, way)

@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+import many_ranks
 from clean_forks import Forks, forks_of
 from many_ranks import fault_told, run_of, trained, weights_in
 from small_runs import bert_job, events, losses, rows, small_run
@@ -326,7 +327,7 @@ def test_the_command_goes_on_by_itself(tmp_path: Path) -> None:
         "output_dir": tmp_path / "out", "device": "cpu", "max_steps": 6, "save_steps": 2,
     }  # fmt: skip
     (tmp_path / "job.yaml").write_text("\n".join(f"{key}: {value}" for key, value in job.items()))
-    entry = SHORT_OF_MEMORY.replace("TESTS", repr(str(Path(__file__).parent)))
+    entry = SHORT_OF_MEMORY.replace("TESTS", repr(str(Path(many_ranks.__file__).parent)))
     words = ["train", str(tmp_path / "job.yaml"), "--offline", "--restart"]
     ended = subprocess.run(
         [sys.executable, "-c", LAUNCHER.replace("ENTRY)", f"{entry!r})"), *words],
