@@ -85,8 +85,8 @@ def test_words_that_meet_are_found(figures: list[Any], tmp_path: Path) -> None:
     draw_plot(tmp_path / "plot.svg", prediction())
     axes = figures[0].axes[0]
     for text in ("one", "other"):
-        axes.text(300, 300, text)
-    axes.text(-500, 300, "far")
+        axes.text(0.3, 0.3, text)
+    axes.text(-5, 0.3, "far")
     assert words_that_meet(figures[0])[-2:] == ["one meets other", "far leaves the figure"]
 
 

@@ -67,6 +67,7 @@ def predict(
     largest: Largest = None,
     operators: Operators = False,
     html: given.Html = None,
+    open: given.Open = False,
     plot: given.Plot = None,
     trace: TraceFile = None,
     fresh: given.Fresh = False,
@@ -92,7 +93,9 @@ def predict(
             replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=False) for one in predictions
         ]
     _print(predictions, operators=operators, as_json=as_json)
-    given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
+    given.write_pictures(
+        html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions), open_page=open
+    )
     if trace:
         from snugfit.prediction.traces.export_trace import export_trace
         from snugfit.report.text.files import write_atomically
