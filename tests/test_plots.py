@@ -78,6 +78,7 @@ def test_what_has_a_page_has_a_plot(command: str, capsys: pytest.CaptureFixture[
     assert run([command, "--help"]) == 0
     told = capsys.readouterr().out
     assert "--html" in told
+    assert "--open" in told
     assert "--plot" in told
 
 

@@ -70,7 +70,7 @@ def of_comparison(one: Comparison) -> Headline:
         (e for figure in ("nvml_bytes", "reserved_bytes") if (e := one.error(figure)) is not None), None
     )
     error = one.worst.error if error is None and one.worst else error or 0.0
-    name = f"{_model(one.prediction.job)} on {one.measurement.device.name}"
+    name = f"{_model(one.prediction.job)} on {one.measurement.device.name.removeprefix('NVIDIA ')}"
     if abs(error) < EXACT:
         return Headline(f"The predicted memory of {name} agrees with the measured")
     return Headline(
@@ -161,19 +161,21 @@ def figures_of_comparison(one: Comparison) -> list[Figure]:
     known = {line.figure: line for line in one.lines}
     figures = []
     if line := known.get("nvml_bytes", known.get("reserved_bytes", one.worst)):
-        error = f"{100 * line.error:+.1f} % of the measured"
         figures += [
-            Figure("Memory, predicted", show_bytes(int(line.predicted)), error),
+            Figure("Memory, predicted", show_bytes(int(line.predicted)), _error(line.error)),
             Figure("Memory, measured", show_bytes(int(line.measured)), "at the peak"),
         ]
     if pace := one.pace:
         figures += [
-            Figure(
-                "Step, predicted", show_seconds(pace.predicted), f"{100 * pace.error:+.1f} % of the measured"
-            ),
+            Figure("Step, predicted", show_seconds(pace.predicted), _error(pace.error)),
             Figure("Step, measured", show_seconds(pace.measured), "mean of the steady steps"),
         ]
     return figures
+
+
+def _error(error: float) -> str:
+    """Return a relative error in words: `11.6 % below the measured`."""
+    return f"{100 * abs(error):.1f} % {'below' if error < 0 else 'above'} the measured"
 
 
 def measured_bytes(one: Measurement) -> int | None:

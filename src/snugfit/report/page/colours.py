@@ -26,7 +26,7 @@ PREDICTED, MEASURED = "predicted", "measured"
 
 GPU_MEMORY = "the GPU's memory"
 
-_FIGURES = {PREDICTED: "#5b5fc7", MEASURED: "#e0457b", GPU_MEMORY: "#9aa4b0"}
+_FIGURES = {PREDICTED: "#5b5fc7", MEASURED: "#e0457b", GPU_MEMORY: "#5f7480"}
 
 _FURTHER = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8f6b4a", "#a58bd3")
 

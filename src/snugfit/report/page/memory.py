@@ -51,6 +51,7 @@ def memory_over_step(
         peak=peak,
         peak_label=f"Peak: {show_bytes(totals[peak])}, {where}",
     )
+    batches = "Grey bands are backward passes; the numbers below are micro-batches."
     far = f"The memory limit, {show_bytes(memory_bytes or 0)}, is far above the top of this picture."
     return Chart(
         title="Memory through one training step",
@@ -60,7 +61,9 @@ def memory_over_step(
         drawing=drawing,
         heads=("Phase", "Highest MiB>", *(f"{kind}>" for kind in present), "Reserved>"),
         rows=[*_phase_rows(curve, stacks, present, context_bytes)],
-        note=far if memory_bytes and not limit else "",
+        note=" ".join(
+            [*([batches] if drawing.micro_batches else []), *([far] if memory_bytes and not limit else [])]
+        ),
     )
 
 
