@@ -159,7 +159,7 @@ def test_a_page_shows_its_command_its_date_and_the_versions(tmp_path: Path) -> N
         COMMAND_LINE.reset(mark)
     words = words_of((tmp_path / "page.html").read_text())
     assert "Made by snugfit predict 'a model' --html page.html" in words
-    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d · snugfit \S+ · torch 2.13.0 · transformers", words)
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d \S+ · snugfit \S+ · torch 2.13.0 · transformers", words)
 
 
 def test_the_page_opens_in_the_browser(

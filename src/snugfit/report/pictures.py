@@ -47,7 +47,7 @@ def write_page(path: Path, result: object, *, command: str = "") -> None:
     """
     used = versions() | dict(getattr(result, "versions", {}))
     shown = {name: used[name] for name in SHOWN_VERSIONS if name in used}
-    page = document(parts_of(result), command=command, versions=shown, when=datetime.now())
+    page = document(parts_of(result), command=command, versions=shown, when=datetime.now().astimezone())
     write_atomically(path, page.encode("utf-8"))
 
 

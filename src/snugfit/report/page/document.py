@@ -53,7 +53,7 @@ def document(parts: PageParts, *, command: str, versions: Mapping[str, str], whe
         script=_file("templates/charts.js") if drawn else "",
         command=command,
         versions=versions,
-        when=when.strftime("%Y-%m-%d %H:%M"),
+        when=when.strftime("%Y-%m-%d %H:%M %Z"),
     )
 
 
