@@ -1,17 +1,19 @@
-"""Pages of pictures: parsed, and laid out by a real Chromium if it is installed."""
+"""Pages, read as HTML and JSON, and laid out by a real Chromium if it is installed."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from base64 import b64decode
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
-import numpy as np
 import pytest
 
 from made_up import EVIL, measurement, prediction, timed, timing
@@ -19,26 +21,27 @@ from snugfit.cli.arguments import check_pictures, write_pictures
 from snugfit.comparison.compare import Comparison, compare
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
+from snugfit.frontends.launch import COMMAND_LINE
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Plan
 from snugfit.report import prediction as prediction_report
-from snugfit.report.page.memory import colour_of, memory_over_step
-from snugfit.report.page.modules import _Box, tile
-from snugfit.report.page.picture import document
-from snugfit.report.page.svg import tag, ticks
+from snugfit.report.page.chart import Chart, MemoryCurve
+from snugfit.report.page.colours import KINDS, PHASES, colours_of, ink_on
+from snugfit.report.page.memory import memory_over_step
 from snugfit.report.pictures import draw_prediction, notebook_cell, parts_of, write_page
 from snugfit.report.text.terminal import as_text
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
-from snugfit.units import GIB, MIB
+from snugfit.units import GIB, show_bytes, show_seconds
 from test_verify import choice, planned
 
 pytestmark = pytest.mark.stored_rehearsals
 
-SVG = "{http://www.w3.org/2000/svg}"
 ALONE = {"meta", "br", "link", "img", "hr", "input"}
+LARGEST_PAGE, LARGEST_CELL = 1_000_000, 100_000
+"""Bytes of a page and of a notebook's cell that tests allow."""
 
 
 class Balanced(HTMLParser):
@@ -58,56 +61,143 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def drawings(page: str) -> Iterator[ElementTree.Element]:
-    for text in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
-        yield ElementTree.fromstring(text)
+def data_of(page: str) -> dict[str, Any]:
+    """Return the charts' data in a page, as its script reads them."""
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    assert match
+    return dict(json.loads(match[1]))
 
 
-def check_page(page: str, *, pictures: int) -> None:
+def words_of(page: str) -> str:
+    """Return the page's texts without its scripts, its styles and its elements."""
+    bare = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", bare)).split())
+
+
+def check_page(page: str, *, charts: int, drawn: int) -> None:
+    """Check a page with this number of charts, of which its script draws some."""
     parser = Balanced()
     parser.feed(page)
     assert not parser.open
     assert not parser.links, "a page needs no other file"
-    assert "url(" not in page
-    assert "@import" not in page
-    assert set(re.findall(r"https?://[^\s\"<]+", page)) <= {"http://www.w3.org/2000/svg"}
-    drawn = list(drawings(page))
-    assert len(drawn) == pictures == page.count("<table>"), "a table beside each picture"
-    assert page.count("<caption>") == pictures
+    assert set(re.findall(r"https?://[^\s\"'<`]+", page)) <= {
+        f"http://www.w3.org/{name}"
+        for name in ("1999/xlink", "2000/svg", "2000/xmlns/", "XML/1998/namespace")
+    }
+    assert len(page.encode()) < LARGEST_PAGE
+    assert page.count("<h1>") == 1
+    assert page.count("<h2>") == charts
+    assert page.count('data-chart="') == drawn == (len(data_of(page)["charts"]) if drawn else 0)
+    assert page.count("<caption>") >= drawn, "a table for each drawing of the script"
+    assert page.count("<noscript>") == (2 if charts else 1)
     for row in re.findall(r"<tr>.*?</tr>", page, flags=re.DOTALL):
         heads = re.findall(r"<th (.*?)>(.*?)</th>", row)
         assert heads, "each row and column has its head"
         assert all("scope=" in attributes and words for attributes, words in heads)
-    for svg in drawn:
-        assert svg.get("aria-label")
-        points = [group for group in svg.iter(f"{SVG}g") if group.get("class") == "point"]
-        assert all(group.findtext(f"{SVG}title") for group in points)
-        assert [group.get("tabindex") for group in points].count("0") == 1, "one stop of the Tab key"
+    assert all(re.findall(r'<div class="chart [^>]*aria-label="([^"]*)"', page)), "a text for each drawing"
 
 
-def test_a_prediction_s_page_is_whole_and_says_the_figures(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "page.html"
-    write_page(path, timed(prediction()))
-    page = path.read_text()
-    check_page(page, pictures=3)
-    assert "Fits: 8.20 GiB of 15.78 GiB to spare." in page
-    assert "backward, 29 % of the step: 2.73 GiB (context 600.0 MiB, weights 200.0 MiB" in page
-    assert "bert.encoder.layer.*.attention.self: activations 1.86 GiB, 90.5 %" in page
-    assert "device, backward: from 100.0 ms to 320.0 ms, at work 220.0 ms of it" in page
+def page_of(result: object, folder: Path) -> str:
+    write_page(folder / "page.html", result)
+    return (folder / "page.html").read_text()
+
+
+def test_a_prediction_s_page_has_the_verdict_and_four_numbers(tmp_path: Path) -> None:
+    one = timed(prediction())
+    page = page_of(one, tmp_path / "new")
+    check_page(page, charts=3, drawn=2)
+    words, speed = words_of(page), one.speed
+    assert "<h1>bert-large-uncased fits on the Tesla V100-SXM2-16GB, with 8.20 GiB to spare</h1>" in page
+    assert speed is not None
+    document = one.to_json()
+    for number in (
+        f"GPU memory {show_bytes(one.needed_bytes)} of {show_bytes(document['memory_bytes'])}, predicted",
+        f"Spare {show_bytes(document['spare_bytes'])}",
+        f"Time per step {show_seconds(document['timing']['step_seconds'])} estimate",
+        f"Speed {document['timing']['samples_per_second']:,.1f} samples/s estimate",
+    ):
+        assert number in words
+    assert "The whole report as text" in words
+
+
+def test_the_data_of_a_page_are_those_of_the_json(tmp_path: Path) -> None:
+    one = timed(prediction(memory_bytes=4 * GIB))
+    curve, modules = data_of(page_of(one, tmp_path))["charts"]
+    document = one.to_json()
+    context = document["footprint"]["context_bytes"]
+    layers = {layer["kind"]: layer["bytes"] for layer in curve["layers"]}
+    for index, point in enumerate(document["anatomy"]["curve"]):
+        assert {kind: sizes[index] for kind, sizes in layers.items()} == {
+            "context": context,
+            **point["kinds"],
+        }
+        assert curve["reserved"][index] == context + point["reserved_bytes"]
+    assert curve["limit"] == document["memory_bytes"]
+    totals = [context + point["live_bytes"] for point in document["anatomy"]["curve"]]
+    assert totals[curve["peak"]] == max(totals)
+    assert curve["peak_label"] == f"Peak: {show_bytes(max(totals))}, backward, bert.encoder.layer.23"
+    assert modules["lines"] == document["anatomy"]["modules"]
+
+
+@pytest.mark.parametrize(("memory", "words", "tone"), [
+    (16 * GIB, "fits on the", "good"),
+    (8 * GIB, "only just fits on the", "tight"),
+    (4 * GIB, "does not fit on the", "bad"),
+    (None, "needs 7.59 GiB of GPU memory", ""),
+])  # fmt: skip
+def test_the_title_is_the_verdict(memory: int | None, words: str, tone: str) -> None:
+    parts = parts_of(prediction(memory_bytes=memory, headroom_bytes=GIB))
+    assert words in parts.title
+    assert (parts.tone, parts.figures[0].tone) == (tone, tone)
+
+
+def test_a_page_shows_its_command_its_date_and_the_versions(tmp_path: Path) -> None:
+    mark = COMMAND_LINE.set(("predict", "a model", "--html", "page.html"))
+    try:
+        write_pictures(tmp_path / "page.html", None, prediction())
+    finally:
+        COMMAND_LINE.reset(mark)
+    words = words_of((tmp_path / "page.html").read_text())
+    assert "Made by snugfit predict 'a model' --html page.html" in words
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d \S+ · snugfit \S+ · torch 2.13.0 · transformers", words)
+
+
+def test_the_page_opens_in_the_browser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a name it is a temporary file. A text browser would take the terminal, so none is started."""
+
+    class Browser:
+        name = "firefox"
+
+        def open(self, url: str) -> bool:
+            opened.append(url)
+            return True
+
+    opened: list[str] = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("webbrowser.get", Browser)
+    write_pictures(None, None, prediction(), open_page=True)
+    (page,) = tmp_path.glob("snugfit-*/page.html")
+    assert opened == [page.as_uri()]
+    monkeypatch.setattr(Browser, "name", "/usr/bin/w3m")
+    write_pictures(tmp_path / "named.html", None, prediction(), open_page=True)
+    assert len(opened) == 1
+    assert f"Open this file in one: {tmp_path / 'named.html'}" in capsys.readouterr().err
 
 
 def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    write_page(path, RecipeComparison((prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16")))))
-    page = path.read_text()
-    check_page(page, pictures=3)
-    assert "bf16: needed 6.59 GiB" in page
-    assert "The smallest is bf16, with 6.59 GiB." in page
-    assert page.count("Uncertain: the context of this GPU was not measured</p>") == 1
+    two = RecipeComparison((prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16"))))
+    page = page_of(two, tmp_path)
+    check_page(page, charts=3, drawn=2)
+    words = words_of(page)
+    assert "bf16 predicted 6.59 GiB" in words
+    assert "The smallest is bf16, with 6.59 GiB." in words
+    assert words.count("Uncertain: the context of this GPU was not measured") == 2, "once, and in the report"
     fast = timed(prediction(recipe=Recipe.parse("bf16")))
-    write_page(path, RecipeComparison((timed(prediction()), fast)))
-    check_page(path.read_text(), pictures=4)
-    assert "bf16: seconds 300.0 ms (282.0 ms to 320.5 ms)" in path.read_text()
+    page = page_of(RecipeComparison((timed(prediction()), fast)), tmp_path)
+    check_page(page, charts=4, drawn=2)
+    assert "bf16 predicted 300.0 ms (282.0 ms to 320.5 ms)" in words_of(page)
 
 
 def everything() -> dict[str, object]:
@@ -173,32 +263,55 @@ def crowded() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "pictures", "words"), [
-    ("plan", 1, "1: bf16 + micro_batches(2): 10.00 GiB, 66.67 samples/s, the best that fits"),
-    ("plan", 1, "5: bf16 + micro_batches(1): 20.00 GiB, 80.00 samples/s, does not fit"),
-    ("measurement", 2, "step 2: seconds 110.0 ms"),
-    ("comparison", 5, "reserved · -12.5 %: predicted 7.00 GiB, measured 8.00 GiB"),
-    ("gpus", 2, "does not fit: needed 20.00 GiB"),
+@pytest.mark.parametrize(("kind", "charts", "drawn", "words"), [
+    ("plan", 1, 1, "2 bf16 + micro_batches(4) 5,120 55.56 72.0 ms"),
+    ("plan", 1, 1, "does not fit"),
+    ("measurement", 2, 0, "step 2 measured 110.0 ms"),
+    ("comparison", 5, 2, "reserved -12.5 % predicted 7.00 GiB measured 8.00 GiB"),
+    ("gpus", 2, 0, "does not fit predicted 20.00 GiB"),
 ])  # fmt: skip
-def test_every_result_has_a_page(kind: str, pictures: int, words: str, tmp_path: Path) -> None:
-    write_page(tmp_path / "page.html", everything()[kind])
-    page = (tmp_path / "page.html").read_text()
-    check_page(page, pictures=pictures)
-    assert words in page
+def test_every_result_has_a_page(kind: str, charts: int, drawn: int, words: str, tmp_path: Path) -> None:
+    page = page_of(everything()[kind], tmp_path)
+    check_page(page, charts=charts, drawn=drawn)
+    assert words in words_of(page)
 
 
-def test_a_notebook_s_cell_has_real_tables_and_no_script() -> None:
+def test_a_plan_s_front_marks_the_best_and_the_misses(tmp_path: Path) -> None:
+    plan = everything()["plan"]
+    assert isinstance(plan, Plan)
+    (front,) = data_of(page_of(plan, tmp_path))["charts"]
+    rows = plan.to_rows()
+    assert [point["bytes"] for point in front["points"]] == [row["needed_bytes"] for row in rows]
+    assert [point["fits"] for point in front["points"]] == [row["fits"] for row in rows]
+    assert [point["best"] for point in front["points"]] == [row["best"] for row in rows]
+    assert front["limit"] == plan.memory_bytes
+
+
+def test_a_notebook_s_cell_is_small_and_has_real_tables_and_no_script() -> None:
     for kind, result in everything().items():
         cell = notebook_cell(result)
         parser = Balanced()
         parser.feed(cell)
         assert not parser.open, kind
-        assert not parser.links
+        assert [link[:26] for link in parser.links] == ["data:image/svg+xml;base64,"]
+        assert len(cell.encode()) < LARGEST_CELL
         assert "<script" not in cell
-        assert "<svg" in cell
-        assert cell.count("<details open>") == 1, "the first table is open"
+        assert 'alt="' in cell
+        assert cell.count("<details open>") == (kind in ("prediction", "plan")), "the first table is open"
         assert '[data-jp-theme-light="false"] .snugfit, .vscode-dark .snugfit {' in cell
-        list(drawings(cell))
+        assert b"<text" in b64decode(parser.links[0][26:])
+
+
+def test_a_rehearsed_step_s_cell_is_small() -> None:
+    one = prediction().anatomy.curve[0]
+    kinds = {str(kind): GIB for kind in Kind}
+    curve = tuple(
+        replace(one, position=index / 1000, kinds={kind: size + 999 * index for kind, size in kinds.items()})
+        for index in range(1000)
+    )
+    large = timed(prediction())
+    cell = notebook_cell(replace(large, anatomy=replace(large.anatomy, curve=curve)))
+    assert len(cell.encode()) < LARGEST_CELL
 
 
 def test_results_are_frames_where_pandas_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,107 +350,73 @@ def test_a_job_is_compared_under_recipes(monkeypatch: pytest.MonkeyPatch) -> Non
             compare(one.job, recipes)
 
 
-def test_foreign_words_on_a_page_stay_words(tmp_path: Path) -> None:
-    write_page(tmp_path / "page.html", timed(prediction(name=EVIL)))
-    page = (tmp_path / "page.html").read_text()
-    check_page(page, pictures=3)
-    assert "<script>alert" not in page
+@pytest.mark.parametrize("name", [EVIL, "</script><script>alert(1)</script>", "<!--<script>"])
+def test_foreign_words_on_a_page_stay_words(name: str, tmp_path: Path) -> None:
+    one = timed(prediction(name=name))
+    lines = tuple(replace(line, module=name) for line in one.anatomy.modules)
+    page = page_of(replace(one, anatomy=replace(one.anatomy, modules=lines)), tmp_path)
+    check_page(page, charts=3, drawn=2)
+    assert page.count("<script") == 3, "data, library and drawing"
     assert "\x1b" not in page
-    assert str(tag("g", EVIL, a='"<')).startswith('<g a="&#34;&lt;">[a/path]|=cmd()&lt;script&gt;')
-
-
-def test_the_layers_of_the_step_are_as_high_as_their_bytes() -> None:
-    curve = prediction().anatomy.curve
-    (svg,) = drawings(memory_over_step(curve, context_bytes=100 * MIB, memory_bytes=4 * GIB).svg)
-    context, weights, activations = svg.iter(f"{SVG}polygon")
-    bound = next(line for line in svg.iter(f"{SVG}line") if line.get("class") == "bound")
-    scale = (320.0 - float(bound.get("y1") or 0)) / (4 * GIB)
-
-    def thickness(polygon: ElementTree.Element, x: float) -> float:
-        places = [tuple(map(float, pair.split(","))) for pair in (polygon.get("points") or "").split()]
-        turn = max(range(len(places)), key=lambda index: places[index][0]) + 1
-        upper, lower = (
-            np.interp(x, *zip(*line, strict=True)) for line in (places[:turn], places[: turn - 1 : -1])
-        )
-        return float(lower - upper) / scale / MIB
-
-    edges = [58.0 + (792.0 - 58.0) * point.position for point in curve]
-    for column in (0, 10, 34):
-        assert thickness(context, edges[column]) == pytest.approx(100, abs=3)
-        assert thickness(weights, edges[column]) == pytest.approx(200, abs=3)
-        assert thickness(activations, edges[column]) == pytest.approx(
-            curve[column].kinds["activations"] / MIB, abs=3
-        )
+    assert data_of(page)["charts"][1]["lines"][0]["module"] == name.replace(
+        "\x1b", "\N{REPLACEMENT CHARACTER}"
+    )
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_each_kind_of_bytes_has_a_layer_and_a_colour_of_its_own(kind: Kind) -> None:
     one = prediction().anatomy.curve[0]
     shown = memory_over_step([replace(one, position=at, kinds={str(kind): GIB}) for at in (0.0, 0.5)])
-    (svg,) = drawings(shown.svg)
-    (layer,) = svg.iter(f"{SVG}polygon")
-    assert layer.get("class") == colour_of(kind)
-    assert len({colour_of(one) for one in Kind}) == len(Kind)
-    assert f".{colour_of(kind)} {{" in document("a step", [], [shown], report="")
+    assert [layer.kind for layer in curve_of(shown).layers] == [kind]
+    assert [other for other in Kind if KINDS[other] == KINDS[kind]] == [kind]
+    assert KINDS[kind] not in PHASES.values()
 
 
-def test_a_picture_of_a_step_is_no_larger_than_what_it_shows() -> None:
-    """Level lines have two points, and kinds too thin to be visible have no shape. Moments too close for
-    the mouse share one label, which shows the highest."""
-    one = prediction().anatomy.curve[0]
-    kinds = {"weights": 900 * MIB, "activations": 0, "inputs": 1}
-    curve = [
-        replace(one, position=index / 1000, kinds={**kinds, "activations": 100 * MIB * (index == 500)})
-        for index in range(1000)
-    ]
-    (svg,) = drawings(memory_over_step(curve).svg)
-    weights, activations = (polygon.get("points") or "" for polygon in svg.iter(f"{SVG}polygon"))
-    assert (len(weights.split()), len(activations.split())) == (4, 5)
-    strips = [group for group in svg.iter(f"{SVG}g") if group.get("class") == "point"]
-    assert len(strips) < 130
-    assert [group.findtext(f"{SVG}title", "").count("activations") for group in strips].count(1) == 1
+def test_a_meaning_has_one_colour_in_the_legend_the_charts_and_the_bars(tmp_path: Path) -> None:
+    result = everything()["comparison"]
+    page = page_of(result, tmp_path)
+    legend = dict(re.findall(r'<li><span class="swatch" style="background: (#\w+)"></span>(.*?)</li>', page))
+    assert {meaning: colour for colour, meaning in legend.items()} == data_of(page)["colours"]
+    assert page.count('<ul class="legend"') == 1
+    bars = re.findall(r'class="bar" style="[^"]*background: (#\w+)"', page)
+    assert {legend[colour] for colour in bars} == {"predicted", "measured"}
+    assert set(colours_of(parts_of(result).meanings).items()) == {(b, a) for a, b in legend.items()}
+    assert [ink_on(KINDS[kind]) for kind in ("weights", "inputs")] == ["#ffffff", "#000000"]
+
+
+def test_the_chart_library_is_small_and_comes_with_its_licence() -> None:
+    folder = files("snugfit.report.page").joinpath("echarts")
+    library = folder.joinpath("echarts.min.js").read_text()
+    assert len(library.encode()) < 700_000
+    assert re.match(r"/\* Apache ECharts \d+\.\d+\.\d+,.*Apache License 2\.0", library)
+    licence = folder.joinpath("LICENSE").read_text()
+    assert all(words in licence for words in ("Apache License", "BSD 3-Clause", "Baidu", "Mike Bostock"))
+
+
+def curve_of(chart: Chart) -> MemoryCurve:
+    assert isinstance(chart.drawing, MemoryCurve)
+    return chart.drawing
 
 
 @pytest.mark.parametrize(("batches", "words"), [
-    (1, ["forward", "backward"]),
-    (2, ["micro-batch 1", "micro-batch 2"]),
-    (16, ["1", "16", "update"]),
-    (64, ["64 micro-batches", "update"]),
+    (1, []),
+    (2, ["1", "2"]),
+    (16, [str(number) for number in range(1, 17)]),
+    (64, ["64 micro-batches"]),
 ])  # fmt: skip
 def test_micro_batches_have_a_level_of_their_own(batches: int, words: list[str]) -> None:
-    """Brackets number the micro-batches if the names of passes do not fit."""
-    (svg,) = drawings(draw_prediction(cut(batches))[0].svg)
-    shown = [text.text for text in svg.iter(f"{SVG}text")]
-    assert set(words) <= set(shown)
-    assert ("16" in shown) is (batches == 16)
+    curve = curve_of(draw_prediction(cut(batches))[0])
+    assert [one.name for one in curve.micro_batches] == words
+    assert [one.name for one in curve.phases][-1] == "update"
     text = as_text(prediction_report.render(cut(batches)), width=100)
     assert ("└2   └3" in text) is (batches == 16)
     assert ("└64 micro-batches" in text) is (batches == 64)
 
 
 def test_a_gpu_far_larger_than_the_step_is_said_and_not_drawn() -> None:
-    picture = memory_over_step(prediction().anatomy.curve, memory_bytes=141 * GIB)
-    assert "bound" not in picture.svg
-    assert picture.note == "The memory that may be used, 141.00 GiB, is far above the top of this picture."
-
-
-def test_a_map_gives_each_size_its_share_of_the_area() -> None:
-    sizes = [500, 300, 100, 50, 49, 1]
-    boxes = tile(sizes, _Box(0.0, 0.0, 800.0, 380.0))
-    assert [box.width * box.height for box in boxes] == pytest.approx(
-        [size / 1000 * 800 * 380 for size in sizes]
-    )
-    assert all(box.x >= 0 and box.x + box.width <= 800.001 and box.y + box.height <= 380.001 for box in boxes)
-    for number, one in enumerate(boxes):
-        for other in boxes[:number]:
-            apart_x = one.x >= other.x + other.width - 1e-6 or other.x >= one.x + one.width - 1e-6
-            assert apart_x or one.y >= other.y + other.height - 1e-6 or other.y >= one.y + one.height - 1e-6
-
-
-def test_ticks_are_round_and_never_above_the_top() -> None:
-    assert ticks(2.76) == [0, 1, 2]
-    assert ticks(23.5, count=5) == [0, 5, 10, 15, 20]
-    assert ticks(0) == [0]
+    chart = memory_over_step(prediction().anatomy.curve, memory_bytes=141 * GIB)
+    assert curve_of(chart).limit is None
+    assert chart.note == "The memory limit, 141.00 GiB, is far above the top of this picture."
 
 
 def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(tmp_path: Path) -> None:
@@ -390,24 +469,15 @@ def test_a_rehearsed_step_s_pictures_add_up() -> None:
 # ---- in a real browser ----------------------------------------------------------------------------------
 
 PROBE = r"""<script>
+const lines = [];
+addEventListener("error", event => lines.push(`error: ${event.message}`));
 addEventListener("load", () => {
-  const lines = [], boxes = [];
-  document.querySelectorAll("svg").forEach((svg, picture) => {
-    const texts = [...svg.querySelectorAll("text")], frame = svg.getBoundingClientRect();
-    const rects = texts.map(text => text.getBoundingClientRect());
-    rects.forEach((a, i) => {
-      if (a.left < frame.left - 1 || a.right > frame.right + 1 || a.bottom > frame.bottom + 1)
-        lines.push(`picture ${picture}: ${texts[i].textContent} leaves it`);
-      rects.slice(0, i).forEach((b, j) => {
-        if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2)
-          lines.push(`picture ${picture}: ${texts[i].textContent} meets ${texts[j].textContent}`);
-      });
-    });
-    const start = svg.querySelector(".point[tabindex='0']");
-    start.focus();
-    start.dispatchEvent(new KeyboardEvent("keydown", { key: "Home", bubbles: true }));
-    if (document.activeElement !== svg.querySelector(".point")) lines.push(`picture ${picture}: no keyboard`);
-    if (!svg.closest("figure").querySelector("output").textContent) lines.push(`picture ${picture}: silent`);
+  document.querySelectorAll(".chart").forEach((chart, number) => {
+    if (!chart.querySelector("svg text")) lines.push(`chart ${number}: not drawn`);
+    chart.focus();
+    for (const key of ["Home", "ArrowRight"])
+      document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    if (!chart.nextElementSibling.textContent) lines.push(`chart ${number}: no keyboard`);
   });
   if (document.documentElement.scrollWidth > innerWidth) lines.push("the page is wider than the window");
   const paper = getComputedStyle(document.body).backgroundColor;
@@ -416,25 +486,17 @@ addEventListener("load", () => {
       .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const check = (node, ink, under) => {
-    const [high, low] = [light(ink), light(under)].sort((a, b) => b - a);
-    if ((high + 0.05) / (low + 0.05) < 4.5) lines.push(`${node.textContent} is faint: ${ink} on ${under}`);
-  };
-  document.querySelectorAll("p, li, th, td, caption, summary, h1, figcaption, pre").forEach(node => {
-    check(node, getComputedStyle(node).color, paper);
-  });
-  document.querySelectorAll("svg text").forEach(text => {
-    text.scrollIntoView({ block: "center" });
-    const box = text.getBoundingClientRect();
-    const below = document.elementsFromPoint(box.left + box.width / 2, box.top + box.height / 2);
-    const painted = node => /^(rect|polygon)$/.test(node.tagName) && !/strip|band/.test(node.classList);
-    const shape = below.find(painted);
-    check(text, getComputedStyle(text).fill, shape && !text.classList.contains("halo")
-      ? getComputedStyle(shape).fill : paper);
+  document.querySelectorAll("p, li, th, td, dt, dd, caption, summary, h1, h2, pre, button").forEach(node => {
+    let under = node;
+    const clear = one => /, 0\)$/.test(getComputedStyle(one).backgroundColor);
+    while (under.parentElement && clear(under)) under = under.parentElement;
+    const [ink, ground] = [getComputedStyle(node).color, getComputedStyle(under).backgroundColor];
+    const [high, low] = [light(ink), light(ground)].sort((a, b) => b - a);
+    if ((high + 0.05) / (low + 0.05) < 4.5) lines.push(`${node.textContent} is faint: ${ink} on ${ground}`);
   });
   document.body.innerHTML = `<pre id="seen">${paper}\n${lines.join("\n")}</pre>`;
 });
-</script></body>"""
+</script><main>"""
 
 
 def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> list[str]:
@@ -443,7 +505,7 @@ def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> lis
     if chromium is None:
         pytest.skip("Requires: [chromium]")
     probed = folder / "probed.html"
-    probed.write_text(page.read_text().replace("</body>", PROBE))
+    probed.write_text(page.read_text().replace("<main>", PROBE, 1))
     done = subprocess.run(
         [
             chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
@@ -459,11 +521,11 @@ def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> lis
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("width", "dark"), [(500, True), (1100, False)])
-def test_no_labels_meet_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
-    """The keyboard also reaches every picture, in light and dark mode."""
-    shown = [*everything().values(), *crowded()]
-    pictures = [picture for result in shown for picture in parts_of(result).pictures]
-    (tmp_path / "page.html").write_text(document("All pictures", ["A line."], pictures, report="text"))
+def test_a_page_is_drawn_and_legible_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
+    """The keyboard also reaches every chart, in light and dark mode."""
+    parts = [parts_of(result) for result in (*everything().values(), *crowded())]
+    charts = [chart for one in parts for chart in one.charts]
+    write_page(tmp_path / "page.html", parts[0]._replace(charts=charts))
     colour, *wrong = seen_in_chromium(tmp_path / "page.html", tmp_path, width=width, dark=dark)
     assert colour == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
     assert not wrong

@@ -78,6 +78,7 @@ def test_what_has_a_page_has_a_plot(command: str, capsys: pytest.CaptureFixture[
     assert run([command, "--help"]) == 0
     told = capsys.readouterr().out
     assert "--html" in told
+    assert "--open" in told
     assert "--plot" in told
 
 
@@ -85,8 +86,8 @@ def test_words_that_meet_are_found(figures: list[Any], tmp_path: Path) -> None:
     draw_plot(tmp_path / "plot.svg", prediction())
     axes = figures[0].axes[0]
     for text in ("one", "other"):
-        axes.text(300, 300, text)
-    axes.text(-500, 300, "far")
+        axes.text(0.3, 0.3, text)
+    axes.text(-5, 0.3, "far")
     assert words_that_meet(figures[0])[-2:] == ["one meets other", "far leaves the figure"]
 
 

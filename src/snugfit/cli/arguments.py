@@ -7,6 +7,8 @@ arguments from its signature, so the signature is assembled: no argument is list
 from __future__ import annotations
 
 import inspect
+import shlex
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -172,7 +174,12 @@ Html = Annotated[
     Path | None,
     typer.Option(help="Write the answer with pictures into this .html file.", dir_okay=False, metavar="FILE"),
 ]
+Open = Annotated[
+    bool,
+    typer.Option("--open", help="Open the page in the browser; without --html it is a temporary file."),
+]
 PLOT_FILE = "a plot is a .png or a .svg file"
+TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 TRACE_FILE = "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto"
 Plot = Annotated[
     Path | None,
@@ -271,16 +278,37 @@ def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = No
     check_output("--trace", trace, (".pickle", ".json"), TRACE_FILE)
 
 
-def write_pictures(html: Path | None, plot: Path | None, result: object) -> None:
-    """Draw the answer into the requested page and plot, if any."""
-    if html is None and plot is None:
+def write_pictures(html: Path | None, plot: Path | None, result: object, *, open_page: bool = False) -> None:
+    """Draw the answer into the requested page and plot, if any, and open the page for `open_page`."""
+    if html is None and plot is None and not open_page:
         return
+    from snugfit.frontends.launch import COMMAND_LINE
     from snugfit.report.pictures import draw_plot, write_page
 
-    for path, draw in ((html, write_page), (plot, draw_plot)):
-        if path is not None:
-            draw(path, result)
-            say_written(path)
+    if html is None and open_page:
+        html = Path(tempfile.mkdtemp(prefix="snugfit-"), "page.html")
+    if html is not None:
+        words = COMMAND_LINE.get()
+        write_page(html, result, command=shlex.join(["snugfit", *words]) if words else "")
+        say_written(html)
+    if plot is not None:
+        draw_plot(plot, result)
+        say_written(plot)
+    if html is not None and open_page:
+        _open(html)
+
+
+def _open(page: Path) -> None:
+    """Open a page in the browser, or print that there is none. A text browser would take the terminal."""
+    import webbrowser
+
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        browser = None
+    is_text = Path(getattr(browser, "name", None) or "").name in TEXT_BROWSERS
+    if browser is None or is_text or not browser.open(page.resolve().as_uri()):
+        typer.echo(f"--open: no browser can be opened here. Open this file in one: {page}", err=True)
 
 
 def say_written(path: Path) -> None:

@@ -92,6 +92,7 @@ def _arguments(
     steps: Steps = None,
     workers: Workers = None,
     html: given.Html = None,
+    open: given.Open = False,
     plot: given.Plot = None,
     fresh: given.Fresh = False,
     form: given.Format = "terminal",
@@ -156,7 +157,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
     _print(answers, prices, "json" if asked["as_json"] else asked["form"])
-    given.write_pictures(asked["html"], asked["plot"], answers)
+    given.write_pictures(asked["html"], asked["plot"], answers, open_page=asked["open"])
     return 0 if answers.fitting else NothingFits.exit_code
 
 
@@ -267,7 +268,12 @@ def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
 
 def _refuse_alone(request: Request, asked: Mapping[str, Any]) -> None:
     """Raise `UsageError` for options that only single GPUs take."""
-    alone = {"html": asked["html"], "plot": asked["plot"], "objective memory": asked["objective"] == "memory"}
+    alone = {
+        "html": asked["html"],
+        "plot": asked["plot"],
+        "open": asked["open"],
+        "objective memory": asked["objective"] == "memory",
+    }
     if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
         raise UsageError(f"`gpus` with --gpus does not take {', '.join(given_alone)}. Leave it out.")
     request.refuse_recipe_and_loop()

@@ -47,6 +47,7 @@ def measure(
     ledger: Ledger = Path("snugfit-runs"),
     predict: Predict = False,
     html: given.Html = None,
+    open: given.Open = False,
     plot: given.Plot = None,
     as_json: given.AsJson = False,
 ) -> int:
@@ -83,7 +84,9 @@ def measure(
 
     comparison = compare(predicted, measured) if predicted and measured.footprint else None
     _print(measured, predicted, comparison, as_json=as_json)
-    given.write_pictures(html, plot, comparison if comparison and comparison.lines else measured)
+    given.write_pictures(
+        html, plot, comparison if comparison and comparison.lines else measured, open_page=open
+    )
     if measured.ok:
         return 0
     _show_ways_out(measured, request, device)

@@ -116,6 +116,7 @@ def plan(
     everything: All = False,
     plot: given.Plot = None,
     html: given.Html = None,
+    open: given.Open = False,
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_peers: NoPeers = False,
@@ -129,7 +130,7 @@ def plan(
 
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html}
+        alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html, "open": open}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         return _show_several(request, gpus, fidelity, workers, form, alone, price, fresh=fresh)
     request = _check(request, verify, price)
@@ -146,7 +147,7 @@ def plan(
     chosen = _plan(request, asked, workers, fresh=fresh)
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
     chosen = chosen if no_ways_out else with_ways_out_of_plan(chosen, fresh=fresh)
-    given.write_pictures(html, plot, chosen)
+    given.write_pictures(html, plot, chosen, open_page=open)
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
         page = render(chosen, everything=everything, configuration=request.configuration)
         print_as(form, chosen.to_json(), page)

@@ -69,6 +69,7 @@ def predict(
     operators: Operators = False,
     no_ways_out: given.NoWaysOut = False,
     html: given.Html = None,
+    open: given.Open = False,
     plot: given.Plot = None,
     trace: TraceFile = None,
     fresh: given.Fresh = False,
@@ -95,7 +96,9 @@ def predict(
         ]
     predictions = predictions if no_ways_out else with_ways_out(request, predictions, fresh=fresh)
     _print(predictions, operators=operators, as_json=as_json)
-    given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
+    given.write_pictures(
+        html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions), open_page=open
+    )
     if trace:
         from snugfit.prediction.traces.export_trace import export_trace
         from snugfit.report.text.files import write_atomically

@@ -1,89 +1,69 @@
-"""The pictures of each kind of result, and the page that shows them."""
+"""The charts of each kind of result, and the page, plot and notebook's cell that show them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich.console import RenderableType
+from typing import Any
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Plan
-from snugfit.report import compare, measurement, prediction
-from snugfit.report.page.bars import BarGroup, bars, timeline
+from snugfit.report import compare, headlines, measurement, prediction
+from snugfit.report.page.chart import BarFigure, BarGroup, Bars, Chart, PageParts
+from snugfit.report.page.colours import GPU_MEMORY, MEASURED, PREDICTED
+from snugfit.report.page.document import document, fragment
 from snugfit.report.page.memory import memory_over_step
-from snugfit.report.page.modules import modules_at_peak
-from snugfit.report.page.picture import Picture, document, fragment
-from snugfit.report.page.plot import plot
+from snugfit.report.page.modules import modules_at_peak, timeline
+from snugfit.report.page.static import draw
 from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.plan.front import draw_front
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.job import job_line
-from snugfit.report.text.terminal import as_text
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
 from snugfit.results.speed import StepSpeed
 from snugfit.units import show_bytes, show_seconds
-
-REPORT_WIDTH = 120
-"""Columns of the text report on a page."""
+from snugfit.versions import versions
 
 MOST_STEPS = 100
 """Largest number of timed steps in a picture."""
 
-ALLOWED = "the memory limit"
+SHOWN_VERSIONS = ("snugfit", "torch", "transformers")
+"""Packages whose versions a page shows."""
 
-BESIDE = ("predicted", "measured")
-
-
-class PageParts(NamedTuple):
-    """The parts of a result on a page or in a notebook's cell."""
-
-    title: str
-    lines: Sequence[str]
-    """The answer in sentences."""
-    pictures: Sequence[Picture]
-    report: RenderableType
-    """The whole result in words and tables."""
-    doubts: Iterable[str] = ()
-    """Sentences on the uncertain parts of the result."""
+BESIDE = (PREDICTED, MEASURED)
 
 
-def write_page(path: Path, result: object) -> None:
-    """Write the pictures of a result, with its whole report as text, as one self-contained page."""
-    write_atomically(path, _html(document, result).encode("utf-8"))
+def write_page(path: Path, result: object, *, command: str = "") -> None:
+    """Write the charts of a result, with its whole report as text, as one self-contained page.
+
+    `command` is the command line that made the result.
+    """
+    used = versions() | dict(getattr(result, "versions", {}))
+    shown = {name: used[name] for name in SHOWN_VERSIONS if name in used}
+    page = document(parts_of(result), command=command, versions=shown, when=datetime.now().astimezone())
+    write_atomically(path, page.encode("utf-8"))
 
 
 def draw_plot(path: Path, result: object) -> None:
-    """Draw the answer and its pictures as one `.png` or `.svg` file."""
+    """Draw the answer and its charts as one `.png` or `.svg` file."""
     write_atomically(path, plot_bytes(result, path.suffix[1:]))
 
 
 def plot_bytes(result: object, form: str) -> bytes:
-    """Return the answer and its pictures as a `png` or an `svg` file."""
-    parts = parts_of(result)
-    return plot(parts.title, parts.lines, parts.pictures, _uncertain(parts), form)
+    """Return the answer and its charts as a `png` or an `svg` file."""
+    return draw(parts_of(result), form)
 
 
 def notebook_cell(result: object) -> str:
-    """Return the pictures and tables of a result as an inert HTML fragment."""
-    return _html(fragment, result)
-
-
-def _html(shape: Callable[..., str], result: object) -> str:
-    parts = parts_of(result)
-    report = as_text(parts.report, width=REPORT_WIDTH)
-    return shape(parts.title, parts.lines, parts.pictures, _uncertain(parts), report=report)
-
-
-def _uncertain(parts: PageParts) -> list[str]:
-    return [f"Uncertain: {doubt}" for doubt in parts.doubts]
+    """Return a static picture and the tables of a result as an inert HTML fragment."""
+    return fragment(parts_of(result))
 
 
 def has_pictures(kind: type) -> bool:
@@ -96,130 +76,157 @@ def parts_of(result: object) -> PageParts:
     return result if isinstance(result, PageParts) else _PARTS[type(result)](result)
 
 
-def draw_prediction(one: Prediction) -> list[Picture]:
+def draw_prediction(one: Prediction) -> list[Chart]:
     """Return bytes through the step, bytes by module, and the step's timeline, as far as they are
     predicted."""
-    anatomy, pictures = one.anatomy, []
+    anatomy, charts = one.anatomy, []
     if anatomy.curve and anatomy.curve[0].kinds:
         over_step = memory_over_step(
             anatomy.curve,
             context_bytes=one.footprint.context_bytes or 0,
             memory_bytes=one.memory_bytes,
             micro_batches=one.recipe.setup().micro_batches,
+            moment=one.footprint.at,
         )
-        pictures.append(over_step)
+        charts.append(over_step)
     if anatomy.modules:
-        pictures.append(modules_at_peak(anatomy.modules))
+        charts.append(modules_at_peak(anatomy.modules))
     if one.timing and one.timeline:
-        pictures.append(timeline(one.timeline, one.timing.step_seconds))
-    return pictures
+        charts.append(timeline(one.timeline, one.timing.step_seconds))
+    return charts
+
+
+def draw_bars(
+    title: str, groups: Sequence[BarGroup], series: Sequence[str], limit: float | None = None
+) -> Chart:
+    """Return a chart with a name and bars for each group, one bar for each series."""
+    return Chart(
+        title=title, about=f"Bars: {title}.", drawing=Bars(series=series, groups=groups, limit=limit)
+    )
 
 
 def _of_prediction(one: Prediction) -> PageParts:
     recipe = prediction.heading(one).plain.splitlines()[-1]
-    lines = [prediction.verdict(one).plain, *(line.plain for line in prediction.about_pace(one)), recipe]
+    lines = [job_line(one.job), recipe, *(line.plain for line in prediction.about_pace(one))]
+    title, tone = headlines.of_prediction(one)
     report = prediction.render(one, operators=True)
-    return PageParts(job_line(one.job), lines, draw_prediction(one), report, one.doubts)
+    figures = headlines.figures_of_prediction(one)
+    return PageParts(title, lines, draw_prediction(one), report, one.doubts, figures, tone)
 
 
 def _of_recipes(compared: RecipeComparison) -> PageParts:
     """Return each recipe's need side by side, and the bytes through the step of each."""
     several = compared.predictions
-    memory = several[0].memory_bytes
-    groups = [BarGroup(str(one.recipe), [one.needed_bytes]) for one in several]
-    title = "GPU memory needed, by recipe"
-    pictures = [bars(title, groups, ["needed"], _show, bound=memory, bound_words=ALLOWED)]
+    groups = [BarGroup(str(one.recipe), [_size(one.needed_bytes)]) for one in several]
+    charts = [draw_bars("GPU memory needed, by recipe", groups, [PREDICTED], several[0].memory_bytes)]
     timed = [(str(one.recipe), one.speed) for one in several]
-    steps = [BarGroup(name, [it.step_seconds], "", [_seconds_range(it)]) for name, it in timed if it]
-    pictures += [bars("Seconds of a step, by recipe", steps, ["seconds"], show_seconds)] if steps else []
+    steps = [BarGroup(name, [_seconds(speed.step_seconds, speed)]) for name, speed in timed if speed]
+    charts += [draw_bars("Seconds of a step, by recipe", steps, [PREDICTED])] if steps else []
     for one in several:
         named = draw_prediction(one)[:1]
-        pictures += [replace(picture, title=f"{picture.title}: {one.recipe}") for picture in named]
+        charts += [replace(chart, title=f"{chart.title}: {one.recipe}") for chart in named]
     smallest = min(several, key=attrgetter("needed_bytes"))
     answer = f"The smallest is {smallest.recipe}, with {show_bytes(smallest.needed_bytes)}"
     known = [(one.speed.step_seconds, one.recipe) for one in several if one.speed]
     if known:
         seconds, recipe = min(known, key=itemgetter(0))
         answer += f"; the fastest is {recipe}, with {show_seconds(seconds)} a step"
-    doubts = dict.fromkeys(doubt for one in several for doubt in one.doubts)
-    return PageParts(job_line(several[0].job), [f"{answer}."], pictures, compare.render(several), doubts)
+    doubts = [*dict.fromkeys(doubt for one in several for doubt in one.doubts)]
+    lines = [job_line(several[0].job), f"{answer}."]
+    title, tone = headlines.of_recipes(compared)
+    figures = headlines.figures_of_recipes(compared)
+    return PageParts(title, lines, charts, compare.render(several), doubts, figures, tone)
 
 
 def _of_plan(one: Plan) -> PageParts:
-    lines = [plan.answer(one), *plan.headroom(one)]
-    return PageParts(plan.question(one), lines, [draw_front(one)], plan.render(one), one.doubts)
+    lines = [plan.question(one), plan.answer(one), *plan.headroom(one)]
+    title, tone = headlines.of_plan(one)
+    figures = headlines.figures_of_plan(one)
+    return PageParts(title, lines, [draw_front(one)], plan.render(one), one.doubts, figures, tone)
 
 
 def _of_measurement(one: Measurement) -> PageParts:
     figures = ((name, getattr(one.footprint, figure, None)) for figure, name in compare.FIGURES.items())
-    known = [(name, size) for name, size in figures if size is not None]
-    groups = [BarGroup(name, [size]) for name, size in known]
+    groups = [BarGroup(name, [_size(size)]) for name, size in figures if size is not None]
     title = f"Measured at the peak on {one.device.name}"
-    pictures = [bars(title, groups, ["measured"], _show)] if groups else []
+    charts = [draw_bars(title, groups, [MEASURED])] if groups else []
     if one.timing and one.timing.seconds:
-        steps = [BarGroup(f"step {number}", [took]) for number, took in enumerate(one.timing.seconds, 1)]
-        pictures.append(bars("How long each step took", steps[:MOST_STEPS], ["seconds"], show_seconds))
-    lines = [f"recipe {one.recipe} · {one.loop} loop · {one.device.name}"]
-    if not one.ok:
-        lines = [f"The run ended with {one.outcome}.", *lines]
-    elif known and one.timing:
-        size = _show(max(size for _, size in known))
-        speed = f"{show_seconds(one.timing.step_seconds)}, {one.timing.samples_per_second:,.1f} samples/s"
-        lines = [f"{size} at the peak; a step takes {speed}.", *lines]
-    return PageParts(job_line(one.job), lines, pictures, measurement.render(one))
+        steps = [
+            BarGroup(f"step {number}", [_seconds(took)]) for number, took in enumerate(one.timing.seconds, 1)
+        ]
+        charts.append(draw_bars("How long each step took", steps[:MOST_STEPS], [MEASURED]))
+    lines = [job_line(one.job), f"recipe {one.recipe} · {one.loop} loop · {one.device.name}"]
+    title, tone = headlines.of_measurement(one)
+    numbers = headlines.figures_of_measurement(one)
+    return PageParts(title, lines, charts, measurement.render(one), figures=numbers, tone=tone)
 
 
 def _of_comparison(one: Comparison) -> PageParts:
     groups = [
-        BarGroup(compare.FIGURES[line.figure], [line.predicted, line.measured], f"{100 * line.error:+.1f} %")
+        BarGroup(
+            compare.FIGURES[line.figure],
+            [_size(line.predicted), _size(line.measured)],
+            f"{100 * line.error:+.1f} %",
+        )
         for line in one.lines
     ]
-    pictures = [bars("Bytes at the peak, predicted and measured", groups, BESIDE, _show)]
+    charts = [draw_bars("Bytes at the peak, predicted and measured", groups, BESIDE)]
     if pace := one.pace:
-        ranges = [_seconds_range(one.prediction.speed), None]
-        step = BarGroup("a step", [pace.predicted, pace.measured], f"{100 * pace.error:+.1f} %", ranges)
-        pictures.append(bars("Seconds, predicted and measured", [step], BESIDE, show_seconds))
-    lines = [f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {one.measurement.device.name}"]
-    known = {line.figure: line for line in one.lines}
-    if shown := known.get("nvml_bytes", known.get("reserved_bytes", one.worst)):
-        where = f"{compare.FIGURES[shown.figure]} at the peak ({100 * shown.error:+.1f} %)"
-        lines = [f"{_show(shown.predicted)} predicted, {_show(shown.measured)} measured {where}.", *lines]
-    pictures += draw_prediction(one.prediction)
-    return PageParts(
-        job_line(one.prediction.job), lines, pictures, compare.beside(one), one.prediction.doubts
-    )
+        both = [_seconds(pace.predicted, one.prediction.speed), _seconds(pace.measured)]
+        step = BarGroup("a step", both, f"{100 * pace.error:+.1f} %")
+        charts.append(draw_bars("Seconds, predicted and measured", [step], BESIDE))
+    charts += draw_prediction(one.prediction)
+    device = one.measurement.device.name
+    recipe = f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {device}"
+    lines = [job_line(one.prediction.job), recipe]
+    title, tone = headlines.of_comparison(one)
+    report, doubts = compare.beside(one), one.prediction.doubts
+    figures = headlines.figures_of_comparison(one)
+    return PageParts(title, lines, charts, report, doubts, figures, tone)
 
 
 def _of_gpu_plans(several: GpuPlans) -> PageParts:
-    known = [answer for answer in several.answers if answer.choice]
     sizes = [
         BarGroup(
             answer.key,
-            [answer.choice.needed_bytes if answer.choice else None, answer.gpu.memory_bytes],
+            [
+                _size(answer.choice.needed_bytes),
+                None if answer.gpu.memory_bytes is None else _size(answer.gpu.memory_bytes),
+            ],
             "fits" if answer.fits else "does not fit",
         )
-        for answer in known
+        for answer in several.answers
+        if answer.choice
     ]
+    charts = [draw_bars("GPU memory of the best recipe, by GPU", sizes, [PREDICTED, GPU_MEMORY])]
     timed = [(answer.key, several.speed(answer)) for answer in several.fitting]
-    speeds = [
-        BarGroup(key, [speed.samples_per_second], "", [speed.samples_range]) for key, speed in timed if speed
-    ]
-    pictures = [bars("GPU memory of the best recipe, by GPU", sizes, ["needed", "the GPU's memory"], _show)]
+    speeds = [BarGroup(key, [_samples(speed)]) for key, speed in timed if speed]
     if speeds:
-        pictures.append(bars("Samples per second where it fits", speeds, ["samples/s"], "{:,.1f}".format))
-    lines = [*gpu_plans.headline(several, Prices())]
-    report, doubts = gpu_plans.render(several), gpu_plans.doubts(several)
-    return PageParts(gpu_plans.question(several), lines, pictures if known else [], report, doubts)
+        charts.append(draw_bars("Samples per second where it fits", speeds, [PREDICTED]))
+    title, tone = headlines.of_gpu_plans(several)
+    figures = headlines.figures_of_gpu_plans(several)
+    report, doubts = gpu_plans.render(several), [*gpu_plans.doubts(several)]
+    lines = [gpu_plans.question(several), *gpu_plans.headline(several, Prices())]
+    return PageParts(title, lines, charts if sizes else [], report, doubts, figures, tone)
 
 
-def _seconds_range(speed: StepSpeed | None) -> tuple[float, float] | None:
+def _size(size: float) -> BarFigure:
+    return BarFigure(size, show_bytes(int(size)))
+
+
+def _seconds(seconds: float, speed: StepSpeed | None = None) -> BarFigure:
+    """Return a bar of seconds, with the spread of a predicted speed."""
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
-        return None
-    return speed.low_seconds, speed.high_seconds
+        return BarFigure(seconds, show_seconds(seconds))
+    low, high = speed.low_seconds, speed.high_seconds
+    label = f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
+    return BarFigure(seconds, label, low, high)
 
 
-def _show(size: float) -> str:
-    return show_bytes(int(size))
+def _samples(speed: StepSpeed) -> BarFigure:
+    low, high = speed.samples_range or (None, None)
+    between = "" if low is None else f" ({low:,.1f} to {high:,.1f})"
+    return BarFigure(speed.samples_per_second, f"{speed.samples_per_second:,.1f}{between}", low, high)
 
 
 _PARTS: dict[type, Callable[[Any], PageParts]] = {

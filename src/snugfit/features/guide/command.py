@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snugfit.features.guide.result import GuideResult
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.report.pictures import PageParts
+    from snugfit.report.page.chart import PageParts
 
 GpuName = Annotated[
     str | None,
@@ -55,6 +55,7 @@ def guide(
     output: Output = Path("snugfit-guide"),
     workers: Workers = None,
     html: given.Html = None,
+    open: given.Open = False,
     plot: given.Plot = None,
     form: Format = "terminal",
     as_json: given.AsJson = False,
@@ -94,7 +95,7 @@ def guide(
         result = _with_modern(result, target, workers)
     parts = page_parts(result)
     paths = write(result, parts, folder)
-    given.write_pictures(html, plot, parts)
+    given.write_pictures(html, plot, parts, open_page=open)
     _print(result, form)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from snugfit.features.guide.result import GuideResult, GuideRow, ModernRow, PublishedPrediction
 from snugfit.features.guide.suite import machines
 from snugfit.features.guide.tables import render
-from snugfit.report.page.bars import BarGroup, bars
-from snugfit.report.page.picture import Picture
-from snugfit.report.pictures import PageParts
+from snugfit.report.page.chart import BarFigure, BarGroup, Chart, PageParts
+from snugfit.report.pictures import draw_bars
 from snugfit.results.speed import StepSpeed
 from snugfit.units import GIB
 
@@ -33,31 +32,31 @@ class Series(NamedTuple):
 def page_parts(result: GuideResult) -> PageParts:
     """Return the page and the plot of a result."""
     memory = memory_series(result)
-    pictures = [
-        _picture(
+    charts = [
+        _chart(
             result, "GPU memory of the guide's experiments, in GiB", memory, _number(result.memory_bytes, GIB)
         ),
-        _picture(result, "Samples per second of the guide's experiments", speed_series(result)),
+        _chart(result, "Samples per second of the guide's experiments", speed_series(result)),
     ]
     title = f"The single-GPU guide's experiments on {result.gpu}"
-    return PageParts(title, [], pictures, render(result), result.doubts)
+    return PageParts(title, [], charts, render(result), result.doubts)
 
 
-def _picture(
-    result: GuideResult, title: str, series: Sequence[Series], bound: float | None = None
-) -> Picture:
+def _chart(result: GuideResult, title: str, series: Sequence[Series], limit: float | None = None) -> Chart:
     groups = [
-        BarGroup(
-            row.name,
-            [one.values[number] for one in series],
-            row.why_refused,
-            [one.ranges[number] for one in series],
-        )
+        BarGroup(row.name, [_bar(one, number) for one in series], row.why_refused)
         for number, row in enumerate(result.rows)
     ]
-    labels = [one.label for one in series]
-    words = f"memory, {result.gpu}"
-    return bars(title, groups, labels, "{:.2f}".format, bound=bound, bound_words=words)
+    return draw_bars(title, groups, [one.label for one in series], limit)
+
+
+def _bar(series: Series, number: int) -> BarFigure | None:
+    """Return the bar of one experiment; None without a value."""
+    value, known = series.values[number], series.ranges[number]
+    if value is None:
+        return None
+    low, high = known or (None, None)
+    return BarFigure(value, f"{value:.2f}{f' ({low:.2f} to {high:.2f})' if known else ''}", low, high)
 
 
 def memory_series(result: GuideResult) -> list[Series]:

@@ -1,1 +1,1 @@
-"""Pictures as plain SVG, and the pages around them."""
+"""Charts as plain data, and the pages, plots and notebook cells that show them."""

@@ -41,13 +41,16 @@ class Drawing:
 
 
 @contextmanager
-def drawing(form: str, *, width: float, height: float) -> Iterator[Drawing]:
+def drawing(form: str, *, width: float, height: float, text_as_text: bool = False) -> Iterator[Drawing]:
     """Yield a figure of `width` times `height` inches to draw on. After the block `content` has the bytes of
-    the file."""
+    the file.
+
+    An SVG has its texts as outlines, so that it looks the same everywhere, or for `text_as_text` as text.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(_STYLE | {"svg.fonttype": "none" if text_as_text else "path"}):
         drawn = Drawing(Figure(figsize=(width, height), layout="constrained"))
         yield drawn
         out = BytesIO()

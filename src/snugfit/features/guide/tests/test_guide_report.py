@@ -31,7 +31,7 @@ from snugfit.report.text.terminal import as_text
 from snugfit.step.step import LOOPS
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
-from test_pages import check_page
+from test_pages import check_page, words_of
 from test_reference import hold_to_schema
 from test_tables import hold_rows_and_figures
 
@@ -245,8 +245,8 @@ def test_csv_has_figures_as_numbers() -> None:
 def test_the_page_has_memory_and_speed(tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", plot.page_parts(guide_result(measured=True)))
     page = (tmp_path / "page.html").read_text()
-    check_page(page, pictures=2)
-    assert "vanilla: predicted, Tesla V100-SXM2-16GB 14.59, measured, NVIDIA H200" in page
+    check_page(page, charts=2, drawn=0)
+    assert "vanilla predicted, Tesla V100-SXM2-16GB 14.59 measured, NVIDIA H200" in words_of(page)
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

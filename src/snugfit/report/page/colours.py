@@ -1,0 +1,69 @@
+"""One colour for each meaning, the same in every picture of a page, a plot and a notebook's cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from snugfit.results.footprint import Kind
+
+KINDS: dict[str, str] = {
+    Kind.CONTEXT: "#9aa4b0",
+    Kind.WEIGHTS: "#0072b2",
+    Kind.GATHERED: "#bcbd22",
+    Kind.OPTIMIZER_STATES: "#009e73",
+    Kind.GRADIENTS: "#56b4e9",
+    Kind.ACTIVATIONS: "#e69f00",
+    Kind.TEMPORARIES: "#d55e00",
+    Kind.CACHES: "#cc79a7",
+    Kind.COMMUNICATION: "#a58bd3",
+    Kind.WORKSPACES: "#8f6b4a",
+    Kind.INPUTS: "#f0e442",
+}
+"""Kinds of bytes in the order of a stack, the lowest first. Most are Okabe and Ito's colours, which
+colour-blind readers can distinguish."""
+
+PREDICTED, MEASURED = "predicted", "measured"
+
+GPU_MEMORY = "the GPU's memory"
+
+_FIGURES = {PREDICTED: "#5b5fc7", MEASURED: "#e0457b", GPU_MEMORY: "#5f7480"}
+
+_FURTHER = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8f6b4a", "#a58bd3")
+
+LIMIT, RESERVED, BEST = "memory limit", "reserved by the allocator", "the best that fits"
+
+LINES = {LIMIT: "limit", RESERVED: "reserved", BEST: "best"}
+"""Meanings of lines and rings, which have the page's own colours in light and in dark."""
+
+PHASES = {
+    "build": "#f7f8fa",
+    "load": "#f7f8fa",
+    "forward": "#eef1f4",
+    "backward": "#dde2e8",
+    "clip": "#f7f8fa",
+    "update": "#c3cad3",
+}
+"""Greys of the phases on white paper; `style.css` has those on dark paper."""
+
+PAPER = {"ink": "#1b1f24", "faint": "#5b6470", "rule": "#d9dde2", "bad": "#b3261e", "good": "#0b7a3b"}
+"""Colours of text and lines on white paper, as in `style.css`."""
+
+
+def colours_of(meanings: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each meaning. Those without a colour of their own take the next free one."""
+    table: dict[str, str] = {}
+    further = iter(_FURTHER)
+    for meaning in dict.fromkeys(meanings):
+        if meaning not in LINES:
+            table[meaning] = KINDS.get(meaning) or _FIGURES.get(meaning) or next(further, "#9aa4b0")
+    return table
+
+
+def ink_on(colour: str) -> str:
+    """Return black or white, the one with the larger contrast to the colour (WCAG 2.2)."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#000000" if luminance > 0.179 else "#ffffff"
