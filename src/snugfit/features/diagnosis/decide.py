@@ -22,10 +22,14 @@ def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tup
     """Return the kind of a failed request, a summary, and notes."""
     if ledger is None or ledger.free_bytes is None:
         return FailureKind.UNCLEAR, _without_figures(requested, ledger), ()
+    if ledger.allowed_bytes is not None and ledger.free_bytes >= requested:
+        return _decide_within_limit(requested, ledger, ledger.allowed_bytes)
     total, free = ledger.total_bytes, ledger.free_bytes
     unallocated = ledger.unallocated_bytes or 0
     if free >= requested:
-        return FailureKind.UNCLEAR, _with_enough_free(requested, ledger), ()
+        # Snapshots omit a limit of the process, under which only fragments can be free.
+        kind = FailureKind.FRAGMENTATION if unallocated >= requested else FailureKind.UNCLEAR
+        return kind, _with_enough_free(requested, free, unallocated), ()
     foreign = _foreign_bytes(ledger)
     enough_outside = foreign + free >= requested and foreign > unallocated
     if total and enough_outside and foreign >= MANY * total:
@@ -59,16 +63,30 @@ def _without_figures(requested: int, ledger: Ledger | None) -> str:
     )
 
 
-def _with_enough_free(requested: int, ledger: Ledger) -> str:
-    free, allowed = ledger.free_bytes or 0, ledger.allowed_bytes
-    if allowed is not None:
-        return (
-            f"The process limits itself to {show_bytes(allowed)} (set_per_process_memory_fraction), so a "
-            f"request of {show_bytes(requested)} failed with {show_bytes(free)} free."
-        )
+def _decide_within_limit(
+    requested: int, ledger: Ledger, allowed: int
+) -> tuple[FailureKind, str, tuple[str, ...]]:
+    """Return `decide`'s answer for a process that may use only `allowed` bytes of a GPU with more free."""
+    reserved = (ledger.allocated_bytes or 0) + (ledger.unallocated_bytes or 0)
+    within = Ledger(
+        total_bytes=allowed,
+        free_bytes=min(max(0, allowed - reserved), requested - 1),
+        allocated_bytes=ledger.allocated_bytes,
+        unallocated_bytes=ledger.unallocated_bytes,
+        graphs_bytes=ledger.graphs_bytes,
+    )
+    kind, summary, notes = decide(requested, within)
+    limit = f"The process limits itself to {show_bytes(allowed)} (set_per_process_memory_fraction)."
+    return kind, f"{limit} {summary}", notes
+
+
+def _with_enough_free(requested: int, free: int, unallocated: int) -> str:
+    first = f"The GPU had {show_bytes(free)} free, more than the request of {show_bytes(requested)}."
+    if unallocated >= requested:
+        return f"{first} So the process has a limit. {_fragments(requested, unallocated)}"
     return (
-        f"The GPU had {show_bytes(free)} free, more than the request of {show_bytes(requested)}. Possible "
-        "reasons are memory that another process freed meanwhile, a private pool, or a limit of the driver."
+        f"{first} Possible reasons are a limit of this process (set_per_process_memory_fraction), memory "
+        "that another process freed meanwhile, or a private pool."
     )
 
 
@@ -115,7 +133,7 @@ def _shortage(requested: int, ledger: Ledger) -> str:
         else f"{show_bytes(requested - free)} were missing."
     )
     return (
-        f"Live tensors had {show_bytes(allocated)} of the GPU's {show_bytes(total)}, and "
+        f"Live tensors had {show_bytes(allocated)} of {show_bytes(total)}, and "
         f"{show_bytes(requested)} more did not fit. {missing}"
     )
 
