@@ -25,9 +25,8 @@ from snugfit import Job, Model, Plan, Prediction, Recipe, SnugfitError, plan, pr
 from snugfit.hub_kernels import import_peft
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.report.page.bars import BarGroup, bars
-from snugfit.report.page.plot import plot
-from snugfit.report.pictures import draw_prediction
+from snugfit.report.page.chart import BarFigure, BarGroup, PageParts
+from snugfit.report.pictures import draw_bars, draw_prediction, plot_bytes
 from snugfit.report.plan.front import draw_front
 from snugfit.report.text.files import writable_folder, write_atomically
 from snugfit.training.digits import digits, digits_job
@@ -272,18 +271,23 @@ def main() -> None:
     print_runs(runs)
     predicted = compare_peak(runs.measured_bytes)
     losses = [
-        BarGroup(f"step {step}", [runs.losses[step], runs.losses_alone[step]])
+        BarGroup(
+            f"step {step}",
+            [BarFigure(loss, f"{loss:.4f}") for loss in (runs.losses[step], runs.losses_alone[step])],
+        )
         for step in range(SAVED_EVERY, STEPS + 1, SAVED_EVERY)
     ]
-    peak = [BarGroup("requested", [predicted, runs.measured_bytes])]
-    pictures = [
+    sizes = (predicted, runs.measured_bytes)
+    peak = [BarGroup("requested", [BarFigure(size, f"{size:,.0f}") for size in sizes])]
+    charts = [
         *draw_prediction(prediction)[:1],
         draw_front(found),
-        bars("Loss of the digits run", losses, ["killed and resumed", "left alone"], "{:.4f}".format),
-        bars("Bytes at the peak of the digits run", peak, ["predicted", "measured"], "{:,.0f}".format),
+        draw_bars("Loss of the digits run", losses, ["killed and resumed", "left alone"]),
+        draw_bars("Bytes at the peak of the digits run", peak, ["predicted", "measured"]),
     ]
     lines = ["BERT-large predicted, DistilBERT planned, a training run killed and resumed"]
-    file = write_atomically(folder / "demo.png", plot("make demo", lines, pictures, (), "png"))
+    parts = PageParts("make demo", lines, charts, "")
+    file = write_atomically(folder / "demo.png", plot_bytes(parts, "png"))
     print(f"The picture of all this: {file.absolute()}")
 
 

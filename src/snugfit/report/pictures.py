@@ -106,7 +106,8 @@ def draw_bars(
 
 
 def _of_prediction(one: Prediction) -> PageParts:
-    recipe = prediction.heading(one).plain.splitlines()[-1]
+    software = "" if one.software == "installed" else f" · software {one.software}"
+    recipe = f"recipe {one.recipe} · {one.loop} loop{software}"
     lines = [job_line(one.job), recipe, *(line.plain for line in prediction.about_pace(one))]
     title, tone = headlines.of_prediction(one)
     report = prediction.render(one, operators=True)

@@ -117,7 +117,7 @@
               position: rightOf ? [-8, isHigh ? 16 : -30] : [18, isHigh ? 16 : -30], align: rightOf ? "right" : "left",
               formatter: isLong ? data.peak_label.replace(", ", "\n") : data.peak_label, fontWeight: 600, backgroundColor: css("paper"), borderColor: css("ink"), borderWidth: 1,
               borderRadius: 4, padding: [4, 7], lineHeight: 16, overflow: "break",
-              ...(isLong ? { width: room } : {}),
+              ...(isLong ? { width: Math.min(room, 7.5 * Math.max(...data.peak_label.split(", ").map(part => part.length + 10))) } : {}),
             }),
           },
         },
