@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import snugfit
-from made_up import prediction
+from made_up import measurement, prediction
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import OutOfMemory, UsageError
@@ -273,6 +273,21 @@ def test_an_out_of_memory_ends_with_the_changes_that_fit_this_gpu(on_gpu: list[A
     needed = prediction().needed_bytes
     assert needed <= 8 * GIB
     assert on_gpu[0].memory_bytes == int(0.9 * needed)
+
+
+def test_a_measured_out_of_memory_ends_with_them(
+    on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit is the measured GPU's memory without the driver's part."""
+    dead = measurement(outcome="oom:torch", footprint=None)
+    dead = replace(dead, device=replace(dead.device, total_bytes=5 * GIB, reserve_bytes=GIB))
+    monkeypatch.setattr("snugfit.measurement.measure.measure", lambda *_, **__: dead)
+    monkeypatch.setattr("snugfit.cli.measure.gpu_here", lambda device=None: "NVIDIA H200")
+    assert run(["measure", *BERT[1:4]]) == 4
+    out, err = capsys.readouterr()
+    assert "oom:torch" in out
+    assert "1. expandable: 6.00 GiB" in err
+    assert on_gpu[0].memory_bytes == 4 * GIB
 
 
 def test_the_original_error_is_never_hidden(on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
