@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import snugfit
-from made_up import prediction
+from made_up import measurement, prediction
 from small_models import small_job
+from small_runs import bert_job, rows
 from snugfit.cli.main import run
 from snugfit.errors import OutOfMemory, UsageError
-from snugfit.frontends.ways_out import end_with_ways_out
+from snugfit.frontends.ways_out import LOOKING, end_with_ways_out
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -273,6 +274,37 @@ def test_an_out_of_memory_ends_with_the_changes_that_fit_this_gpu(on_gpu: list[A
     needed = prediction().needed_bytes
     assert needed <= 8 * GIB
     assert on_gpu[0].memory_bytes == int(0.9 * needed)
+
+
+def test_train_ends_with_them(on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The note before the search is an event of the run."""
+    events: list[Any] = []
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise OutOfMemory("Memory ran out in step 1 (forward, oom:torch) under 'plain'.")
+
+    monkeypatch.setattr("snugfit.frontends.own.run_to_its_end", exhausted)
+    monkeypatch.setattr("snugfit.frontends.own.device_of", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    how: dict[str, Any] = {"output_dir": tmp_path, "weights": "random", "foresee": False}
+    with pytest.raises(OutOfMemory, match=r"(?s)Memory ran out in step 1.*1\. expandable: 6.00 GiB"):
+        snugfit.train(bert_job(), "plain", rows(8), watch=events.append, **how)
+    assert {"event": "note", "text": LOOKING} in events
+
+
+def test_a_measured_out_of_memory_ends_with_them(
+    on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit is the measured GPU's memory without the driver's part."""
+    dead = measurement(outcome="oom:torch", footprint=None)
+    dead = replace(dead, device=replace(dead.device, total_bytes=5 * GIB, reserve_bytes=GIB))
+    monkeypatch.setattr("snugfit.measurement.measure.measure", lambda *_, **__: dead)
+    monkeypatch.setattr("snugfit.cli.measure.gpu_here", lambda device=None: "NVIDIA H200")
+    assert run(["measure", *BERT[1:4]]) == 4
+    out, err = capsys.readouterr()
+    assert "oom:torch" in out
+    assert "1. expandable: 6.00 GiB" in err
+    assert on_gpu[0].memory_bytes == 4 * GIB
 
 
 def test_the_original_error_is_never_hidden(on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,9 @@ def _ways_out(
     def compute(tell: Callable[[str], None]) -> WaysOut:
         from snugfit.planning.search.ways_out import ways_out
 
-        return ways_out(prediction, keep=named, beyond=beyond, tell=tell)
+        workers = min(2, os.cpu_count() or 1)
+
+        return ways_out(prediction, keep=named, beyond=beyond, workers=workers, tell=tell)
 
     asked: dict[str, Any] = {
         "memory_bytes": prediction.memory_bytes,

@@ -10,11 +10,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
-from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import GpuTimers, SingleGpuTimer, Timer
 from snugfit.planning.keep import Kept
 from snugfit.planning.search.mixture import grades_of
@@ -22,6 +21,7 @@ from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.step_key import passes_key
+from snugfit.prediction.worker_pool import Question
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.search.space import Candidate
+    from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.technique import Technique
 
@@ -52,8 +53,11 @@ up."""
 GUESSES = 3
 """Number of grades of one technique that are evaluated."""
 
-LIKELY_LOSS = 0.5
-"""Share of the given recipe's loss between blocks that lighter recipes are assumed to have (chosen)."""
+LIKELY_LOSS = 0.3
+"""Share of the bytes between the allocator's blocks that a recipe is assumed to lose as well (chosen).
+
+These are the bytes of evaluated recipes with one of its techniques.
+"""
 
 SLOW_RECOMPUTATION = 0.1
 """Share of a step from which a recomputation is replaced by that of as few layers as fit (chosen)."""
@@ -70,38 +74,46 @@ class RecipeCost(NamedTuple):
 
 
 class RecipeCosts:
-    """Lower bounds and exact figures of recipes of one job on one GPU, each computed once."""
+    """Lower bounds and exact figures of recipes of one job on one GPU, each computed once by a worker."""
 
-    def __init__(self, job: Job, gpu: Gpu | None) -> None:
-        self._parts = Parts(job, [gpu], _timer_of(gpu))
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self.bounds: dict[Recipe, Bound | None] = {}
         self.figures: dict[Recipe, Figures | None] = {}
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that evaluate at a time."""
+        return len(self._pool.workers)
 
     def screen(self, recipes: Iterable[Recipe]) -> None:
         """Compute the lower bounds of these recipes; those that share their passes are simulated together."""
         groups: dict[Hashable, list[Recipe]] = defaultdict(list)
-        for recipe in recipes:
+        for recipe in dict.fromkeys(recipes):
             if recipe not in self.bounds:
                 groups[passes_key(recipe.setup())].append(recipe)
-        for alike in groups.values():
-            try:
-                bounds = self._parts.screen([recipe.setup() for recipe in alike])
-            except SnugfitError:  # such passes cannot be simulated
-                self.bounds |= dict.fromkeys(alike)
-                continue
-            for recipe, one in zip(alike, bounds, strict=True):
+        for alike, answer in self._answers("screen", [*groups.values()]):
+            for recipe, one in zip(alike, answer, strict=True):
                 self.bounds[recipe] = None if isinstance(one, SnugfitError) else one[0]
 
-    def judge(self, alike: Sequence[Recipe]) -> None:
-        """Compute the exact figures of recipes that differ in the allocator alone."""
-        unknown = [recipe for recipe in alike if recipe not in self.figures]
-        if not unknown:
-            return
-        try:
-            figures = self._parts.judge([recipe.setup() for recipe in unknown])
-            self.figures |= {recipe: one for recipe, (one,) in zip(unknown, figures, strict=True)}
-        except SnugfitError:
-            self.figures |= dict.fromkeys(unknown)
+    def judge(self, groups: Iterable[Sequence[Recipe]]) -> None:
+        """Compute the exact figures of recipes, in groups that differ in the allocator alone."""
+        unknown = [[recipe for recipe in alike if recipe not in self.figures] for alike in groups]
+        for alike, answer in self._answers("judge", [alike for alike in unknown if alike]):
+            for recipe, one in zip(alike, answer, strict=True):
+                self.figures[recipe] = None if isinstance(one, SnugfitError) else one[0]
+
+    def _answers(
+        self, method: str, groups: Sequence[list[Recipe]]
+    ) -> Iterator[tuple[list[Recipe], list[Any]]]:
+        """Yield each group with its answers; an error is the answer for each recipe of its group."""
+        questions = [
+            Question(number, method, ([recipe.setup() for recipe in alike],))
+            for number, alike in enumerate(groups)
+        ]
+        for number, value in self._pool.answers_to(questions):
+            alike = groups[number]
+            yield alike, [value] * len(alike) if isinstance(value, SnugfitError) else value
 
 
 class LighterRecipes:
@@ -117,16 +129,16 @@ class LighterRecipes:
         memory_bytes: int,
         headroom_bytes: int,
         free: Collection[Slot],
+        pool: WorkerPool,
     ) -> None:
         self.job, self.base, self.memory_bytes = job, base, memory_bytes
         self._comfortable = memory_bytes - headroom_bytes
         self._capability = gpu.compute_capability if gpu else None
         self._loop, self._free = loop, free
         self._techniques: dict[Fidelity, list[Technique]] = {}
-        self.costs = RecipeCosts(job, gpu)
-        self.costs.screen([base])
+        self.costs = RecipeCosts(pool)
         allocators = self._candidates(Slot.ALLOCATOR, Fidelity.SAME) if Slot.ALLOCATOR in free else ()
-        self.costs.judge([base, *(one.recipe for one in allocators if one.recipe != base)])
+        self.costs.judge([[base, *(one.recipe for one in allocators if one.recipe != base)]])
         self._solved: set[Slot] = set()
         """Slots of which one technique alone fits."""
 
@@ -141,16 +153,21 @@ class LighterRecipes:
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
         waiting += self._grades_that_fit({self._slot(one) for _, (one,) in waiting})
+        waiting.sort(key=lambda one: one[0])
         evaluated = 0
-        for _, settings in sorted(waiting, key=lambda one: one[0]):
-            slot = self._slot(settings[0])
-            if slot in self._solved or evaluated == EVALUATED:
-                continue
-            recipe = settings[0] if len(settings) == 1 else self._least_that_fits(self.base, settings)
-            evaluated += 1
-            if recipe is not None and self._fits(recipe):
-                self._solved.add(slot)
-                yield recipe
+        for start in range(0, len(waiting), self.costs.workers):
+            chunk = [one for _, one in waiting[start:][: self.costs.workers]]
+            chunk = [one for one in chunk if self._slot(one[0]) not in self._solved]
+            self.costs.judge(one for one in chunk if len(one) == 1)
+            evaluated += len(chunk)
+            for settings in chunk:
+                graded = len(settings) > 1
+                recipe = self._least_that_fits(self.base, settings) if graded else settings[0]
+                if self._slot(recipe) not in self._solved and self._fits(recipe):
+                    self._solved.add(self._slot(recipe))
+                    yield recipe
+            if evaluated >= EVALUATED:
+                return
 
     def pairs(self, fidelity: Fidelity) -> Iterator[Recipe]:
         """Yield recipes with two techniques that fit, each too large alone, the fastest of two slots."""
@@ -170,18 +187,23 @@ class LighterRecipes:
         waiting = sorted(estimates, key=lambda one: estimates[one])[:PAIRS]
         most: dict[frozenset[Slot], float] = {}  # bytes from which recipes of these slots are skipped
         evaluated = 0
-        for recipe in waiting:
-            slots = self._slots(recipe)
-            if most.get(slots) == 0 or evaluated == EVALUATED:
-                continue
-            self.costs.screen(one for one in waiting if _shares_passes(one, recipe))
-            if not self._may_fit(recipe) or self._bound_bytes(recipe) >= most.get(slots, math.inf):
-                continue
-            evaluated += 1
-            most[slots] = self._bound_bytes(recipe) * (1 - MEMORY_RESOLUTION)
-            if self._fits(recipe):
-                most[slots] = 0
-                yield self._with_least_grades(recipe)
+        for start in range(0, len(waiting), self.costs.workers):
+            chunk = [one for one in waiting[start:][: self.costs.workers] if most.get(self._slots(one)) != 0]
+            self.costs.screen(one for one in waiting if any(_shares_passes(one, new) for new in chunk))
+            chunk = [one for one in chunk if self._may_fit(one)]
+            chunk = [one for one in chunk if self._bound_bytes(one) < most.get(self._slots(one), math.inf)]
+            self.costs.judge([one] for one in chunk)
+            evaluated += len(chunk)
+            for recipe in chunk:
+                slots = self._slots(recipe)
+                if most.get(slots) == 0:
+                    continue
+                most[slots] = self._bound_bytes(recipe) * (1 - MEMORY_RESOLUTION)
+                if self._fits(recipe):
+                    most[slots] = 0
+                    yield self._with_least_grades(recipe)
+            if evaluated >= EVALUATED:
+                return
 
     def many_at_once(self, fidelity: Fidelity) -> Iterator[Recipe]:
         """Yield a recipe with many techniques that fits, without those that it does not need."""
@@ -213,7 +235,7 @@ class LighterRecipes:
                 for candidate in self._candidates(slot, fidelity)
                 if candidate.recipe != self.base and not self._is_lowered(candidate.recipe)
             ]
-            self.costs.screen(recipes)
+            self.costs.screen([self.base, *recipes])
             most = self._bound_bytes(self.base) * (1 - LEAST_SAVING)
             self._techniques[fidelity] = [
                 recipe[slot]
@@ -240,14 +262,18 @@ class LighterRecipes:
         The seconds are an estimate for the least that fits, on a line through both ends.
         """
         base = self.cost(self.base)
-        for slot in {Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD} & {*slots}:
-            grades = grades_of(slot, self.job)
-            recipes = [one for one in map(self.base.with_, grades) if self._is_valid(one)]
-            if not recipes or not self._fits(recipes[-1]):
+        recipes = [
+            [one for one in map(self.base.with_, grades_of(slot, self.job)) if self._is_valid(one)]
+            for slot in (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
+            if slot in slots
+        ]
+        self.costs.judge([settings[-1]] for settings in recipes if settings)
+        for settings in recipes:
+            if not settings or not self._fits(settings[-1]):
                 continue
-            last = self.cost(recipes[-1])
+            last = self.cost(settings[-1])
             share = (base.needed_bytes - self.memory_bytes) / max(1, base.needed_bytes - last.needed_bytes)
-            yield base.seconds + share * (last.seconds - base.seconds), recipes
+            yield base.seconds + share * (last.seconds - base.seconds), settings
 
     def _is_lowered(self, recipe: Recipe) -> bool:
         """Return whether the recipe compiles layers, which takes minutes, and the given one does not."""
@@ -307,12 +333,15 @@ class LighterRecipes:
         return self.cost(self.base.with_(technique)).needed_bytes
 
     def _may_fit(self, recipe: Recipe) -> bool:
-        """Return whether a recipe may fit by its lower bound and a part of the given recipe's loss."""
-        exact, bound = self.costs.figures.get(self.base), self._bound_bytes(self.base)
-        loss = max(0.0, exact.needed_bytes / bound - 1) if exact else 0.0
-        if recipe[Slot.ALLOCATOR] != self.base[Slot.ALLOCATOR]:
-            loss = 0.0
-        return self._bound_bytes(recipe) * (1 + LIKELY_LOSS * loss) <= self.memory_bytes
+        """Return whether a recipe may fit by its lower bound and the losses of evaluated recipes like it."""
+        changed = {recipe[slot] for slot in self._slots(recipe)}
+        losses = [
+            figures.needed_bytes - self._bound_bytes(known)
+            for known, figures in self.costs.figures.items()
+            if figures and self.costs.bounds.get(known) and known[Slot.ALLOCATOR] == recipe[Slot.ALLOCATOR]
+            if known == self.base or not changed.isdisjoint(known[slot] for slot in self._slots(known))
+        ]
+        return self._bound_bytes(recipe) + LIKELY_LOSS * max(losses, default=0) <= self.memory_bytes
 
     def _fits(self, recipe: Recipe) -> bool:
         figures = self._evaluate(recipe)
@@ -324,7 +353,7 @@ class LighterRecipes:
 
     def _evaluate(self, recipe: Recipe) -> Figures | None:
         """Return the exact figures of a recipe; None if it cannot be simulated."""
-        self.costs.judge([recipe])
+        self.costs.judge([[recipe]])
         return self.costs.figures[recipe]
 
     # ---- smaller changes ---------------------------------------------------------------------------------
@@ -415,7 +444,7 @@ def _shares_passes(first: Recipe, second: Recipe) -> bool:
     return passes_key(first.setup()) == passes_key(second.setup())
 
 
-def _timer_of(gpu: Gpu | None) -> Timer:
+def timer_of(gpu: Gpu | None) -> Timer:
     """Return the timer of this GPU; without rates, one that gives the order of recipes alone."""
     try:
         return SingleGpuTimer(_rough_seconds) if gpu is None else GpuTimers([gpu])

@@ -15,14 +15,13 @@ listed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import all_gpus
 from snugfit.planning.keep import Keep, techniques_named
-from snugfit.planning.search.lighter import LighterRecipes
+from snugfit.planning.search.lighter import LighterRecipes, timer_of
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import INSTALLED
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 OFFERED = 3
 """Number of changes that are offered."""
 
-ENOUGH_SECONDS = 20.0
-"""Seconds of computation after which those that were found are enough (chosen)."""
+ENOUGH = 18
+"""Number of evaluated recipes after which the changes that were found are enough (chosen)."""
 
 LARGER_GPUS = 8
 """Greatest number of larger GPUs on which the step is predicted."""
@@ -49,13 +48,15 @@ def ways_out(
     *,
     keep: Keep = None,
     beyond: Fidelity | None = None,
+    workers: int = 1,
     tell: Callable[[str], None] = lambda what: None,
 ) -> WaysOut:
     """Return the cheapest changes with which a step fits; none if it fits, or for several GPUs.
 
     Slots of the techniques in `keep` stay, by default those of all techniques of the recipe that are not
-    plain. Techniques up to the fidelity `beyond` are not tried, since a plan found nothing with them. `tell`
-    receives messages on the progress. Raises `UsageError` for a prediction without a memory limit.
+    plain. Techniques up to the fidelity `beyond` are not tried, since a plan found nothing with them. With
+    several `workers`, each is a process. `tell` receives messages on the progress. Raises `UsageError` for a
+    prediction without a memory limit.
     """
     if prediction.memory_bytes is None:
         raise UsageError(
@@ -64,28 +65,34 @@ def ways_out(
     if prediction.fits or prediction.gpus > 1:
         return WaysOut()
     from snugfit.deferred_imports import complete_imports
+    from snugfit.planning.cost.parts_pool import load_ahead, parts_pool
 
+    job, gpu = prediction.job, prediction.gpu
+    timer = timer_of(gpu)
+    load_ahead(job, [gpu], timer, workers)
     complete_imports()  # an import within a later simulation would change its trace
     named = (
         {one.slot for one in prediction.recipe if not one.plain} if keep is None else techniques_named(keep)
     )
-    lighter = LighterRecipes(
-        prediction.job,
-        prediction.recipe,
-        gpu=prediction.gpu,
-        loop=prediction.loop,
-        memory_bytes=prediction.memory_bytes,
-        headroom_bytes=prediction.headroom_bytes,
-        free=[slot for slot in Slot if slot not in named],
-    )
-    offers: dict[Recipe, WayOut] = {}
     least = list(Fidelity).index(beyond) + 1 if beyond else 1
     degrees = list(Fidelity)[max(1, least) :]
-    for recipe in _by_stage(lighter, degrees, offers, tell):
-        if offer := _offer(prediction, recipe, lighter):
-            offers[recipe] = offer
-        if len(offers) == OFFERED:
-            break
+    offers: dict[Recipe, WayOut] = {}
+    with parts_pool(job, [gpu], timer, workers=workers, shallow=True) as pool:
+        lighter = LighterRecipes(
+            job,
+            prediction.recipe,
+            gpu=gpu,
+            loop=prediction.loop,
+            memory_bytes=prediction.memory_bytes,
+            headroom_bytes=prediction.headroom_bytes,
+            free=[slot for slot in Slot if slot not in named],
+            pool=pool,
+        )
+        for recipe in _by_stage(lighter, degrees, offers, tell):
+            if offer := _offer(prediction, recipe, lighter):
+                offers[recipe] = offer
+            if len(offers) == OFFERED:
+                break
     ways = tuple(sorted(offers.values(), key=_rank))
     larger = None if ways else _larger_gpu(prediction, lighter.smallest, tell)
     return WaysOut(ways=ways, larger_gpu=larger)
@@ -101,7 +108,6 @@ def _by_stage(
 
     Once changes are found, many techniques together are skipped. So are pairs of another algorithm.
     """
-    began = time.process_time()
     for fidelity in degrees:
         stages = {
             "one technique": lighter.singles,
@@ -109,7 +115,7 @@ def _by_stage(
             "as many as needed": lighter.many_at_once,
         }
         for what, recipes in stages.items():
-            if offers and time.process_time() - began > ENOUGH_SECONDS:
+            if offers and len(lighter.costs.figures) > ENOUGH:
                 return
             if offers and recipes != lighter.singles and (what != "two" or fidelity is Fidelity.LEARNS):
                 continue

@@ -287,7 +287,7 @@ def test_an_export_that_would_harm_is_one_message(tmp_path: Path, capsys: pytest
     assert "not an export for accelerate" in told("--export", "accelerate", str(folder))
     assert sorted(file.name for file in folder.iterdir()) == ["sft.py", "train.py"]
     capsys.readouterr()
-    assert run([*ask, "--memory", "1MiB", "--export", "axolotl", str(folder)]) == 3
+    assert run([*ask, "--memory", "1MiB", "--no-ways-out", "--export", "axolotl", str(folder)]) == 3
     assert "Nothing was exported" in capsys.readouterr().err
     assert run([*ask, "--recipe", "segments", "--export", "axolotl", str(folder)]) == 2
     assert not (folder / "axolotl.yaml").exists()
