@@ -72,6 +72,7 @@ HEAVY_THEMSELVES = {
     "features/engine/masters/one_weight.py",
     "features/engine/masters/table.py",
     "features/distributed/engine/optimizer.py",
+    "features/distributed/simulate/accelerator.py",
     "features/distributed/simulate/allocations.py",
     "features/distributed/simulate/collectives.py",
     "features/distributed/simulate/engine.py",

@@ -19,6 +19,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from small_models import small_job
 from small_runs import rows, small_run
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.frontends import own
 from snugfit.frontends.own import options_of
 from snugfit.step.build import build_model, decay_groups
 from snugfit.techniques.recipe import Recipe
@@ -181,3 +182,10 @@ def test_the_same_weights_decay(tmp_path: Path, family: str) -> None:
     theirs = {name for name, weight in model.named_parameters() if name in decaying}
     ours = {id(weight) for weight in decay_groups(model)[0]["params"]}
     assert {name for name, weight in model.named_parameters() if id(weight) in ours} == theirs
+
+
+def test_a_core_without_trackers_refuses_them_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "hooks", lambda method: ())
+    own._options_for({"report_to": "none"}, None)
+    with pytest.raises(UsageError, match="report_to is 'tensorboard', but no feature here has trackers"):
+        own._options_for({"report_to": "tensorboard"}, None)

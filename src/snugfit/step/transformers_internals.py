@@ -1,8 +1,8 @@
 """The private names of transformers and accelerate that snugfit overrides and reads.
 
-Their authors promise none of them. So all are in this file and in `trainer_hooks.py`, under plain names.
-`tests/test_transformers_internals.py` checks each against the installed version: it exists, takes our
-arguments, and is called where we rely on it.
+Their authors promise none of them. So all are in this file, in `trainer_hooks.py` and in the class of a
+fitted trainer (`frontends/trainer/trainer_class.py`). `tests/test_transformers_internals.py` checks each
+against the installed version: it exists, takes our arguments, and is called where we rely on it.
 
 In a rehearsal both libraries run for a device that does not exist. They query the machine's device and refuse
 unsupported settings, so their placement is substituted and no other part. During set-up the device is

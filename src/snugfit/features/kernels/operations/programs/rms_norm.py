@@ -6,6 +6,8 @@ So only `PROGRAMS` rows of sums are written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -102,24 +104,16 @@ def rms_norm(
     roots: torch.Tensor,
 ) -> None:
     """Normalize contiguous rows (T, H)."""
-    rows, columns = stream.shape
-    block = triton.next_power_of_2(columns)
-    norm_row[(rows,)](
-        stream, stream, scale, stream, normed, roots, columns, eps, ADDS=False, AGAIN=False,
-        FROM_ONE=from_one, BLOCK=block, num_warps=warps_of(block),
-    )  # fmt: skip
+    tensors = stream, stream, scale, stream, normed, roots
+    _launch(tensors, eps, ADDS=False, AGAIN=False, FROM_ONE=from_one)
 
 
 def rms_norm_again(
     stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, *, normed: torch.Tensor
 ) -> None:
     """Normalize rows (T, H) by their saved roots."""
-    rows, columns = stream.shape
-    block = triton.next_power_of_2(columns)
-    norm_row[(rows,)](
-        stream, stream, scale, stream, normed, roots, columns, 0.0, ADDS=False, AGAIN=True, FROM_ONE=from_one,
-        BLOCK=block, num_warps=warps_of(block),
-    )  # fmt: skip
+    tensors = stream, stream, scale, stream, normed, roots
+    _launch(tensors, 0.0, ADDS=False, AGAIN=True, FROM_ONE=from_one)
 
 
 def add_rms_norm(
@@ -134,12 +128,14 @@ def add_rms_norm(
     roots: torch.Tensor,
 ) -> None:
     """Add contiguous rows (T, H), and normalize the sums."""
-    rows, columns = branch.shape
+    tensors = branch, residual, scale, stream, normed, roots
+    _launch(tensors, eps, ADDS=True, AGAIN=False, FROM_ONE=from_one)
+
+
+def _launch(tensors: Sequence[torch.Tensor], eps: float, **switches: bool) -> None:
+    rows, columns = tensors[0].shape
     block = triton.next_power_of_2(columns)
-    norm_row[(rows,)](
-        branch, residual, scale, stream, normed, roots, columns, eps, ADDS=True, AGAIN=False,
-        FROM_ONE=from_one, BLOCK=block, num_warps=warps_of(block),
-    )  # fmt: skip
+    norm_row[(rows,)](*tensors, columns, eps, BLOCK=block, num_warps=warps_of(block), **switches)
 
 
 def rms_norm_backward(

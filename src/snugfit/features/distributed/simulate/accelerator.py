@@ -1,0 +1,121 @@
+"""An accelerator for tensors without data, with DeepSpeed's interface for device vendors.
+
+Its tensors are on `meta`, and its streams are those of `torch.meta` (`device_module.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+if TYPE_CHECKING:
+    from snugfit.features.distributed.simulate.device_module import ShapesModule
+    from snugfit.rehearsal.record.recorder import Recorder
+
+PLENTY = 1 << 50
+"""Memory of the device in bytes, if no GPU is given."""
+
+
+class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
+    """DeepSpeed's device in a simulation."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        pin: Callable[[torch.Tensor], None],
+        memory_bytes: int | None,
+        streams: ShapesModule,
+    ) -> None:
+        super().__init__()
+        # DeepSpeed reads the name of the backend from this attribute.
+        self._communication_backend_name, self._recorder, self._pin = "fake", recorder, pin
+        self._memory_bytes = PLENTY if memory_bytes is None else memory_bytes
+        self._streams = streams
+
+    def is_synchronized_device(self) -> bool:
+        """Return False: as on a GPU, the device runs work later than the host requests it."""
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return the device type of tensors without data."""
+        return "meta"
+
+    def device_count(self) -> int:
+        """Return 1; DeepSpeed's own CPU class would start a program per call."""
+        return 1
+
+    def current_device(self) -> str:
+        """Return the name of the only device."""
+        return "meta"
+
+    def current_device_name(self) -> str:
+        """Return the name of the only device."""
+        return "meta"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """Return an empty context."""
+        return contextlib.nullcontext()
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Record that the host waits for the device."""
+        self._recorder.wait()
+
+    @property
+    def Stream(self) -> Any:
+        """The constructor of streams; it ignores priorities."""
+        return self._streams.Stream
+
+    @property
+    def Event(self) -> Any:
+        """The constructor of events; it ignores flags."""
+        return self._streams.Event
+
+    def stream(self, stream: Any) -> Any:
+        """Return a context in which the stream is current."""
+        return self._streams.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """Return the current stream."""
+        return self._streams.current_stream()
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """Return the computing stream."""
+        return self._streams.default_stream()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor has no data."""
+        return tensor.is_meta
+
+    def pin_memory(self, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Return the tensor itself; its bytes count as page-locked."""
+        self._pin(tensor)
+        return tensor
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Do nothing, because no memory is page-locked."""
+
+    def create_op_builder(self, op_name: str) -> None:
+        """Return None, because no operator is compiled for tensors without data."""
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Return the free bytes: the second stage joins weights on the device only if they fit."""
+        return self._memory_bytes - self._recorder.memory.live_bytes()
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the bytes of the whole device."""
+        return self._memory_bytes
+
+    def empty_cache(self) -> None:
+        """Record that the allocator releases its cached memory."""
+        self._recorder.empty_cache()
+
+    def _no_memory(self, *arguments: Any) -> int:
+        """Return 0; no decision depends on it."""
+        return 0
+
+    get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory
+    memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = _no_memory
