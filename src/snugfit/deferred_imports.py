@@ -343,7 +343,7 @@ def complete_imports() -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether this is a number, a tuple of numbers or a tensor of such sizes, none of them symbolic."""
+    """Return whether this is a number, a tuple of numbers or a tensor, without symbolic sizes."""
     import torch
 
     if isinstance(value, torch.Tensor):
