@@ -18,16 +18,17 @@ pytestmark = pytest.mark.whole
 
 FEW = [
     ("bert", "bf16", {}),
+    ("llama", "lora(r=4) + bf16 + every_layer", {}),
     ("bert", "ddp", {"gpus": 2}),
 ]
-"""Models, recipes and options of predictions. The first one imports little."""
+"""Models, recipes and options of predictions. The first two import little."""
 
 ALL = [
-    FEW[0],
+    *FEW[:2],
     ("mixtral", "bf16", {}),
     ("gpt2", "fp16 + micro_batches(4)", {}),
     ("llama", "bf16 + every_layer", {}),
-    FEW[1],
+    FEW[2],
     ("llama", "bf16", {}),
     ("t5", "bf16_pure + adafactor", {}),
     ("llama", "fsdp", {"gpus": 2}),
@@ -74,7 +75,7 @@ def test_predictions_are_the_same_and_simple_ones_import_little(jobs: list[Any],
     """`make test` compares with predictions of this process, which has imported all. `make test-all` compares
     with another process that defers nothing."""
     light = found(PREDICTS.format(puts_off=True, jobs=jobs), tmp_path)
-    alone = 1 if jobs == FEW else 4
+    alone = 2 if jobs == FEW else 5
     assert light[1 : 2 * alone : 2] == [[]] * alone, "of one GPU"
     if jobs == FEW:
         predicted = [

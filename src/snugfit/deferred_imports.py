@@ -1,9 +1,9 @@
-"""Deferral of imports that transformers makes for every model, until a job uses them.
+"""Deferral of imports that transformers and peft make for every model, until a job uses them.
 
 Importing any model of transformers imports modules that few models use: DTensor, FSDP, distributed
-checkpoints, torchao and torch's compiler. DTensor also imports torch's symbolic shapes. These imports take
-more CPU seconds than a prediction. While `defer_imports` is in force, transformers receives placeholders for
-the names of `PUT_OFF`.
+checkpoints, torchao and torch's compiler. DTensor also imports torch's symbolic shapes, and peft imports
+bitsandbytes. These imports take more CPU seconds than a prediction. While `defer_imports` is in force, both
+receive placeholders for the modules and names of `PUT_OFF`.
 
 The first use of a placeholder, or any other import of its module, ends the deferral. All modules are imported
 then, and each name that refers to a placeholder is rebound to the real object. Until then no object of a real
@@ -27,10 +27,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from snugfit.hub_kernels import only_errors
+from snugfit.hub_kernels import no_hub_kernels, only_errors
 
 PUT_OFF = frozenset(
     {
+        "bitsandbytes",
+        "bitsandbytes.nn",
         "torch._dynamo._trace_wrapped_higher_order_op",
         "torch.distributed._composable.fsdp",
         "torch.distributed.checkpoint.hf_storage",
@@ -39,6 +41,7 @@ PUT_OFF = frozenset(
         "torch.distributed.tensor._utils",
         "torch.distributed.tensor.placement_types",
         "torchao.prototype.safetensors.safetensors_support",
+        "torchao.utils",
         "transformers.distributed.expert_parallel",
         "transformers.distributed.tensor_parallel",
         "triton.runtime.jit",
@@ -46,7 +49,7 @@ PUT_OFF = frozenset(
 )
 """Modules whose names are put off."""
 
-IMPORTERS = ("transformers.", "torch.utils.flop_counter")
+IMPORTERS = ("transformers.", "peft.", "torch.utils.flop_counter")
 """Prefixes of modules that receive placeholders."""
 
 SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"})
@@ -56,10 +59,14 @@ OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_r
 """Prefixes of modules that pass plain sizes to functions about symbolic sizes. The module `torch` is one too.
 """
 
-COMPILER = "torch._dynamo"
+COMPILER, SETTINGS = "torch._dynamo", "torch._dynamo.config"
 
-OF_PLAIN_NUMBERS: Mapping[str, Callable[..., bool]] = {
+DTENSOR = "torch.distributed.tensor"
+"""Module that peft reads as an attribute of `torch.distributed`, without an import."""
+
+OF_PLAIN_NUMBERS: Mapping[str, Callable[..., object]] = {
     "expect_true": bool,
+    "free_unbacked_symbols": lambda numbers: set(),
     "guard_or_false": bool,
     "guard_or_true": bool,
     "guard_size_oblivious": bool,
@@ -111,7 +118,10 @@ class _PutOffModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        stand_in = PutOffName(name, (), {"home": self.__name__})
+        full = f"{self.__name__}.{name}"
+        stand_in: Any = (
+            _PutOffModule(full) if full in PUT_OFF else PutOffName(name, (), {"home": self.__name__})
+        )
         setattr(self, name, stand_in)
         return stand_in
 
@@ -138,8 +148,23 @@ class _AsItIs:
             delattr(function, RUNS_AS_IT_IS)
 
 
+class _StandInSettings:
+    """The placeholder of the compiler's settings. Any but the one here imports the compiler."""
+
+    error_on_nested_fx_trace = True
+    """Setting that checkpointing reads at each call, and uses for a tracer's graphs only."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(SETTINGS), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(importlib.import_module(SETTINGS), name, value)
+
+
 class _StandInCompiler:
     """The placeholder of the compiler until it is imported."""
+
+    config = _StandInSettings()
 
     def __init__(self) -> None:
         self._registered: list[tuple[str, Any]] = []
@@ -210,6 +235,10 @@ class _Deferral:
         builtins.__import__ = self._import_or_stand_in
         sys.meta_path.insert(0, self)
         vars(torch)["_dynamo"] = self._compiler
+        vars(torch.distributed).setdefault("tensor", self._stand_in_of(DTENSOR))
+
+    def _stand_in_of(self, module: str) -> _PutOffModule:
+        return self._stand_ins.setdefault(module, _PutOffModule(module))
 
     def _import_or_stand_in(
         self,
@@ -220,11 +249,11 @@ class _Deferral:
         level: int = 0,
     ) -> ModuleType:
         importer = "" if globals is None else str(globals.get("__name__", ""))
-        if fromlist and importer.startswith(IMPORTERS):
+        if (fromlist or name in PUT_OFF) and importer.startswith(IMPORTERS):
             assert globals is not None
             full = _absolute(name, str(globals.get("__package__", "")), level)
             if full in PUT_OFF and full not in sys.modules and full != importer:
-                return self._stand_ins.setdefault(full, _PutOffModule(full))
+                return self._stand_in_of(full)
         elif name in SYMBOLIC and name not in sys.modules:
             if importer == "torch" or importer.startswith(OF_PLAIN_SIZES):
                 return self._symbolic.setdefault(name, _PutOffModule(name))
@@ -273,20 +302,24 @@ class _Deferral:
         sys.meta_path.remove(self)
         if vars(torch).get("_dynamo") is self._compiler:
             del torch._dynamo
+        if type(vars(torch.distributed).get("tensor")) is _PutOffModule:
+            del torch.distributed.tensor
 
     def _bind_real(self) -> None:
         """Rebind each name that refers to a placeholder, and repeat the compiler's decorator calls."""
         self._compiler.hand_over()
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
-        for home, module in given.items():
-            names = [name for name, value in vars(module).items() if isinstance(value, PutOffName)]
-            for name in names:
-                real[id(vars(module)[name])] = getattr(importlib.import_module(home), name)
+        with no_hub_kernels():
+            for home, module in given.items():
+                real[id(module)] = importlib.import_module(home)
+                names = [name for name, value in vars(module).items() if isinstance(value, PutOffName)]
+                for name in names:
+                    real[id(vars(module)[name])] = getattr(real[id(module)], name)
         for loaded in list(sys.modules.values()):
             bound: dict[str, Any] = getattr(loaded, "__dict__", None) or {}
             for name, value in list(bound.items()):
-                if type(value) is PutOffName and id(value) in real:
+                if type(value) in (PutOffName, _PutOffModule) and id(value) in real:
                     bound[name] = real[id(value)]
 
 
@@ -310,7 +343,11 @@ def complete_imports() -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether this is a number or a tuple of numbers, none of them symbolic."""
+    """Return whether this is a number, a tuple of numbers or a tensor, without symbolic sizes."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = (*value.shape, *value.stride(), value.storage_offset())
     return type(value) in (bool, int) or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 

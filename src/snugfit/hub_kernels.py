@@ -42,8 +42,12 @@ _IMPORTED: set[Hashable] = set()
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let these loggers log errors only in the block."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    """Let these loggers log errors only in the block.
+
+    Each change of a logger's level clears the cached levels of thousands of other loggers.
+    """
+    loggers = (logging.getLogger(name) for name in names)
+    levels = {logger: logger.level for logger in loggers if logger.level != logging.ERROR}
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
@@ -58,7 +62,7 @@ def only_errors(once: Hashable = None) -> Iterator[None]:
     """Suppress all logs but errors of bitsandbytes, torchao and the torch module that logs for torchao.
 
     A key `once` that was imported before changes nothing, since a rehearsal requests the class of a model
-    often. Each change of a logger's level clears the cached levels of thousands of other loggers.
+    often.
     """
     if once in _IMPORTED:
         yield

@@ -28,6 +28,7 @@ from snugfit.errors import GpuError, SnugfitError, UsageError, did_you_mean
 from snugfit.frontends.one_of_several import COMMAND_LINE
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
+from snugfit.prediction.worker_pool import few_collections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +110,7 @@ def answer(
     key = key_of(job, *gpus, **asked)
     if key and not fresh and (known := recall(key, read)) is not None:
         return known
-    with show_progress(first) as tell:
+    with few_collections(), show_progress(first) as tell:
         new = compute(tell)
     if key:
         remember(key, new)

@@ -31,6 +31,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.registry import hooks
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
+from snugfit.techniques.wish import wishes
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
@@ -186,12 +187,13 @@ def _rehearse(
 
 def _wants_more(setup: Setup) -> bool:
     """Return whether the step uses deferred modules: the compiler, or libraries that import it."""
-    return replace(Setup(), **{name: getattr(setup, name) for name in SIMPLE}) != setup
+    simple = (*SIMPLE, *(wish.name for wish in wishes() if wish.needs_no_compiler))
+    return replace(Setup(), **{name: getattr(setup, name) for name in simple}) != setup
 
 
 SIMPLE = (
     "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
-    "optimizer", "expandable_segments", "logits",
+    "optimizer", "expandable_segments", "logits", "checkpoint",
 )  # fmt: skip
 """Fields of `Setup` that need no deferred module."""
 

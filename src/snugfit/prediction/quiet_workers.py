@@ -10,9 +10,12 @@ run was therefore reported as impossible to simulate.
 
 from __future__ import annotations
 
+import gc
 import os
 
 from snugfit.hub_kernels import log_only_errors
+from snugfit.prediction.worker_pool import FEW_COLLECTIONS
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported, which is the next thing
 log_only_errors()
+gc.set_threshold(*FEW_COLLECTIONS)

@@ -31,9 +31,10 @@ from snugfit.errors import SnugfitError, UsageError
 PRELOAD = ("snugfit.prediction.quiet_workers", "torch", "transformers", "snugfit.prediction.predict")
 """Modules that the fork server imports once for all workers."""
 
-FEW_COLLECTIONS = 1_000_000
-"""Objects made between two garbage collections: traces are millions of them, and hold no cycles. Models do,
-some megabytes each; ten times as many collections took a twentieth of a plan's time."""
+FEW_COLLECTIONS = 1_000_000, 50, 50
+"""Thresholds of the garbage collector, the first in objects. Traces are millions of objects without cycles.
+Models have cycles, of some megabytes each. Ten times as many collections took a twentieth of a plan's time,
+and those by default a fifth of a prediction's."""
 
 ENDS_WITHIN = 2.0
 """Seconds that a process has to end by itself after its last question."""
@@ -230,6 +231,17 @@ def worker_pool(
             worker.end()
 
 
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Collect garbage less often in the block."""
+    before = gc.get_threshold()
+    gc.set_threshold(*FEW_COLLECTIONS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
     """Begin to import these modules for future workers, in parallel to this process.
 
@@ -347,8 +359,8 @@ def _serve(questions: Connection, make: Callable[[], Any]) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     # Modules that the fork server imported are shared pages: a collection would copy them.
     gc.freeze()
-    gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     # Workers inherit an ignored Ctrl-C from the fork server.
+    gc.set_threshold(*FEW_COLLECTIONS)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:

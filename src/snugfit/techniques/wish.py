@@ -148,6 +148,8 @@ class Wish(Generic[T]):
     """True if it selects the weights of the model that train."""
     packages: tuple[str, ...] = ()
     """Packages that a step with it imports."""
+    needs_no_compiler: bool = False
+    """True if its step uses no module whose import may be deferred (`deferred_imports.py`)."""
     seeded_models: tuple[str, ...] = ()
     """Types of models in which it seeds all dropout but attention's: a recomputed layer then drops the same
     elements.

@@ -21,7 +21,9 @@ class FreezeWish:
     """Number of the last layers that train beside those of `only`; below 0, of the first ones."""
 
 
-ADAPT = Wish[Call | None]("adapt", Call | None, None, freezes=True, packages=("peft",))
+ADAPT = Wish[Call | None](
+    "adapt", Call | None, None, freezes=True, packages=("peft",), needs_no_compiler=True
+)
 """`adapt(model, **arguments)` gives the model to train instead; None trains the model itself."""
 
 FREEZE = Wish[FreezeWish | None]("freeze", FreezeWish | None, None, selects=True)

@@ -110,7 +110,7 @@ def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
 
 
 def _note(recorder: Recorder, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    signature = inspect.signature(kernel.fn)
+    signature = _signature_of(kernel.fn)
     given = {name: value for name, value in kwargs.items() if name in signature.parameters}
     arguments = signature.bind_partial(*args, **given).arguments
     tensors = {name: value for name, value in arguments.items() if hasattr(value, "untyped_storage")}
@@ -118,6 +118,9 @@ def _note(recorder: Recorder, kernel: Any, args: tuple[Any, ...], kwargs: Mappin
     loaded = [tensor for name, tensor in tensors.items() if name in access.loaded]
     stored = [tensor for name, tensor in tensors.items() if name in access.stored]
     recorder.launch(kernel.fn.__name__.strip("_"), loaded, stored)
+
+
+_signature_of = functools.cache(inspect.signature)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ Liger's.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
@@ -133,9 +132,10 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, FunctionType]]:
     """Yield the methods of a class by name, without their wrappers."""
     # Inherited methods may look the functions up too.
-    names = dict.fromkeys(name for one in kind.__mro__ for name in vars(one))
-    for name in names:
-        method = inspect.getattr_static(kind, name)
+    members: dict[str, Any] = {}
+    for one in reversed(kind.__mro__):
+        members |= vars(one)
+    for name, method in members.items():
         # A decorated method has its code behind `__wrapped__`.
         function = getattr(method, "__wrapped__", method)
         if isinstance(function, FunctionType):
