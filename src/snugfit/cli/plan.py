@@ -118,11 +118,14 @@ def plan(
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_peers: NoPeers = False,
+    details: given.Details = False,
+    quiet: given.Quiet = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
-    from snugfit.report.plan.plan import render
+    from snugfit.report.plan import plan as report
+    from snugfit.report.plan import short
     from snugfit.report.text.page import print_as
 
     form = "json" if as_json else form
@@ -145,8 +148,14 @@ def plan(
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
     given.write_pictures(html, plot, chosen)
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
-        page = render(chosen, everything=everything, configuration=request.configuration)
-        print_as(form, chosen.to_json(), page)
+        own = request.configuration
+        whole = details or everything
+        page = (
+            report.render(chosen, everything=everything, configuration=own)
+            if whole
+            else short.render(chosen, configuration=own)
+        )
+        print_as(form, chosen.to_json(), page, quiet=quiet)
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     elif more_follows:

@@ -14,9 +14,6 @@ from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, ModuleLine, OperatorLine, TensorLine
 from snugfit.techniques.setup import Setup
 
-LARGEST = 12
-"""Lines of the table of largest tensors."""
-
 POINTS = 240
 """Points of the curve."""
 
@@ -80,16 +77,22 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
 
 
 def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
-    sizes: Counter[tuple[str, str, str, str]] = Counter()
-    counts: Counter[tuple[str, str, str, str]] = Counter()
+    sizes: Counter[tuple[str, ...]] = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
     for block in alive:
-        key = (_fold_layers(block.module), _short(block.operator), block.phase, block.kind)
+        key = (_fold_layers(block.module), _short(block.operator), block.phase, block.kind, block.dtype)
         sizes[key] += block.nbytes
         counts[key] += 1
-    for key, nbytes in sizes.most_common(LARGEST):
-        module, operator, phase, kind = key
+    for key, nbytes in sizes.most_common():
+        module, operator, phase, kind, dtype = key
         yield TensorLine(
-            module=module, operator=operator, phase=phase, kind=kind, bytes=nbytes, count=counts[key]
+            module=module,
+            operator=operator,
+            phase=phase,
+            kind=kind,
+            bytes=nbytes,
+            count=counts[key],
+            dtype=dtype,
         )
 
 

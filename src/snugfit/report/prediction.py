@@ -8,24 +8,18 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.report.curve import draw_curve
+from snugfit.report.items import BOUND_BY
+from snugfit.report.short import LOSS_OVER_ALL_LOGITS
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
-from snugfit.results.step_seconds import COMMUNICATION, LINK, PIPELINE, PhaseSeconds, StepSeconds
+from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
-
-BOUND_BY = {
-    "host": "the host",
-    LINK: "the link to the host's memory",
-    COMMUNICATION: "the exchange between GPUs",
-    PIPELINE: "the wait for other stages",
-}
-"""Names of a step's bounds in sentences."""
 
 _PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
 
@@ -34,6 +28,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     """Return the whole report of one prediction."""
     anatomy = prediction.anatomy
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
+    parts += [] if prediction.job.trains else [words(LOSS_OVER_ALL_LOGITS)]
     parts += [ranks_table(prediction)] if prediction.ranks else []
     parts += [
         verdict(prediction),

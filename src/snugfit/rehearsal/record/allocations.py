@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -96,12 +97,12 @@ class Allocations:
         address = storage._cdata
         if address not in self._live:
             nbytes = 0 if operator == _ZEROS else storage.nbytes()
-            index = self._add_block(operator, nbytes) if nbytes else NO_BLOCK
+            index = self._add_block(operator, nbytes, dtype=_name_of(tensor.dtype)) if nbytes else NO_BLOCK
             if self._from is Memory.NOWHERE:
                 self._played[address] = weakref.ref(storage)
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
-    def _add_block(self, operator: str, nbytes: int, kind: str = "") -> int:
+    def _add_block(self, operator: str, nbytes: int, kind: str = "", dtype: str = "") -> int:
         if self._from is Memory.NOWHERE:
             return NO_BLOCK
         index = len(self._blocks)
@@ -109,7 +110,8 @@ class Allocations:
             self._of_graphs.add(index)
         if self._stream != DEFAULT_STREAM:
             self.streams[index] = self._stream
-        self._blocks.append([nbytes, operator, self.modules.path(self.phase), self.phase, self.step, kind])
+        path = self.modules.path(self.phase)
+        self._blocks.append([nbytes, operator, path, self.phase, self.step, kind, dtype])
         if self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.add(index)
         self.events.append(index + 1)
@@ -212,7 +214,9 @@ class Allocations:
             (allocated if event > 0 else freed)[abs(event) - 1] = position
         ends = [after.event for before, after in pairwise(phases) if before.phase == "forward"]
         return tuple(
-            Block._make((*block[:5], block[5] or self._kind(index, allocated[index], freed.get(index), ends)))
+            Block(
+                *block[:5], block[5] or self._kind(index, allocated[index], freed.get(index), ends), block[6]
+            )
             for index, block in enumerate(self._blocks)
         )
 
@@ -233,3 +237,8 @@ class Allocations:
             if at < len(forward_ends) and (freed is None or freed >= forward_ends[at]):
                 return Kind.ACTIVATIONS
         return Kind.TEMPORARIES
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

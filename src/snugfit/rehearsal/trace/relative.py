@@ -53,6 +53,7 @@ class Alloc(NamedTuple):
     phase: str
     kind: str
     stream: int = DEFAULT_STREAM
+    dtype: str = ""
 
     @property
     def stack(self) -> Alloc:
@@ -109,9 +110,9 @@ def _stack_of(alloc: Alloc) -> Alloc:
     are known only at the end of the run.
     """
     if alloc.kind not in (Kind.TEMPORARIES, STATES):
-        return alloc._replace(module=without_layer_numbers(alloc.module))
+        return alloc._replace(module=without_layer_numbers(alloc.module), dtype="")
     module = "" if alloc.phase == "update" else without_layer_numbers(alloc.module)
-    return alloc._replace(module=module, kind="")
+    return alloc._replace(module=module, kind="", dtype="")
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
             stream = streams.get(event - 1, DEFAULT_STREAM) if streams else DEFAULT_STREAM
             if of_graphs and event - 1 in of_graphs:
                 stream = GRAPH_STREAM
-            alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5], stream))
+            alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5], stream, block[6]))
             live.alloc(alloc)
             yield alloc
         elif awaited and (kernels := awaited.get(-event - 1)):
@@ -284,7 +285,7 @@ class TraceWriter:
             if type(move) is Alloc:
                 if move[5] != DEFAULT_STREAM:
                     streams[len(blocks)] = move[5]
-                blocks.append(new(Block, (*move[:4], current, move[4])))
+                blocks.append(new(Block, (*move[:4], current, move[4], move[6])))
                 number = len(blocks)
                 events.append(number)
                 stack = by_move.get(id(move))

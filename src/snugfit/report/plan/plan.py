@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from snugfit.planning.plan import Choice, Plan, Reason
 from snugfit.report.plan.next_steps import next_steps
+from snugfit.report.plan.short import UNEQUAL, verdict
 from snugfit.report.plan.shown_front import shown_front
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace, show_tokens
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
@@ -27,7 +28,8 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
     `configuration` is the user's own, from which the plan started, if there was one.
     """
     return Page(
-        [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
+        [verdict(plan, configuration), Sentence(plan.best_or_nearest.recipe, "recipe")],
+        [question(plan), f"A step takes {pace(plan.timed(plan.best_or_nearest))}."],
         headroom(plan),
         (Sentence(sentence, "bullet") for sentence in because(plan)),
         about_run(plan),
@@ -157,10 +159,10 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     It shows selected rows (`shown_front`), or all of them for `everything`.
     """
     shown = shown_front(plan, everything=everything)
-    recipes = recipes_beside([choice.recipe for choice in shown], plan.best_or_nearest.recipe)
     numbers = {choice: number for number, choice in enumerate(plan.fitting_first, 1)}
     rows = tuple(
         (
+            choice.recipe,
             f"{numbers.get(choice, '')} {_mark(plan, choice)}".strip(),
             f"{choice.needed_bytes / GIB:,.2f}",
             f"{choice.reserved_bytes / GIB:,.2f}",
@@ -168,11 +170,11 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
             f"{choice.samples_per_second:,.1f}",
             show_tokens(plan.timed(choice).tokens_per_second),
             f"{choice.once_seconds:,.1f}",
-            recipe,
         )
-        for choice, recipe in zip(shown, recipes, strict=True)
+        for choice in shown
     )
     heads = (
+        "Recipe<",
         "No.",
         "GiB on the GPU>",
         "reserved>",
@@ -180,7 +182,6 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
         "samples/s>",
         "tokens/s>",
         "start-up s>",
-        "Recipe<",
     )
     left_out = len({*plan.front} - {*shown})
     noun = "row is" if left_out == 1 else "rows are"
@@ -189,7 +190,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
         title="The Pareto front: memory against speed",
         heads=heads,
         rows=rows,
-        note=" ".join(filter(None, (beside_note(recipes), hidden))),
+        note=hidden,
     )
 
 
@@ -216,10 +217,7 @@ def looked_at(plan: Plan) -> str:
 
 def _doubts(plan: Plan) -> Iterator[str]:
     if plan.verified is False:
-        yield (
-            "a full simulation of the answer gave other bytes than the search. This is a bug in snugfit: "
-            "please report it, and check this recipe with snugfit predict."
-        )
+        yield UNEQUAL
     yield from plan.doubts
 
 
@@ -227,5 +225,5 @@ def _mark(plan: Plan, choice: Choice) -> str:
     if choice == plan.best:
         return "best"
     if not plan.fitting(choice):
-        return "does not fit"
+        return f"lacks {show_bytes(int(-plan.spare_bytes(choice)))}"
     return "tight" if plan.is_tight(choice) else ""
