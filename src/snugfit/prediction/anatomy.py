@@ -77,8 +77,8 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
 
 
 def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
-    sizes: Counter[tuple[str, ...]] = Counter()
-    counts: Counter[tuple[str, ...]] = Counter()
+    sizes: Counter[tuple[str, str, str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str, str, str]] = Counter()
     for block in alive:
         key = (_fold_layers(block.module), _short(block.operator), block.phase, block.kind, block.dtype)
         sizes[key] += block.nbytes

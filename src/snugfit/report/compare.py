@@ -34,15 +34,18 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
     """Return the best recipe and the table of all; `details` adds their bytes by kind and every doubt."""
     best = RecipeComparison(tuple(predictions)).best
     doubts = [*dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)]
-    whole = [_kinds(predictions), *(Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts)]
+    whole: list[Sentence | Grid] = [
+        _kinds(predictions),
+        *(Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts),
+    ]
     return Page(
-        _answer(predictions, best),
+        answer(predictions, best),
         [_totals(predictions, best, details=details)],
         whole if details else uncertain(doubts, doubts[0] if doubts else ""),
     )
 
 
-def _answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
+def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
     """Yield the best recipe with its fit, or the least that all of them lack."""
     first = predictions[0]
     about = f"{subject(first.job, None, first.gpu, first.gpus)}:"
@@ -103,7 +106,9 @@ def _kinds(predictions: Sequence[Prediction]) -> Grid:
         (str(prediction.recipe), *(show_mib(kinds.get(name, 0)) for name in names))
         for prediction, kinds in zip(predictions, per_recipe, strict=True)
     )
-    return Grid(title="MiB at the peak, by kind", heads=("Recipe<", *(f"{name}>" for name in names)), rows=rows)
+    return Grid(
+        title="MiB at the peak, by kind", heads=("Recipe<", *(f"{name}>" for name in names)), rows=rows
+    )
 
 
 def _difference(size: int, base: int) -> tuple[str, str]:

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 NOTABLE = 0.1
 """Least share of an item's bytes at which its dtype is named."""
 
+EXPERTS = "expert"
+
 _LOSSES = re.compile(r"log_softmax|nll_loss|cross_entropy")
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_out|proj_out|classifier|score|qa_outputs|cls|.*_head)(\.|$)")
 _PLACES = (
-    (r"expert|(^|\.)(moe|router)", "expert"),
+    (r"expert|(^|\.)(moe|router)", EXPERTS),
     (r"norm[^.]*$|(^|\.)ln_[^.]*$", "normalization"),
     (r"attn|attention", "attention"),
     (r"mlp|ffn|feed_?forward|intermediate|dense|(^|\.)(fc\d|act)|\*\.output", "MLP"),
@@ -82,23 +84,26 @@ def items_at_peak(prediction: Prediction) -> list[PeakItem]:
 
 def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
     """Return the everyday name of these tensors; `optimizer` is the name of its class."""
-    path, place = line.module, _place(line.module)
+    if line.kind == Kind.WEIGHTS:
+        return "weights of the experts" if _place(line.module) == EXPERTS else "weights"
+    if line.kind == Kind.OPTIMIZER_STATES:
+        own = f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
+        return "master weights" if line.phase == "build" else own
     if line.kind in _BY_KIND:
         return _BY_KIND[Kind(line.kind)]
-    if line.kind == Kind.WEIGHTS:
-        return "weights of the experts" if place == "expert" else "weights"
-    if line.kind == Kind.OPTIMIZER_STATES:
-        if line.phase == "build":
-            return "master weights"
-        return f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
+    return _name_of_pass(line, trains=trains)
+
+
+def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
+    """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
+    path, place = line.module, _place(line.module)
     if line.phase in ("clip", "update"):
-        return f"temporaries of the {line.phase if line.phase == 'update' else 'clipping'}"
+        return "temporaries of the optimizer"
     if _LOSSES.search(line.operator) or _HEADS.search(path) or (not place and "*" not in path):
         return "logits and their gradients" if trains else "logits"
     if path.endswith("*"):
         return "hidden states between layers"
-    part = place or path.rpartition(".")[2]
-    return f"{part} {line.kind}"
+    return f"{place or path.rpartition('.')[2]} {line.kind}"
 
 
 def _place(module: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from snugfit.report.page.picture import Picture, document, fragment
 from snugfit.report.page.plot import plot
 from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.plan.front import draw_front
+from snugfit.report.short import verdict
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import as_text
@@ -117,7 +117,7 @@ def draw_prediction(one: Prediction) -> list[Picture]:
 
 def _of_prediction(one: Prediction) -> PageParts:
     recipe = prediction.heading(one).plain.splitlines()[-1]
-    lines = [prediction.verdict(one).plain, *(line.plain for line in prediction.about_pace(one)), recipe]
+    lines = [verdict(one).text, *(line.plain for line in prediction.about_pace(one)), recipe]
     report = prediction.render(one, operators=True)
     return PageParts(job_line(one.job), lines, draw_prediction(one), report, one.doubts)
 
@@ -135,14 +135,9 @@ def _of_recipes(compared: RecipeComparison) -> PageParts:
     for one in several:
         named = draw_prediction(one)[:1]
         pictures += [replace(picture, title=f"{picture.title}: {one.recipe}") for picture in named]
-    smallest = min(several, key=attrgetter("needed_bytes"))
-    answer = f"The smallest is {smallest.recipe}, with {show_bytes(smallest.needed_bytes)}"
-    known = [(one.speed.step_seconds, one.recipe) for one in several if one.speed]
-    if known:
-        seconds, recipe = min(known, key=itemgetter(0))
-        answer += f"; the fastest is {recipe}, with {show_seconds(seconds)} a step"
+    lines = [sentence.text for sentence in compare.answer(several, compared.best)]
     doubts = dict.fromkeys(doubt for one in several for doubt in one.doubts)
-    return PageParts(job_line(several[0].job), [f"{answer}."], pictures, compare.render(several), doubts)
+    return PageParts(job_line(several[0].job), lines, pictures, compare.render(several), doubts)
 
 
 def _of_plan(one: Plan) -> PageParts:

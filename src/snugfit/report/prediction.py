@@ -9,15 +9,16 @@ from rich.text import Text
 
 from snugfit.report.curve import draw_curve
 from snugfit.report.items import BOUND_BY
-from snugfit.report.short import LOSS_OVER_ALL_LOGITS
+from snugfit.report.short import LOSS_OVER_ALL_LOGITS, verdict
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
+from snugfit.report.text.page import STYLES
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
 from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
-from snugfit.units import show_bytes, show_mib, show_seconds
+from snugfit.units import show_mib, show_seconds
 
 LARGEST_SHOWN = 12
 
@@ -27,11 +28,12 @@ _PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
 def render(prediction: Prediction, *, operators: bool = False) -> RenderableType:
     """Return the whole report of one prediction."""
     anatomy = prediction.anatomy
-    parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
+    answer = verdict(prediction)
+    parts: list[RenderableType] = [words(answer.text, STYLES[answer.role]), heading(prediction)]
     parts += [] if prediction.job.trains else [words(LOSS_OVER_ALL_LOGITS)]
+    parts += [footprint_table(prediction.footprint)]
     parts += [ranks_table(prediction)] if prediction.ranks else []
     parts += [
-        verdict(prediction),
         *about_pace(prediction),
         *_startup(prediction),
         Text(),
@@ -69,8 +71,8 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("host", footprint.host_bytes, "resident memory of the process"),
         ("page-locked", footprint.pinned_bytes or None, "of the host's: buffers of the GPU's copies"),
     )
-    known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
-    return table(("At the peak", "MiB>", ">", "Meaning"), known)
+    known = [(name, show_mib(size), why) for name, size, why in lines if size is not None]
+    return table(("At the peak", "MiB>", "Meaning"), known)
 
 
 def ranks_table(prediction: Prediction) -> PlainTable:
@@ -89,26 +91,6 @@ def ranks_table(prediction: Prediction) -> PlainTable:
     ]
     heads = ("Rank", "Stage>", "Layers>", "Requested MiB>", "Reserved MiB>", "On the GPU MiB>", "Waits>")
     return table(heads, rows)
-
-
-def verdict(prediction: Prediction) -> Text:
-    """Return a sentence on the fit, with the spare or missing bytes."""
-    spare, memory = prediction.spare_bytes, prediction.memory_bytes
-    if spare is None or memory is None:
-        return words("To see whether it fits, add --gpu NAME or --memory AMOUNT.")
-    condition = "" if prediction.read_in_full else ", if the unread parts change nothing"
-    if prediction.tight:
-        short = f"less than the headroom of {show_bytes(prediction.headroom_bytes)}"
-        return words(
-            f"Fits, but tight: {show_bytes(spare)} of {show_bytes(memory)} to spare, {short}{condition}.",
-            "bold yellow",
-        )
-    if spare >= 0:
-        colour = "bold green" if prediction.read_in_full else "bold yellow"
-        return words(f"Fits: {show_bytes(spare)} of {show_bytes(memory)} to spare{condition}.", colour)
-    return words(
-        f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}{condition}.", "bold red"
-    )
 
 
 def about_pace(prediction: Prediction) -> list[Text]:
@@ -209,13 +191,15 @@ def _largest_table(anatomy: Anatomy) -> PlainTable:
             line.operator,
             line.phase,
             line.kind,
+            line.dtype,
             f"{line.count:,}",
             show_mib(line.bytes),
         )
         for line in anatomy.largest[:LARGEST_SHOWN]
     ]
     return table(
-        ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Tensors>", "MiB>"), rows
+        ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Dtype", "Tensors>", "MiB>"),
+        rows,
     )
 
 

@@ -213,11 +213,12 @@ class Allocations:
         for position, event in enumerate(self.events):
             (allocated if event > 0 else freed)[abs(event) - 1] = position
         ends = [after.event for before, after in pairwise(phases) if before.phase == "forward"]
-        return tuple(
-            Block(
-                *block[:5], block[5] or self._kind(index, allocated[index], freed.get(index), ends), block[6]
-            )
+        kinds = (
+            block[5] or self._kind(index, allocated[index], freed.get(index), ends)
             for index, block in enumerate(self._blocks)
+        )
+        return tuple(
+            Block._make((*block[:5], kind, block[6])) for block, kind in zip(self._blocks, kinds, strict=True)
         )
 
     def _kind(self, index: int, allocated: int, freed: int | None, forward_ends: Sequence[int]) -> str:

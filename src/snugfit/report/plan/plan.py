@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from snugfit.planning.plan import Choice, Plan, Reason
+from snugfit.planning.plan import Choice, Exclusion, Plan, Reason
 from snugfit.report.plan.next_steps import next_steps
 from snugfit.report.plan.short import UNEQUAL, verdict
 from snugfit.report.plan.shown_front import shown_front
@@ -195,11 +196,18 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
 
 
 def refusals(plan: Plan) -> Grid:
-    """Return the recipes that were not considered, with reasons and numbers."""
+    """Return the techniques that were not considered, by reason, with the numbers of their recipes."""
     heads = ("What", "Why", "Recipes>") if any(one.recipes for one in plan.refused) else ("What", "Why")
+    alike: dict[str, list[Exclusion]] = defaultdict(list)
+    for refusal in plan.refused:
+        alike[refusal.why].append(refusal)
     cells = (
-        (refusal.what, refusal.why, f"{refusal.recipes:,}" if refusal.recipes else "")
-        for refusal in plan.refused
+        (
+            ", ".join(dict.fromkeys(one.what for one in several)),
+            why,
+            f"{count:,}" if (count := sum(one.recipes for one in several)) else "",
+        )
+        for why, several in alike.items()
     )
     return Grid(title="Not considered", heads=heads, rows=tuple(row[: len(heads)] for row in cells))
 

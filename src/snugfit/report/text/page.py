@@ -25,18 +25,21 @@ from snugfit.report.text.terminal import harmless, show, show_json, words
 class Sentence:
     """A sentence of a report with its role.
 
-    The role of an answer is `good`, `tight` or `bad`. A `command` has a title and a shell's command. The rest are
-    `heading`, `bullet`, `uncertain`, `fault`, `recipe` (never broken), and empty for a plain sentence.
+    The role of an answer is `good`, `tight` or `bad`. A `command` has a title and a shell's command. A
+    `recipe` is never broken. The rest are `heading`, `bullet`, `uncertain`, `fault`, and empty for a plain
+    sentence.
     """
 
     text: str
     role: str = ""
 
 
-_STYLES = {
+STYLES = {
     "heading": "bold", "good": "bold green", "tight": "bold yellow", "bad": "bold red",
     "uncertain": "yellow", "fault": "red",
 }  # fmt: skip
+"""Styles of a terminal by role."""
+
 _MARKDOWN = {"heading": "## {}", "good": "**{}**", "tight": "**{}**", "bad": "**{}**", "bullet": "- {}"}
 
 
@@ -53,7 +56,7 @@ class Page:
         before: Sentence | Grid | Facts | None = None
         for part in self._parts:
             if isinstance(part, Grid):
-                yield from [Text()] if isinstance(before, Sentence) else []
+                yield from [Text()] if isinstance(before, Sentence | Facts) else []
                 yield part
             elif isinstance(part, Facts):
                 yield part.__rich__()
@@ -62,7 +65,7 @@ class Page:
             else:
                 answered = isinstance(before, Sentence) and before.role in ("good", "bad")
                 yield from [Text()] if answered and part.role == "bullet" else []
-                text = words(part.text, _STYLES.get(part.role, ""))
+                text = words(part.text, STYLES.get(part.role, ""))
                 yield ShellCommand(text.plain) if part.role == "command" else text
             before = part
 

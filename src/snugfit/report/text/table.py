@@ -25,6 +25,9 @@ READABLE = 24
 
 READABLE_FIRST = 48
 
+RECIPE = "Recipe<"
+"""Head of the column that comes first."""
+
 INDENT = 4
 """Indentation of a line under its row, in characters."""
 
@@ -97,7 +100,7 @@ class PlainTable:
         room = width - INDENT - len(rest) + 1
         is_narrow = sum(column.narrowest for column in rest) > room
         widths = _widths(rest, room)
-        yield from [words(f"\n{self._title}", "bold")] if self._title else []
+        yield from [words(self._title, "bold")] if self._title else []
         yield words(first.head)
         if not is_narrow:
             yield Padding(_one_row(rest, widths, None), (0, 0, 0, INDENT))
@@ -129,10 +132,21 @@ class PlainTable:
 def table(heads: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
     """Return a plain table. A head that ends in `<` marks a column of recipes, in `>` one of figures.
 
-    Figures are aligned right and never broken. Their head is broken where it is wider than they are.
+    A column `Recipe<` comes first. Figures are aligned right and never broken. Their head is broken where it
+    is wider than they are.
     """
+    heads, rows = recipes_first(tuple(heads), rows)
     cells = [[cell if isinstance(cell, Text) else words(cell) for cell in row] for row in rows]
-    return PlainTable(tuple(heads), cells, title)
+    return PlainTable(heads, cells, title)
+
+
+def recipes_first(
+    heads: tuple[str, ...], rows: Iterable[Sequence[object]]
+) -> tuple[tuple[str, ...], list[Sequence[object]]]:
+    """Return heads and rows with the column `Recipe<`, if there is one, before the rest."""
+    at = heads.index(RECIPE) if RECIPE in heads else 0
+    moved = [(row[at], *row[:at], *row[at + 1 :]) for row in (heads, *rows)] if at else [heads, *rows]
+    return tuple(map(str, moved[0])), list(moved[1:])
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
