@@ -19,6 +19,7 @@ from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
+    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 
 RUN = "The run"
 
@@ -125,14 +126,17 @@ def plan(
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
     from snugfit.report.plan import plan as report
-    from snugfit.report.plan import short
+    from snugfit.report.plan import several_gpus, short
     from snugfit.report.text.page import print_as
 
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
         alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
-        return _show_several(request, gpus, fidelity, workers, form, alone, price, fresh=fresh)
+        several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
+        several = replace(several, price_per_hour=price)
+        print_as(form, several.to_json(), several_gpus.render(several, details=details), quiet=quiet)
+        return 0 if several.fitting else NothingFits.exit_code
     request = _check(request, verify, price)
     asked = {
         "fidelity": fidelity,
@@ -226,23 +230,19 @@ def _check_several(request: Request, alone: Mapping[str, object]) -> None:
         raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
 
 
-def _show_several(
+def _plan_several(
     request: Request,
     counts: str | None,
     fidelity: str,
     workers: int | None,
-    form: str,
     alone: Mapping[str, object],
-    price: float | None,
     *,
     fresh: bool,
-) -> int:
-    """Print the plan for the numbers of GPUs in `counts`, from the cache or from a search."""
+) -> SeveralGpusPlan:
+    """Return the plan for the numbers of GPUs in `counts`, from the cache or from a search."""
     from snugfit.cli.plan_cache import answer
     from snugfit.planning.several_gpus.plan import SeveralGpusPlan
     from snugfit.planning.several_gpus.search import plan_several_gpus
-    from snugfit.report.plan.several_gpus import render
-    from snugfit.report.text.page import print_as
 
     _check_several(request, alone)
     gpu = request.gpu
@@ -255,7 +255,7 @@ def _show_several(
         "free": request.free,
         "headroom": request.headroom,
     }
-    several = answer(
+    return answer(
         SeveralGpusPlan.from_json,
         lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=workers, tell=tell, **asked),
         request.job,
@@ -265,9 +265,6 @@ def _show_several(
         what="several gpus",
         **asked,
     )
-    several = replace(several, price_per_hour=price)
-    print_as(form, several.to_json(), render(several))
-    return 0 if several.fitting else NothingFits.exit_code
 
 
 def read_counts(text: str) -> list[int]:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.report.short import subject, uncertain, verdict
+from snugfit.report.short import subject, uncertain, verdict, widest
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
@@ -41,7 +41,7 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
     return Page(
         answer(predictions, best),
         [_totals(predictions, best, details=details)],
-        whole if details else uncertain(doubts, doubts[0] if doubts else ""),
+        whole if details else uncertain(doubts, widest(predictions[0])),
     )
 
 

@@ -40,7 +40,7 @@ def render(prediction: Prediction) -> Page:
         [] if fits else ways_out(prediction),
         [Facts((*_largest(prediction), *_bound(prediction)))],
         [] if prediction.job.trains else [LOSS_OVER_ALL_LOGITS],
-        uncertain(prediction.doubts, _widest(prediction)),
+        uncertain(prediction.doubts, widest(prediction)),
     )
 
 
@@ -76,15 +76,16 @@ def _role(prediction: Prediction) -> str:
     return "good" if prediction.read_in_full and not prediction.tight else "tight"
 
 
-def subject(job: Job, recipe: Recipe | None, gpu: Gpu | None, gpus: int = 1) -> str:
+def subject(job: Job, recipe: Recipe | None, where: Gpu | str | None, gpus: int = 1) -> str:
     """Return `Llama-3.1-8B, LoRA r=16, 16 × 2048, RTX 4090`: model, trained weights, batch and GPU.
 
     The weights are left out without a recipe.
     """
-    card = gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") if gpu else "no GPU named"
+    name = where if isinstance(where, str) else where.name if where else "no GPU named"
+    card = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
     card = f"{gpus} x {card}" if gpus > 1 else card
-    name = job.model.name.rpartition("/")[2]
-    return ", ".join((name, *([_trained(job, recipe)] if recipe else []), sizes(job), card))
+    model = job.model.name.rpartition("/")[2]
+    return ", ".join((model, *([_trained(job, recipe)] if recipe else []), sizes(job), card))
 
 
 def _trained(job: Job, recipe: Recipe) -> str:
@@ -197,7 +198,8 @@ def _bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
         yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the step"
 
 
-def _widest(prediction: Prediction) -> str:
+def widest(prediction: Prediction) -> str:
+    """Return the widest uncertainty of a prediction; empty without one."""
     if not prediction.doubts:
         return ""
     if not prediction.read_in_full:
@@ -206,8 +208,8 @@ def _widest(prediction: Prediction) -> str:
     return SCALED_RATES if scaled else prediction.doubts[0]
 
 
-def uncertain(doubts: Sequence[str], widest: str) -> Iterator[Sentence]:
-    """Yield the widest uncertainty and the number of further ones."""
+def uncertain(doubts: Sequence[str], shown: str) -> Iterator[Sentence]:
+    """Yield the doubt that is `shown`, the widest, and the number of further ones."""
     if doubts:
         more = f" ({len(doubts) - 1} more: --details)" if len(doubts) > 1 else ""
-        yield Sentence(f"Uncertain: {first_sentence(widest) or widest}{more}", "uncertain")
+        yield Sentence(f"Uncertain: {first_sentence(shown) or shown}{more}", "uncertain")

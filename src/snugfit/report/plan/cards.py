@@ -26,8 +26,8 @@ def render(plans: CardPlans, prices: Prices | None = None) -> Page:
     """Return the answers, a line for each kind and number of GPUs, and a description of the search."""
     prices = prices or Prices()
     return Page(
-        [Sentence(_question(plans), "heading")],
         (Sentence(line, "good" if plans.fitting else "bad") for line in _headline(plans, prices)),
+        [_question(plans)],
         _about_the_run(plans, prices),
         [_table(plans, prices)] if any(kind.answers for kind in plans.answers) else [],
         (

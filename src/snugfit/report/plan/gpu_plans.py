@@ -28,8 +28,8 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
     """Return the answers, the table of GPUs, and a description of the search."""
     prices = prices or Prices()
     return Page(
-        [Sentence(question(plans), "heading")],
         (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
+        [question(plans)],
         slots_kept(plans),
         the_run(plans, prices),
         [table(plans, prices), *unknown(plans)],

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from snugfit.planning.several_gpus.building import BUILT_ON_HOST
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.report.short import uncertain
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_seconds
 
 
-def render(plan: SeveralGpusPlan) -> Page:
-    """Return the answers, the table by numbers of GPUs, and the alternatives."""
-    return Page(
-        [Sentence(f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}", "heading")],
-        (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),
+def render(plan: SeveralGpusPlan, *, details: bool = True) -> Page:
+    """Return the answers and the table by numbers of GPUs; `details` adds alternatives and every doubt."""
+    short: list[Iterable[Sentence | Grid | str]] = [
+        [Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)],
+        [f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}"],
         _kept_slots(plan),
         [BUILT_ON_HOST] if plan.job.build_on == "host" else [],
         [_table("The fastest recipe on each number of GPUs", plan, plan.answers)],
-        (f"{one.gpus:,} GPUs: {one.why}" for one in plan.answers if one.why),
+        [f"{one.gpus:,} GPUs: {one.why}" for one in plan.answers if one.why],
+    ]
+    if not details:
+        return Page(*short, uncertain(plan.doubts, plan.doubts[0] if plan.doubts else ""))
+    return Page(
+        *short,
         [_table("What else fits them", plan, plan.alternatives)] if plan.alternatives else [],
         [
             f"{plan.screened:,} recipes were simulated on models of few layers, and those of these tables in "
