@@ -90,7 +90,7 @@ def test_a_prediction_s_page_is_whole_and_says_the_figures(tmp_path: Path) -> No
     write_page(path, timed(prediction()))
     page = path.read_text()
     check_page(page, pictures=3)
-    assert "Fits: 8.20 GiB of 15.78 GiB to spare." in page
+    assert "fits, 8.2 GiB free" in page
     assert "backward, 29 % of the step: 2.73 GiB (context 600.0 MiB, weights 200.0 MiB" in page
     assert "bert.encoder.layer.*.attention.self: activations 1.86 GiB, 90.5 %" in page
     assert "device, backward: from 100.0 ms to 320.0 ms, at work 220.0 ms of it" in page
@@ -102,7 +102,7 @@ def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
     page = path.read_text()
     check_page(page, pictures=3)
     assert "bf16: needed 6.59 GiB" in page
-    assert "The smallest is bf16, with 6.59 GiB." in page
+    assert "the smallest of 2 recipes that fit, 9.2 GiB free" in page
     assert page.count("Uncertain: the context of this GPU was not measured</p>") == 1
     fast = timed(prediction(recipe=Recipe.parse("bf16")))
     write_page(path, RecipeComparison((timed(prediction()), fast)))

@@ -46,19 +46,21 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
 
 
 def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
-    """Yield the best recipe with its fit, or the least that all of them lack."""
+    """Yield the best recipe with its fit, or the nearest miss."""
     first = predictions[0]
     about = f"{subject(first.job, None, first.gpu, first.gpus)}:"
     if best is None:
         nearest = min(predictions, key=lambda one: one.needed_bytes)
-        yield Sentence(f"{about} no recipe fits. The smallest lacks {_lack(nearest)}.", "bad")
+        yield Sentence(f"{about} no recipe fits. The smallest is short by {_missing(nearest)}.", "bad")
         return
     of = "that fit" if best.fits else "compared"
     aim = "fastest" if best.timing else "smallest"
     number = len(predictions) if best.fits is None else sum(one.fits is True for one in predictions)
     fit = verdict(best)
     which = f"{aim} of {number} recipes {of}" if number > 1 else "only recipe that fits"
-    yield Sentence(f"{about} the {which}: {fit.text.partition(': ')[2]}", fit.role)
+    figures = f": {fit.text.partition(': ')[2]}"
+    figures = figures if best.tight else figures.replace(": fits, ", ", ")
+    yield Sentence(f"{about} the {which}{figures}", fit.role)
     yield Sentence(str(best.recipe), "recipe")
 
 
@@ -120,11 +122,11 @@ def _fit(prediction: Prediction) -> str:
     if spare is None:
         return "?"
     if spare < 0:
-        return f"no, lacks {_lack(prediction)}"
+        return f"no, short by {_missing(prediction)}"
     return f"tight, {show_bytes(spare)} free" if prediction.tight else f"yes, {show_bytes(spare)} free"
 
 
-def _lack(prediction: Prediction) -> str:
+def _missing(prediction: Prediction) -> str:
     return show_bytes(-(prediction.spare_bytes or 0))
 
 

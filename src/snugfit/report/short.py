@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from snugfit.job.inputs import has_sequence
 from snugfit.report.items import BOUND_BY, items_at_peak
 from snugfit.report.text.facts import LABEL, Facts
 from snugfit.report.text.job import sizes
@@ -26,7 +27,7 @@ ITEMS = 3
 UNREAD = "if the unread parts change nothing"
 """Condition of a verdict on a configuration that was not read in full."""
 
-SCALED_RATES = "The seconds are scaled by data sheets, because no rates of this GPU were measured."
+SCALED_RATES = "the step time, because no rates of this GPU were measured"
 
 LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over all logits."
 
@@ -79,13 +80,14 @@ def _role(prediction: Prediction) -> str:
 def subject(job: Job, recipe: Recipe | None, where: Gpu | str | None, gpus: int = 1) -> str:
     """Return `Llama-3.1-8B, LoRA r=16, 16 × 2048, RTX 4090`: model, trained weights, batch and GPU.
 
-    The weights are left out without a recipe.
+    The weights are left out without a recipe, and the GPU where none was named.
     """
-    name = where if isinstance(where, str) else where.name if where else "no GPU named"
+    name = where if isinstance(where, str) else where.name if where else ""
     card = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
     card = f"{gpus} x {card}" if gpus > 1 else card
     model = job.model.name.rpartition("/")[2]
-    return ", ".join((model, *([_trained(job, recipe)] if recipe else []), sizes(job), card))
+    batch = sizes(job) if has_sequence(job.task) else f"batch {sizes(job)}"
+    return ", ".join(filter(None, (model, _trained(job, recipe) if recipe else "", batch, card)))
 
 
 def _trained(job: Job, recipe: Recipe) -> str:
@@ -147,7 +149,7 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
     each = " on each GPU" if prediction.gpus > 1 else ""
     parts = [
         (found.requested_bytes, "tensors"),
-        ((found.reserved_bytes or 0) - (found.requested_bytes or 0), "more reserved by the allocator"),
+        ((found.reserved_bytes or 0) - (found.requested_bytes or 0), "allocator's reserve"),
         (found.context_bytes, "CUDA context"),
         (found.communication_bytes, "NCCL"),
         (found.managed_bytes, "managed memory"),
@@ -169,7 +171,7 @@ def four_numbers(
     yield "GPU memory", f"{show_gib(needed)}{limit}{each}"
     yield "of which", ", ".join(f"{show_gib(size)} {what}" for size, what in parts if size)
     if speed and speed.step_seconds:
-        spread = f", {spread}" if (spread := show_spread(speed)) else ""
+        spread = f" ({spread})" if (spread := show_spread(speed)) else ""
         yield "step time", f"about {roughly(speed.step_seconds)}{spread}"
         yield "throughput", show_rates(speed)
 
@@ -212,4 +214,5 @@ def uncertain(doubts: Sequence[str], shown: str) -> Iterator[Sentence]:
     """Yield the doubt that is `shown`, the widest, and the number of further ones."""
     if doubts:
         more = f" ({len(doubts) - 1} more: --details)" if len(doubts) > 1 else ""
-        yield Sentence(f"Uncertain: {first_sentence(shown) or shown}{more}", "uncertain")
+        text = (first_sentence(shown) or shown).rstrip(".")
+        yield Sentence(f"Uncertain: {text}{more or '.'}", "uncertain")

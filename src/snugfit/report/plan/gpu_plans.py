@@ -181,7 +181,7 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
 
 
 def _verdict(answer: OnGpu) -> str:
-    return "tight" if answer.tight else "" if answer.fits else f"lacks {show_bytes(answer.lacking_bytes)}"
+    return "tight" if answer.tight else "" if answer.fits else f"short by {show_bytes(answer.lacking_bytes)}"
 
 
 def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:

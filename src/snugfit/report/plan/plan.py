@@ -233,5 +233,5 @@ def _mark(plan: Plan, choice: Choice) -> str:
     if choice == plan.best:
         return "best"
     if not plan.fitting(choice):
-        return f"lacks {show_bytes(int(-plan.spare_bytes(choice)))}"
+        return f"short by {show_bytes(int(-plan.spare_bytes(choice)))}"
     return "tight" if plan.is_tight(choice) else ""

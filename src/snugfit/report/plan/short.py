@@ -71,7 +71,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
     shown = plan.best_or_nearest
     parts = [
         (shown.requested_bytes, "tensors"),
-        (shown.reserved_bytes - shown.requested_bytes, "more reserved by the allocator"),
+        (shown.reserved_bytes - shown.requested_bytes, "allocator's reserve"),
         (shown.context_bytes, "CUDA context"),
     ]
     return four_numbers(shown.needed_bytes, plan.memory_bytes, parts, plan.timed(shown))
@@ -134,7 +134,7 @@ def _mark(plan: Plan, choice: Choice) -> str:
     if choice == plan.best:
         return "best"
     if not plan.fitting(choice):
-        return f"no, lacks {show_bytes(int(-plan.spare_bytes(choice)))}"
+        return f"no, short by {show_bytes(int(-plan.spare_bytes(choice)))}"
     return "tight" if plan.is_tight(choice) else "yes"
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.console import RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from snugfit.report.text.grid import escape
-from snugfit.report.text.terminal import words
+from snugfit.report.text.terminal import harmless, words
 
 LABEL = 11
-"""Least width of the labels in characters, which aligns all lists of a page."""
+"""Width of the labels in characters, the same in all lists of a page."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,11 @@ class Facts:
 
     rows: tuple[tuple[str, str], ...]
 
-    def __rich__(self) -> RenderableType:
-        shown = Table.grid(padding=(0, 2))
-        shown.add_column(no_wrap=True, min_width=LABEL)
-        shown.add_column(overflow="fold")
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for label, text in self.rows:
-            shown.add_row(words(label), words(text))
-        return shown
+            lines = words(text).wrap(console, options.max_width - LABEL - 2, overflow="fold")
+            for number, line in enumerate(lines):
+                yield Text(f"{'' if number else harmless(label):{LABEL}}  ") + line
 
     def markdown(self) -> str:
         """Return the lines as a list in GitHub's Markdown."""

@@ -59,7 +59,7 @@ class Page:
                 yield from [Text()] if isinstance(before, Sentence | Facts) else []
                 yield part
             elif isinstance(part, Facts):
-                yield part.__rich__()
+                yield part
             elif part.role == "recipe":
                 yield Text(harmless(part.text), no_wrap=True, overflow="ignore")
             else:
