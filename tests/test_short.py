@@ -18,7 +18,7 @@ from snugfit.report import compare, short
 from snugfit.report import prediction as whole
 from snugfit.report.items import item_name, items_at_peak
 from snugfit.report.plan import short as short_plan
-from snugfit.report.short import show_fit
+from snugfit.report.text.answer import show_fit
 from snugfit.report.text.terminal import as_text
 from snugfit.results.prediction import Prediction, TensorLine
 from snugfit.techniques.recipe import Recipe

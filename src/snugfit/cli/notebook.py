@@ -17,13 +17,13 @@ def _with_progress(function: Callable[_Given, _Answer], doing: str) -> Callable[
     """Return the function with a line of progress while it runs."""
 
     @functools.wraps(function)
-    def shown(*given: _Given.args, **named: _Given.kwargs) -> _Answer:
+    def call(*given: _Given.args, **named: _Given.kwargs) -> _Answer:
         with show_progress() as tell:
             job = given[0] if given else named.get("job")
             tell(f"{doing} {getattr(getattr(job, 'model', None), 'name', '')}".rstrip())
             return function(*given, **named)
 
-    return shown
+    return call
 
 
 predict = _with_progress(auto.predict, "predicting")

@@ -20,6 +20,7 @@ from snugfit.errors import NothingFits, UsageError
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
     from snugfit.planning.several_gpus.plan import SeveralGpusPlan
+    from snugfit.report.text.page import Page
 
 RUN = "The run"
 
@@ -125,8 +126,6 @@ def plan(
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
-    from snugfit.report.plan import plan as report
-    from snugfit.report.plan import several_gpus, short
     from snugfit.report.text.page import print_as
 
     form = "json" if as_json else form
@@ -134,9 +133,7 @@ def plan(
         alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
-        several = replace(several, price_per_hour=price)
-        print_as(form, several.to_json(), several_gpus.render(several, details=details), quiet=quiet)
-        return 0 if several.fitting else NothingFits.exit_code
+        return _print_several(replace(several, price_per_hour=price), form, details=details, quiet=quiet)
     request = _check(request, verify, price)
     asked = {
         "fidelity": fidelity,
@@ -152,13 +149,7 @@ def plan(
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
     given.write_pictures(html, plot, chosen)
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
-        own = request.configuration
-        whole = details or everything
-        page = (
-            report.render(chosen, everything=everything, configuration=own)
-            if whole
-            else short.render(chosen, configuration=own)
-        )
+        page = _page(request, chosen, details=details, everything=everything)
         print_as(form, chosen.to_json(), page, quiet=quiet)
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
@@ -166,6 +157,17 @@ def plan(
         verify_plan(chosen, form, peers=not no_peers)
     given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
+
+
+def _page(request: Request, chosen: Plan, *, details: bool, everything: bool) -> Page:
+    """Return the short answer, or the whole report for `details` and `everything`."""
+    from snugfit.report.plan import plan as report
+    from snugfit.report.plan import short
+
+    own = request.configuration
+    if details or everything:
+        return report.render(chosen, everything=everything, configuration=own)
+    return short.render(chosen, configuration=own)
 
 
 def _check(request: Request, verify: int | None, price: float | None) -> Request:
@@ -265,6 +267,15 @@ def _plan_several(
         what="several gpus",
         **asked,
     )
+
+
+def _print_several(several: SeveralGpusPlan, form: str, *, details: bool, quiet: bool) -> int:
+    """Print the plan and return the exit code."""
+    from snugfit.report.plan.several_gpus import render
+    from snugfit.report.text.page import print_as
+
+    print_as(form, several.to_json(), render(several, details=details), quiet=quiet)
+    return 0 if several.fitting else NothingFits.exit_code
 
 
 def read_counts(text: str) -> list[int]:

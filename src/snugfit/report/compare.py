@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.report.short import subject, uncertain, verdict, widest
+from snugfit.report.short import verdict, widest
+from snugfit.report.text.answer import subject, uncertain
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens

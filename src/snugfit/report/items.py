@@ -24,7 +24,7 @@ EXPERTS = "expert"
 
 _LOSSES = re.compile(r"log_softmax|nll_loss|cross_entropy")
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_out|proj_out|classifier|score|qa_outputs|cls|.*_head)(\.|$)")
-_PLACES = (
+_PARTS = (
     (r"expert|(^|\.)(moe|router)", EXPERTS),
     (r"norm[^.]*$|(^|\.)ln_[^.]*$", "normalization"),
     (r"attn|attention", "attention"),
@@ -85,7 +85,7 @@ def items_at_peak(prediction: Prediction) -> list[PeakItem]:
 def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
     """Return the everyday name of these tensors; `optimizer` is the name of its class."""
     if line.kind == Kind.WEIGHTS:
-        return "weights of the experts" if _place(line.module) == EXPERTS else "weights"
+        return "weights of the experts" if part_of(line.module) == EXPERTS else "weights"
     if line.kind == Kind.OPTIMIZER_STATES:
         own = f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
         return "master weights" if line.phase == "build" else own
@@ -96,18 +96,19 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
 
 def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
     """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
-    path, place = line.module, _place(line.module)
+    path, part = line.module, part_of(line.module)
     if line.phase in ("clip", "update"):
         return "temporaries of the optimizer"
-    if _LOSSES.search(line.operator) or _HEADS.search(path) or (not place and "*" not in path):
+    if _LOSSES.search(line.operator) or _HEADS.search(path) or (not part and "*" not in path):
         return "logits and their gradients" if trains else "logits"
     if path.endswith("*"):
         return "hidden states between layers"
-    return f"{place or path.rpartition('.')[2]} {line.kind}"
+    return f"{part or path.rpartition('.')[2]} {line.kind}"
 
 
-def _place(module: str) -> str:
-    return next((name for pattern, name in _PLACES if re.search(pattern, module, re.IGNORECASE)), "")
+def part_of(module: str) -> str:
+    """Return the name of the part of a model, such as `MLP`; empty for other modules."""
+    return next((name for pattern, name in _PARTS if re.search(pattern, module, re.IGNORECASE)), "")
 
 
 def _notable(by_dtype: Counter[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.report.prediction import footprint_table
-from snugfit.report.short import show_gib, subject
+from snugfit.report.text.answer import show_gib, subject
 from snugfit.report.text.facts import LABEL, Facts
 from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence
@@ -36,11 +36,11 @@ def render(measurement: Measurement) -> RenderableType:
 
 def short(measurement: Measurement) -> Page:
     """Return the result on one screen: what was measured, the memory, the seconds, and the notes."""
-    found, timing = measurement.footprint, measurement.timing
+    footprint, timing = measurement.footprint, measurement.timing
     where = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
     about = f"{subject(measurement.job, measurement.recipe, where or measurement.device.name)}: "
-    size = (found.nvml_bytes or found.reserved_bytes or found.host_bytes) if found else None
-    if not measurement.ok or not found or not size:
+    size = (footprint.nvml_bytes or footprint.reserved_bytes or footprint.host_bytes) if footprint else None
+    if not measurement.ok or not size:
         about += f"the run ended with {measurement.outcome}"
     else:
         about += f"measured {show_gib(size)}"
@@ -48,17 +48,17 @@ def short(measurement: Measurement) -> Page:
     role = "good" if measurement.ok else "bad"
     return Page(
         [Sentence(about, role), Sentence(f"{'recipe':{LABEL}}  {measurement.recipe}", "recipe")],
-        [Facts((*_bytes(found), *_seconds(timing)))],
+        [Facts((*_bytes(footprint), *_seconds(timing)))],
         (Sentence(note, "uncertain" if style else "") for note, style in _notes(measurement)),
     )
 
 
-def _bytes(found: Footprint | None) -> Iterator[tuple[str, str]]:
+def _bytes(footprint: Footprint | None) -> Iterator[tuple[str, str]]:
     known = {
-        "GPU memory": found and found.nvml_bytes,
-        "reserved": found and found.reserved_bytes,
-        "tensors": found and found.requested_bytes,
-        "host memory": found and found.host_bytes,
+        "GPU memory": footprint and footprint.nvml_bytes,
+        "reserved": footprint and footprint.reserved_bytes,
+        "tensors": footprint and footprint.requested_bytes,
+        "host memory": footprint and footprint.host_bytes,
     }
     yield from ((name, show_gib(size)) for name, size in known.items() if size)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from snugfit.planning.several_gpus.building import BUILT_ON_HOST
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
-from snugfit.report.short import uncertain
+from snugfit.report.text.answer import uncertain
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from snugfit.planning.plan import Choice, Plan, Reason
 from snugfit.report.plan.next_steps import next_steps
 from snugfit.report.plan.shown_front import shown_front
-from snugfit.report.short import SCALED_RATES, UNREAD, four_numbers, show_fit, show_gib, subject, uncertain
+from snugfit.report.text.answer import (
+    SCALED_RATES,
+    UNREAD,
+    four_numbers,
+    show_fit,
+    show_gib,
+    subject,
+    uncertain,
+)
 from snugfit.report.text.facts import Facts
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.pace import roughly
