@@ -13,7 +13,7 @@ from made_up import job, prediction, timed
 from snugfit.cli.main import run
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.job.job import Phase
-from snugfit.planning.plan import Reason
+from snugfit.planning.plan import Change, Reason, Start
 from snugfit.report import compare, short
 from snugfit.report import prediction as whole
 from snugfit.report.items import item_name, items_at_peak
@@ -146,6 +146,10 @@ def test_a_plan_shows_its_gains_and_at_most_six_rows() -> None:
     assert sum("micro_batches(" in line for line in rest) - 1 <= 6
     assert any(line.startswith("Train it: snugfit train") for line in rest)
     assert "Not considered" not in text
+    change = Change(slot="kernels", theirs="liger", ours="fused", needed_bytes=20 * GIB, step_seconds=0.09)
+    start = Start(recipe="bf16", needed_bytes=30 * GIB, step_seconds=0.1, changes=(change,))
+    text = as_text(short_plan.render(replace(plan, start=start)), width=100)
+    assert "gains        fused in place of your liger: 10.0 GiB less memory, 10 ms a step faster" in text
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.planning.plan import Choice, Plan, Reason
+from snugfit.planning.plan import Choice, Plan
 from snugfit.report.plan.next_steps import next_steps
 from snugfit.report.plan.shown_front import shown_front
 from snugfit.report.text.answer import (
@@ -90,36 +90,58 @@ def ways_out(plan: Plan) -> Iterator[str]:
     yield from plan.cures[:CURES]
 
 
+class Gain(NamedTuple):
+    """The saved bytes and seconds of one technique, beside those of the other recipe."""
+
+    text: str
+    saved_bytes: int
+    saved_seconds: float
+    needed_bytes: int
+    step_seconds: float
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The saved shares of the bytes and of the seconds, negative for a loss."""
+        return self.saved_bytes / self.needed_bytes, self.saved_seconds / (self.step_seconds or 1)
+
+    def __str__(self) -> str:
+        (bytes_share, seconds_share), parts = self.shares, []
+        if abs(bytes_share) >= LEAST_GAIN:
+            sign = "less" if self.saved_bytes > 0 else "more"
+            parts.append(f"{show_gib(abs(self.saved_bytes))} {sign} memory")
+        if abs(seconds_share) >= LEAST_GAIN:
+            sign = "faster" if self.saved_seconds > 0 else "slower"
+            parts.append(f"{roughly(abs(self.saved_seconds))} a step {sign}")
+        return f"{self.text}: {', '.join(parts)}"
+
+
 def _gains(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the techniques that gain the most, each with its gain over the plain one of its slot."""
-    shown = plan.best_or_nearest
-    gains = [(_score(shown, reason), reason) for reason in plan.reasons if _is_change(reason)]
-    best = sorted((one for one in gains if one[0] > LEAST_GAIN), key=lambda one: -one[0])
+    """Yield the techniques that gain the most, each alone: over the user's, or over the plain ones."""
+    gains = sorted(_all_gains(plan), key=lambda gain: -sum(max(0.0, share) for share in gain.shares))
     label = "gains"
-    for _, reason in best[:GAINS]:
-        yield label, f"{reason.chosen} in place of {reason.against}: {_gain(shown, reason)}"
+    for gain in [gain for gain in gains if max(gain.shares) >= LEAST_GAIN][:GAINS]:
+        yield label, str(gain)
         label = ""
 
 
-def _is_change(reason: Reason) -> bool:
-    return bool(reason.needed_bytes) and reason.chosen != str(roster.plain(Slot(reason.slot)))
-
-
-def _score(shown: Choice, reason: Reason) -> float:
-    """Return the saved shares of the bytes and of the seconds; a loss counts as none."""
-    saved = (reason.needed_bytes or 0) - shown.needed_bytes, (reason.step_seconds or 0) - shown.step_seconds
-    return max(0.0, saved[0] / shown.needed_bytes) + max(0.0, saved[1] / (shown.step_seconds or 1))
-
-
-def _gain(shown: Choice, reason: Reason) -> str:
-    less = (reason.needed_bytes or 0) - shown.needed_bytes
-    faster = (reason.step_seconds or 0) - shown.step_seconds
-    parts = []
-    if abs(less) >= LEAST_GAIN * shown.needed_bytes:
-        parts.append(f"{show_gib(abs(less))} {'less' if less > 0 else 'more'} memory")
-    if abs(faster) >= LEAST_GAIN * shown.step_seconds:
-        parts.append(f"{roughly(abs(faster))} a step {'faster' if faster > 0 else 'slower'}")
-    return ", ".join(parts)
+def _all_gains(plan: Plan) -> Iterator[Gain]:
+    shown, start = plan.best_or_nearest, plan.start
+    if start and start.needed_bytes and start.step_seconds:
+        for change in start.changes:
+            if change.needed_bytes and change.step_seconds:
+                less, faster = (
+                    start.needed_bytes - change.needed_bytes,
+                    start.step_seconds - change.step_seconds,
+                )
+                text = f"{change.ours} in place of your {change.theirs}"
+                yield Gain(text, less, faster, start.needed_bytes, start.step_seconds)
+        return
+    for reason in plan.reasons:
+        is_plain = reason.chosen == str(roster.plain(Slot(reason.slot)))
+        if reason.needed_bytes and reason.step_seconds and not is_plain:
+            less, faster = reason.needed_bytes - shown.needed_bytes, reason.step_seconds - shown.step_seconds
+            text = f"{reason.chosen} in place of {reason.against}"
+            yield Gain(text, less, faster, shown.needed_bytes, shown.step_seconds)
 
 
 def _alternatives(plan: Plan) -> Grid:
