@@ -87,6 +87,9 @@ def test_the_first_line_has_its_conditions() -> None:
     assert "does not fit if the unread parts change nothing: needs 20.6 GiB" in over
     several = short.verdict(prediction(20 * GIB, gpus=2)).text
     assert "2 x Tesla V100-SXM2-16GB: does not fit: needs 20.6 GiB, each card has 15.8 GiB" in several
+    limited = as_text(short.render(prediction(memory_bytes=4 * GIB)), width=200)
+    assert "Plan one that fits: snugfit plan bert-large-uncased" in limited
+    assert "--gpu v100-sxm2-16 --memory 4096MiB" in limited
     assert "add --gpu NAME" in short.verdict(prediction(gpu=None, memory_bytes=None)).text
     lora = short.verdict(prediction(recipe=Recipe.parse("lora(r=8)"))).text
     assert lora.startswith("bert-large-uncased, LoRA r=8, 4 × 512, ")

@@ -207,7 +207,7 @@ def _print(
     if several:
         together = _side_by_side(predictions).to_json() if as_json else {}
         print_as(form, together, compare.render(predictions, details=details), quiet=quiet)
-    elif (details or operators) and not as_json:
+    elif (details or operators) and not (as_json or quiet):
         show(prediction.render(predictions[0], operators=operators))
     else:
         document = predictions[0].to_json() if as_json else {}

@@ -72,7 +72,7 @@ def _totals(predictions: Sequence[Prediction], best: Prediction | None, *, detai
     rows = tuple(
         (
             str(prediction.recipe),
-            "best" if prediction is best else _fit(prediction),
+            ("best" if best.fits else "smallest") if prediction is best else _fit(prediction),
             show_mib(prediction.needed_bytes),
             *_difference(prediction.needed_bytes, base),
             *(_pace(prediction)[:: 1 if details else 2] if timed else ()),

@@ -191,14 +191,13 @@ def _largest_table(anatomy: Anatomy) -> PlainTable:
             line.operator,
             line.phase,
             line.kind,
-            line.dtype,
             f"{line.count:,}",
             show_mib(line.bytes),
         )
         for line in anatomy.largest[:LARGEST_SHOWN]
     ]
     return table(
-        ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Dtype", "Tensors>", "MiB>"),
+        ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Tensors>", "MiB>"),
         rows,
     )
 

@@ -18,6 +18,7 @@ from snugfit.report.text.answer import (
 )
 from snugfit.report.text.facts import LABEL, Facts
 from snugfit.report.text.page import Page, Sentence
+from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
@@ -94,11 +95,11 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 def ways_out(prediction: Prediction) -> Iterator[Sentence]:
     """Yield ways to make a step fit that does not."""
-    job, gpu = prediction.job, prediction.gpu
-    if job.trains and job.model.module is None and gpu and prediction.gpus == 1:
-        yield Sentence(
-            f"Plan one that fits: snugfit plan {job_words(job)} --gpu {gpu.key.lower()}", "command"
-        )
+    job, gpu, memory = prediction.job, prediction.gpu, prediction.memory_bytes
+    if job.trains and job.model.module is None and gpu and memory and prediction.gpus == 1:
+        where = f"--gpu {gpu.key.lower()}"
+        where += "" if memory == gpu.memory_bytes else f" --memory {memory // MIB}MiB"
+        yield Sentence(f"Plan one that fits: snugfit plan {job_words(job)} {where}", "command")
 
 
 def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:

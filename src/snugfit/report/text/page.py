@@ -56,7 +56,7 @@ class Page:
         before: Sentence | Grid | Facts | None = None
         for part in self._parts:
             if isinstance(part, Grid):
-                yield from [Text()] if isinstance(before, Sentence | Facts) else []
+                yield from [Text()] if part.title and isinstance(before, Sentence | Facts) else []
                 yield part
             elif isinstance(part, Facts):
                 yield part
@@ -119,4 +119,6 @@ def print_as(form: str, document: Mapping[str, Any], page: Page, *, quiet: bool 
 def _as_markdown(part: Sentence | Grid | Facts) -> str:
     if not isinstance(part, Sentence):
         return part.markdown().rstrip()
+    if part.role == "recipe":
+        return f"`{harmless(part.text)}`"
     return _MARKDOWN.get(part.role, "{}").format(escape(part.text))
