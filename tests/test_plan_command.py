@@ -264,6 +264,6 @@ def test_a_remembered_answer_is_shown_without_torch_or_transformers(tmp_path: Pa
         lines.append("print('ended', code, {'torch', 'transformers', 'numpy'} & set(sys.modules))")
     command = [sys.executable, "-c", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "In a Trainer: TrainingArguments(" in done.stdout.partition("\nended ")[0]
+    assert "Train it: snugfit train " in done.stdout.partition("\nended ")[0]
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended ")]
     assert ended == [f"ended 0 {heavy}" for *_, heavy in SHOWN], done.stdout + done.stderr
