@@ -10,10 +10,12 @@ import pytest
 
 import snugfit
 from made_up import job, prediction, timed
+from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.job.job import Phase
 from snugfit.planning.plan import Change, Reason, Start
+from snugfit.prediction.predict import predict
 from snugfit.report import compare, short
 from snugfit.report import prediction as whole
 from snugfit.report.items import item_name, items_at_peak
@@ -66,6 +68,17 @@ def test_items_add_up_and_name_the_dtypes_of_their_tensors() -> None:
     half = line("model.layers.*.mlp.act", dtype="float32", bytes=GIB // 2)
     (item,) = items_at_peak(large(prediction(), *parts, half))
     assert (item.bytes, str(item)) == (GIB + MIB + GIB // 2, "MLP activations (bfloat16, float32)")
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_items_of_a_rehearsed_step_have_the_dtypes_of_its_tensors(layers: int) -> None:
+    """They are those of a trace of all layers, and of a trace that was grown from few layers."""
+    one = predict(small_job("gpt2", layers, batch_size=4), "bf16_master", gpu="h200")
+    items = {item.name: item for item in items_at_peak(one)}
+    assert sum(item.bytes for item in items.values()) == one.footprint.requested_bytes
+    assert items["weights"].dtypes == ("bfloat16",)
+    assert items["master weights"].dtypes == ("int16",)
+    assert items["logits and their gradients"].dtypes[0] == "float32"
 
 
 @pytest.mark.parametrize("size", [7 * GIB, 200 * GIB])

@@ -35,7 +35,7 @@ def render(measurement: Measurement) -> RenderableType:
 
 
 def short(measurement: Measurement) -> Page:
-    """Return the result on one screen: what was measured, the memory, the seconds, and the notes."""
+    """Return the result on one screen: outcome, memory, seconds and notes."""
     footprint, timing = measurement.footprint, measurement.timing
     where = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
     about = f"{subject(measurement.job, measurement.recipe, where or measurement.device.name)}: "

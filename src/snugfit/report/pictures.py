@@ -116,7 +116,7 @@ def draw_prediction(one: Prediction) -> list[Picture]:
 
 
 def _of_prediction(one: Prediction) -> PageParts:
-    recipe = prediction.heading(one).plain.splitlines()[-1]
+    recipe = f"recipe {one.recipe} · {prediction.heading(one).plain.splitlines()[-1]}"
     lines = [verdict(one).text, *(line.plain for line in prediction.about_pace(one)), recipe]
     report = prediction.render(one, operators=True)
     return PageParts(job_line(one.job), lines, draw_prediction(one), report, one.doubts)

@@ -29,7 +29,8 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     """Return the whole report of one prediction."""
     anatomy = prediction.anatomy
     answer = verdict(prediction)
-    parts: list[RenderableType] = [words(answer.text, STYLES[answer.role]), heading(prediction)]
+    recipe = Text(str(prediction.recipe), no_wrap=True, overflow="ignore")
+    parts: list[RenderableType] = [words(answer.text, STYLES[answer.role]), recipe, heading(prediction)]
     parts += [] if prediction.job.trains else [words(LOSS_OVER_ALL_LOGITS)]
     parts += [footprint_table(prediction.footprint)]
     parts += [ranks_table(prediction)] if prediction.ranks else []
@@ -49,11 +50,11 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 
 
 def heading(prediction: Prediction) -> Text:
-    """Return job, recipe, loop and GPU, on two lines."""
+    """Return the job, then loop and GPU on a second line."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
     where = f"{prediction.gpus} x {where}" if prediction.gpus > 1 else where
     text = words(job_line(prediction.job), "bold").append("\n")
-    text.append(words(f"recipe {prediction.recipe} · {prediction.loop} loop · {where}"))
+    text.append(words(f"{prediction.loop} loop · {where}"))
     return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")
 
 
