@@ -24,6 +24,9 @@ EXPERTS = "expert"
 
 _LOSSES = re.compile(r"log_softmax|nll_loss|cross_entropy")
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_out|proj_out|classifier|score|qa_outputs|cls|.*_head)(\.|$)")
+_WHOLE_MODEL = re.compile(r"(module\.?)?(base_model\.model)?")
+"""Paths of the model around its head, where the loss is computed; peft and DDP wrap it."""
+
 _PARTS = (
     (r"expert|(^|\.)(moe|router)", EXPERTS),
     (r"norm[^.]*$|(^|\.)ln_[^.]*$", "normalization"),
@@ -31,6 +34,7 @@ _PARTS = (
     (r"mlp|ffn|feed_?forward|intermediate|dense|(^|\.)(fc\d|act)|\*\.output", "MLP"),
     (r"embed|(^|\.)(wte|wpe|shared)(\.|$)", "embedding"),
     (r"conv|downsample|patch", "convolution"),
+    (r"drop(out)?$", "dropout"),
 )
 """Patterns of a module's path with the name of such a part of a model. The first match counts."""
 
@@ -99,7 +103,7 @@ def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
     path, part = line.module, part_of(line.module)
     if line.phase in ("clip", "update"):
         return "temporaries of the optimizer"
-    if _LOSSES.search(line.operator) or _HEADS.search(path) or (not part and "*" not in path):
+    if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):
         return "logits and their gradients" if trains else "logits"
     if path.endswith("*"):
         return "hidden states between layers"
