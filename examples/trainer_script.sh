@@ -19,7 +19,7 @@ snugfit check "$script"
 echo "exit code $?"
 
 # 3. The fastest way to make it fit: the same global batch, precision and optimizer as in the script.
-snugfit plan --arguments "$script" --gpu "$gpu" ${KEEP:+--keep "$KEEP"}
+snugfit plan --arguments "$script" --gpu "$gpu" --details ${KEEP:+--keep "$KEEP"}
 
 # 4. To train as planned: two lines more in the script, as in fit_a_trainer.py, which runs on any machine.
 python "$here/fit_a_trainer.py"

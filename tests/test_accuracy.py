@@ -277,7 +277,7 @@ def test_every_run_is_on_the_page_with_foreign_words_as_data() -> None:
     page = document([result])
     assert "<b>" not in page
     assert "oom:torch" in page
-    assert "| bert-large-uncased: sequence-classification, 4 × 512 | bf16 +" in page
+    assert "| bert-large-uncased: sequence-classification, 4 × 512 |\n| bf16 +" in page
     assert "1 of 2 runs are outside the band" in as_text(render(result))
     for share in BAND.values():
         assert f"{100 * share:g} %" in page

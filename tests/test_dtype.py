@@ -183,7 +183,7 @@ def test_a_run_that_began_before_jobs_had_a_dtype_goes_on_in_fp32() -> None:
 def test_the_command_takes_a_dtype_and_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny(tmp_path, dtype="bfloat16")
     (tmp_path / "job.yaml").write_text(f"model: {tmp_path}\nsequence_length: 32\ndtype: float32\n")
-    asked = ["predict", "--job", str(tmp_path / "job.yaml"), "--gpu", "v100-16gb"]
+    asked = ["predict", "--job", str(tmp_path / "job.yaml"), "--gpu", "v100-16gb", "-v"]
     for more, says in (
         ([], "float32 weights, not bfloat16"),
         (["--dtype", "fp16"], "float16 weights, not bfloat16"),

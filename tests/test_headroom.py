@@ -18,7 +18,7 @@ from snugfit.prediction.headroom import headroom_of
 from snugfit.report.plan.gpu_plans import render as render_gpus
 from snugfit.report.plan.lengths import render as render_lengths
 from snugfit.report.plan.plan import render
-from snugfit.report.prediction import verdict
+from snugfit.report.short import verdict
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
@@ -67,7 +67,7 @@ def test_a_prediction_that_leaves_too_little_is_tight() -> None:
     assert tight.fits
     assert tight.tight
     assert tight.to_json()["tight"]
-    assert "tight" in verdict(tight).plain
+    assert "fits, but tight: 1.0 MiB free, less than the headroom of 1.0 GiB" in verdict(tight).text
     assert not replace(tight, headroom_bytes=MIB).tight
     assert not replace(tight, memory_bytes=tight.needed_bytes - 1).tight, "the recipe does not fit at all"
 

@@ -192,7 +192,7 @@ def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
     check_page(page, charts=3, drawn=2)
     words = words_of(page)
     assert "bf16 predicted 6.59 GiB" in words
-    assert "The smallest is bf16, with 6.59 GiB." in words
+    assert "the smallest of 2 recipes that fit, 9.2 GiB free" in words
     assert words.count("Uncertain: the context of this GPU was not measured") == 2, "once, and in the report"
     fast = timed(prediction(recipe=Recipe.parse("bf16")))
     page = page_of(RecipeComparison((timed(prediction()), fast)), tmp_path)

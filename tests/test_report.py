@@ -37,7 +37,7 @@ def test_a_prediction_tells_bytes_verdict_peak_and_reasons() -> None:
     text = as_text(prediction_report.render(prediction()))
     assert "bert-large-uncased" in text
     assert "7,768" in text, "NVML MiB: 7 GiB reserved and 600 MiB of context"
-    assert "Fits: 8.20 GiB of 15.78 GiB to spare." in text
+    assert "all weights, 4 × 512, Tesla V100-SXM2-16GB: fits, 8.2 GiB free" in text
     assert "The peak is in step 3: backward in bert.encoder.layer.23 (aten::mm)." in text
     assert "335 million parameters of 4 bytes" in text
     assert "Uncertain: the context" in text
@@ -47,14 +47,14 @@ def test_a_prediction_tells_bytes_verdict_peak_and_reasons() -> None:
 
 
 def test_a_prediction_that_does_not_fit_says_by_how_much() -> None:
-    text = as_text(prediction_report.render(prediction(20 * GIB)))
-    assert "Does not fit: short by 4.80 GiB of 15.78 GiB." in text
+    text = as_text(prediction_report.render(prediction(20 * GIB)), width=120)
+    assert "does not fit: needs 20.6 GiB, the card has 15.8 GiB" in text
 
 
 def test_without_memory_the_verdict_says_what_to_name() -> None:
     text = as_text(prediction_report.render(prediction(gpu=None, memory_bytes=None)))
     assert "--gpu" in text
-    assert "Fits:" not in text
+    assert "fits," not in text
 
 
 @pytest.mark.parametrize("render", [as_text, as_html])
@@ -262,7 +262,7 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(kind, "__str__", kind.__str__)
         monkeypatch.setattr(kind, "_repr_html_", None, raising=False)
     show.attach()
-    assert "Fits: 8.20 GiB" in str(prediction())
+    assert "fits, 8.2 GiB free" in str(prediction())
     assert "samples/s" in str(measurement())
     assert prediction()._repr_html_().startswith('<div class="snugfit good">')
 
@@ -279,6 +279,6 @@ def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
     plain: list[str] = []
     prediction()._repr_pretty_(SimpleNamespace(text=plain.append), False)
     assert plain == [str(prediction())]
-    assert "Fits: 8.20 GiB" in plain[0]
+    assert "fits, 8.2 GiB free" in plain[0]
     assert "\x1b" not in plain[0]
     assert capsys.readouterr() == ("", "")

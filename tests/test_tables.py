@@ -25,7 +25,7 @@ from snugfit.report import prediction as prediction_report
 from snugfit.report.evaluation import accuracy
 from snugfit.report.plan import cards as cards_report
 from snugfit.report.plan import gpu_plans, lengths, plan, verify
-from snugfit.report.text.job import recipes_beside
+from snugfit.report.text.grid import Grid
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import as_text, show
 from snugfit.techniques.recipe import Recipe
@@ -130,7 +130,8 @@ def hold_rows_and_figures(
     tables: list[PlainTable] = []
     monkeypatch.setattr(PlainTable, "__init__", _noting(PlainTable.__init__, tables))
     lines = as_text(render(), width=width).splitlines()
-    assert max(map(len, lines)) <= width
+    recipes = {str(cell) for shown in tables if shown.columns[0].recipe for cell in shown.columns[0].cells}
+    assert max(len(line) for line in lines if line not in {*recipes, LONG}) <= width
     words = [line.split() for line in lines]
     for shown in tables:
         first, *others = shown.columns
@@ -154,17 +155,24 @@ def _stands_in(figure: list[str], line: list[str]) -> bool:
     return any(line[at : at + len(figure)] == figure for at in range(len(line) + 1))
 
 
-def test_only_the_best_recipe_is_written_in_full() -> None:
-    whole = LONG.replace(" + micro_batches(16)", "")
-    shown = recipes_beside([SHORTER, LONG, LONG, whole], LONG)
-    assert shown == ["with every_layer", LONG, "the same", "with whole_batch"]
-    text = as_text(_plan(), width=80)
-    assert (text.count("Recipe: lora"), text.count("Recipe: with every_layer")) == (1, 1)
+def test_recipes_come_first_and_are_whole_lines() -> None:
+    """A line with a recipe is never broken, so that it can be copied."""
+    lines = as_text(_plan(), width=80).splitlines()
+    assert [lines.count(LONG), lines.count(SHORTER)] == [2, 1]
+    for heads in (("GPU", "MiB>", "Recipe<"), ("Recipe<", "GPU", "MiB>")):
+        row = dict(zip(heads, ("T4", "1,234", "bf16") if heads[0] == "GPU" else ("bf16", "T4", "1,234")))
+        text = as_text(table(heads, [tuple(row.values())]), width=80)
+        assert [line.split() for line in text.splitlines() if "T4" in line] == [["bf16", "T4", "1,234"]]
+    grid = Grid(title="", heads=("GPU", "Recipe<"), rows=(("T4", "bf16"),))
+    assert "| bf16 | T4 |" in grid.markdown()
 
 
 def test_recipes_stand_on_a_line_of_their_own_where_there_is_no_room() -> None:
     rows = [("T4", "1,234", "bf16"), ("H200-SXM", "1", LONG)]
     narrow = as_text(table(("GPU", "MiB>", "Recipe<"), rows), width=60).splitlines()
-    assert [line for line in narrow if line[:2] in ("T4", "H2")] == ["T4       1,234", "H200-SXM     1"]
-    assert "    Recipe: bf16" in narrow
+    assert [line for line in narrow if line.strip()[:2] in ("T4", "H2")] == [
+        "    T4       1,234",
+        "    H200-SXM     1",
+    ]
+    assert narrow[narrow.index(LONG) + 1] == "    H200-SXM     1"
     assert as_text(table(("GPU", "MiB>", "Recipe<"), rows), width=160).count("Recipe") == 1

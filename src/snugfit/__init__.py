@@ -21,6 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from snugfit.cli.notebook import predict
     from snugfit.cli.plan_cache import plan
     from snugfit.comparison.compare import Comparison, compare
     from snugfit.data.lengths import Lengths
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
-    from snugfit.planning.search.auto import predict
     from snugfit.planning.search.ways_out import ways_out
     from snugfit.planning.several_gpus.search import plan_several_gpus
     from snugfit.results.footprint import Footprint, Timing
@@ -85,6 +85,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "cli.notebook": ("predict",),
     "cli.plan_cache": ("plan",),
     "comparison.compare": ("Comparison", "compare"),
     "frontends.custom_loop.accelerate": ("accelerate",),
@@ -99,7 +100,6 @@ _HOMES = {
     "measurement.measure": ("measure",),
     "results.measurement": ("Measurement",),
     "measurement.watch": ("watch",),
-    "planning.search.auto": ("predict",),
     "planning.search.ways_out": ("ways_out",),
     "planning.fleet.gpu_plans": ("GpuPlans",),
     "planning.lengths.length_plan": ("LengthPlan",),

@@ -95,7 +95,7 @@ VocabSize = Annotated[
     ),
 ]
 Clip = Annotated[float | None, option(JOB, "Clip gradients to this norm. \\[no clipping]")]
-Phase = Annotated[str | None, option(JOB, "train or evaluate. \\[train]")]
+Phase = Annotated[str | None, option(JOB, "train, or evaluate: the loss over all logits. \\[train]")]
 JobFile = Annotated[
     Path | None,
     option(JOB, "Read the job from a YAML file. Its keys are the names of these options.", "--job"),
@@ -185,6 +185,10 @@ Plot = Annotated[
     Path | None,
     typer.Option(help="Draw the same into this .png or .svg file.", dir_okay=False, metavar="FILE"),
 ]
+Details = Annotated[
+    bool, typer.Option("--details", "-v", "--verbose", help="Print the whole report, with tables.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the first line of the answer only.")]
 Fresh = Annotated[
     bool, typer.Option("--no-cache", "--fresh", help="Do not use a stored answer; compute it again.")
 ]
@@ -235,6 +239,8 @@ class Command(TyperCommand):
                 raise UsageError(f"{name} is empty. Give it a value, or {instead}.")
         if ctx.params.get("as_json") and (form := ctx.params.get("form", "json")) not in ("terminal", "json"):
             raise UsageError(f"--json and --format {form} are two forms of output. Leave one of them out.")
+        if ctx.params.get("quiet") and ctx.params.get("details"):
+            raise UsageError("--quiet prints one line, --details the whole report. Leave one of them out.")
         return rest
 
 

@@ -95,6 +95,7 @@ def _arguments(
     open: given.Open = False,
     plot: given.Plot = None,
     fresh: given.Fresh = False,
+    quiet: given.Quiet = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
@@ -156,7 +157,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
-    _print(answers, prices, "json" if asked["as_json"] else asked["form"])
+    _print(answers, prices, "json" if asked["as_json"] else asked["form"], quiet=asked["quiet"])
     given.write_pictures(asked["html"], asked["plot"], answers, open_page=asked["open"])
     return 0 if answers.fitting else NothingFits.exit_code
 
@@ -216,12 +217,12 @@ def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
     return request.recipe if named else None
 
 
-def _print(plans: GpuPlans, prices: Prices, form: str) -> None:
+def _print(plans: GpuPlans, prices: Prices, form: str, *, quiet: bool) -> None:
     from snugfit.planning.fleet.prices import document
     from snugfit.report.plan.gpu_plans import render
     from snugfit.report.text.page import print_as
 
-    print_as(form, {**plans.to_json(), "run": document(plans, prices)}, render(plans, prices))
+    print_as(form, {**plans.to_json(), "run": document(plans, prices)}, render(plans, prices), quiet=quiet)
 
 
 # ---- several of each --------------------------------------------------------------------------------------
@@ -262,7 +263,8 @@ def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
     doubts = (*plans.doubts, *request.doubts)
     plans = replace(plans, objective=asked["objective"], steps=steps, doubts=doubts)
     document = {**plans.to_json(), "run": document_of_cards(plans, prices)}
-    print_as("json" if asked["as_json"] else asked["form"], document, render(plans, prices))
+    form = "json" if asked["as_json"] else asked["form"]
+    print_as(form, document, render(plans, prices), quiet=asked["quiet"])
     return 0 if plans.fitting else NothingFits.exit_code
 
 

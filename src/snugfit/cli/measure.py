@@ -49,6 +49,8 @@ def measure(
     html: given.Html = None,
     open: given.Open = False,
     plot: given.Plot = None,
+    details: given.Details = False,
+    quiet: given.Quiet = False,
     as_json: given.AsJson = False,
 ) -> int:
     """Measure a training step here: its memory, its time, and how it ended."""
@@ -83,7 +85,7 @@ def measure(
     from snugfit.comparison.compare import compare
 
     comparison = compare(predicted, measured) if predicted and measured.footprint else None
-    _print(measured, predicted, comparison, as_json=as_json)
+    _print(measured, predicted, comparison, details=details, quiet=quiet, as_json=as_json)
     given.write_pictures(
         html, plot, comparison if comparison and comparison.lines else measured, open_page=open
     )
@@ -121,17 +123,27 @@ def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
 
 
 def _print(
-    measured: Measurement, predicted: Prediction | None, comparison: Comparison | None, *, as_json: bool
+    measured: Measurement,
+    predicted: Prediction | None,
+    comparison: Comparison | None,
+    *,
+    details: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    from snugfit.report import measurement, prediction
+    from snugfit.report import measurement, prediction, short
     from snugfit.report.compare import beside
     from snugfit.report.text.terminal import show, show_json
 
     if as_json:
         show_json(comparison.to_json() if comparison else measured.to_json())
         return
-    show(measurement.render(measured))
+    page = measurement.short(measured)
+    if quiet:
+        print(page.first_line)
+        return
+    show(measurement.render(measured) if details else page)
     if measured.ok and comparison and comparison.lines:
         show(beside(comparison))
     elif predicted:  # a run on the CPU, or one that died, has no figures of a GPU to compare
-        show(prediction.render(predicted))
+        show(prediction.render(predicted) if details else short.render(predicted))

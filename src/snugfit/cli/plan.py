@@ -20,6 +20,8 @@ from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
+    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
+    from snugfit.report.text.page import Page
 
 RUN = "The run"
 
@@ -121,18 +123,20 @@ def plan(
     verify: Verify = None,
     no_peers: NoPeers = False,
     no_ways_out: given.NoWaysOut = False,
+    details: given.Details = False,
+    quiet: given.Quiet = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
-    from snugfit.report.plan.plan import render
     from snugfit.report.text.page import print_as
 
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
         alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html, "open": open}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
-        return _show_several(request, gpus, fidelity, workers, form, alone, price, fresh=fresh)
+        several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
+        return _print_several(replace(several, price_per_hour=price), form, details=details, quiet=quiet)
     request = _check(request, verify, price)
     asked = {
         "fidelity": fidelity,
@@ -149,14 +153,25 @@ def plan(
     chosen = chosen if no_ways_out else with_ways_out_of_plan(chosen, fresh=fresh)
     given.write_pictures(html, plot, chosen, open_page=open)
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
-        page = render(chosen, everything=everything, configuration=request.configuration)
-        print_as(form, chosen.to_json(), page)
+        page = _page(request, chosen, details=details, everything=everything)
+        print_as(form, chosen.to_json(), page, quiet=quiet)
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     elif more_follows:
         verify_plan(chosen, form, peers=not no_peers)
     given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
+
+
+def _page(request: Request, chosen: Plan, *, details: bool, everything: bool) -> Page:
+    """Return the short answer, or the whole report for `details` and `everything`."""
+    from snugfit.report.plan import plan as report
+    from snugfit.report.plan import short
+
+    own = request.configuration
+    if details or everything:
+        return report.render(chosen, everything=everything, configuration=own)
+    return short.render(chosen, configuration=own)
 
 
 def _check(request: Request, verify: int | None, price: float | None) -> Request:
@@ -221,23 +236,19 @@ def _check_several(request: Request, alone: Mapping[str, object]) -> None:
         raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
 
 
-def _show_several(
+def _plan_several(
     request: Request,
     counts: str | None,
     fidelity: str,
     workers: int | None,
-    form: str,
     alone: Mapping[str, object],
-    price: float | None,
     *,
     fresh: bool,
-) -> int:
-    """Print the plan for the numbers of GPUs in `counts`, from the cache or from a search."""
+) -> SeveralGpusPlan:
+    """Return the plan for the numbers of GPUs in `counts`, from the cache or from a search."""
     from snugfit.cli.plan_cache import answer
     from snugfit.planning.several_gpus.plan import SeveralGpusPlan
     from snugfit.planning.several_gpus.search import plan_several_gpus
-    from snugfit.report.plan.several_gpus import render
-    from snugfit.report.text.page import print_as
 
     _check_several(request, alone)
     gpu = request.gpu
@@ -250,7 +261,7 @@ def _show_several(
         "free": request.free,
         "headroom": request.headroom,
     }
-    several = answer(
+    return answer(
         SeveralGpusPlan.from_json,
         lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=workers, tell=tell, **asked),
         request.job,
@@ -260,8 +271,14 @@ def _show_several(
         what="several gpus",
         **asked,
     )
-    several = replace(several, price_per_hour=price, doubts=(*several.doubts, *request.doubts))
-    print_as(form, several.to_json(), render(several))
+
+
+def _print_several(several: SeveralGpusPlan, form: str, *, details: bool, quiet: bool) -> int:
+    """Print the plan and return the exit code."""
+    from snugfit.report.plan.several_gpus import render
+    from snugfit.report.text.page import print_as
+
+    print_as(form, several.to_json(), render(several, details=details), quiet=quiet)
     return 0 if several.fitting else NothingFits.exit_code
 
 

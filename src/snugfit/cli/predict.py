@@ -73,6 +73,8 @@ def predict(
     plot: given.Plot = None,
     trace: TraceFile = None,
     fresh: given.Fresh = False,
+    details: given.Details = False,
+    quiet: given.Quiet = False,
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
@@ -86,7 +88,7 @@ def predict(
     if trace:
         _check_trace(trace, request, compare)
     predictions = (
-        [_largest(request, largest, quiet=as_json, fresh=fresh)]
+        [_largest(request, largest, quiet=as_json or quiet, fresh=fresh)]
         if largest
         else _predict_all(request, compare or [], fresh=fresh)
     )
@@ -95,7 +97,7 @@ def predict(
             replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=False) for one in predictions
         ]
     predictions = predictions if no_ways_out else with_ways_out(request, predictions, fresh=fresh)
-    _print(predictions, operators=operators, as_json=as_json)
+    _print(predictions, operators=operators, details=details, quiet=quiet, as_json=as_json)
     given.write_pictures(
         html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions), open_page=open
     )
@@ -199,16 +201,20 @@ def _side_by_side(predictions: list[Prediction]) -> RecipeComparison:
     return RecipeComparison(tuple(predictions))
 
 
-def _print(predictions: list[Prediction], *, operators: bool, as_json: bool) -> None:
-    from snugfit.report.text.terminal import show, show_json
+def _print(
+    predictions: list[Prediction], *, operators: bool, details: bool, quiet: bool, as_json: bool
+) -> None:
+    """Print the answer: short, or the whole report for `details` and `operators`."""
+    from snugfit.report import compare, prediction, short
+    from snugfit.report.text.page import print_as
+    from snugfit.report.text.terminal import show
 
-    if as_json:
-        show_json(predictions[0].to_json() if len(predictions) == 1 else _side_by_side(predictions).to_json())
-    elif len(predictions) == 1:
-        from snugfit.report import prediction
-
+    form, several = "json" if as_json else "terminal", len(predictions) > 1
+    if several:
+        together = _side_by_side(predictions).to_json() if as_json else {}
+        print_as(form, together, compare.render(predictions, details=details), quiet=quiet)
+    elif (details or operators) and not (as_json or quiet):
         show(prediction.render(predictions[0], operators=operators))
     else:
-        from snugfit.report import compare
-
-        show(compare.render(predictions))
+        document = predictions[0].to_json() if as_json else {}
+        print_as(form, document, short.render(predictions[0]), quiet=quiet)

@@ -19,6 +19,18 @@ class RecipeComparison(Tabular):
     predictions: tuple[Prediction, ...]
     """One prediction for each recipe, in the order of the arguments."""
 
+    @property
+    def best(self) -> Prediction | None:
+        """The fastest recipe that fits and leaves the headroom, or else that fits; None if none fits.
+
+        Without seconds it is the smallest.
+        """
+        candidates = [one for one in self.predictions if one.fits is not False]
+        candidates = [one for one in candidates if not one.tight] or candidates
+        if all(one.timing for one in candidates):
+            return min(candidates, key=lambda one: one.timing.step_seconds if one.timing else 0, default=None)
+        return min(candidates, key=lambda one: one.needed_bytes)
+
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row for each recipe, with the bytes of each kind at its own peak.
 

@@ -17,9 +17,6 @@ from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, ModuleLine
 from snugfit.techniques.setup import Setup
 from snugfit.units import show_bytes
 
-LARGEST = 12
-"""Lines of the table of largest tensors."""
-
 LEAST_SHARE = 0.002
 """Smallest share of a kind's bytes for which its reason names a dtype."""
 
@@ -124,16 +121,22 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> st
 
 
 def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
-    sizes: Counter[tuple[str, str, str, str]] = Counter()
-    counts: Counter[tuple[str, str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str, str, str]] = Counter()
     for block in alive:
-        key = (_fold_layers(block.module), _short(block.operator), block.phase, block.kind)
+        key = (_fold_layers(block.module), _short(block.operator), block.phase, block.kind, block.dtype)
         sizes[key] += block.nbytes
         counts[key] += 1
-    for key, nbytes in sizes.most_common(LARGEST):
-        module, operator, phase, kind = key
+    for key, nbytes in sizes.most_common():
+        module, operator, phase, kind, dtype = key
         yield TensorLine(
-            module=module, operator=operator, phase=phase, kind=kind, bytes=nbytes, count=counts[key]
+            module=module,
+            operator=operator,
+            phase=phase,
+            kind=kind,
+            bytes=nbytes,
+            count=counts[key],
+            dtype=dtype,
         )
 
 

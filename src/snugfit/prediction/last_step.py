@@ -149,5 +149,5 @@ def places(trace: Trace, live: Mapping[int, Any]) -> Hashable:
 
 
 def _alloc_of(trace: Trace, number: int) -> Alloc:
-    nbytes, operator, module, phase, _, kind = trace.blocks[number - 1]
+    nbytes, operator, module, phase, _, kind, _ = trace.blocks[number - 1]
     return Alloc(nbytes, operator, module, phase, kind)

@@ -359,8 +359,8 @@ def _serve(questions: Connection, make: Callable[[], Any]) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     # Modules that the fork server imported are shared pages: a collection would copy them.
     gc.freeze()
-    # Workers inherit an ignored Ctrl-C from the fork server.
     gc.set_threshold(*FEW_COLLECTIONS)
+    # Workers inherit an ignored Ctrl-C from the fork server.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -5,16 +5,20 @@ Every difference is shown in bytes and in per cent. Per cent show if it matters,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from snugfit.comparison.compare import Comparison
+from snugfit.comparison.recipes import RecipeComparison
 from snugfit.report.plan.ways_out import of_prediction
-from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.short import verdict, widest
+from snugfit.report.text.answer import subject, uncertain
+from snugfit.report.text.grid import Grid
+from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
-from snugfit.report.text.table import PlainTable, table
+from snugfit.report.text.page import Page, Sentence
+from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words
 from snugfit.results.prediction import Prediction
 from snugfit.units import show_bytes, show_mib, show_per_cent, show_seconds
@@ -28,40 +32,58 @@ FIGURES = {
 }
 
 
-def render(predictions: Sequence[Prediction]) -> RenderableType:
-    """Return the table of recipes for one job; differences are to the first recipe."""
-    first = predictions[0]
-    where = first.gpu.name if first.gpu else "no GPU named"
-    head = words(f"{job_line(first.job)} · {first.loop} loop · {where}", "bold")
-    doubts = dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)
-    return Group(
-        head,
-        _totals(predictions),
+def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
+    """Return the best recipe and the table of all; `details` adds their bytes by kind and every doubt."""
+    best = RecipeComparison(tuple(predictions)).best
+    doubts = [*dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)]
+    whole: list[Sentence | Grid] = [
         _kinds(predictions),
-        *(words(f"Uncertain: {doubt}") for doubt in doubts),
-        *map(words, of_prediction(first)),
+        *(Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts),
+    ]
+    return Page(
+        answer(predictions, best),
+        [_totals(predictions, best, details=details)],
+        of_prediction(predictions[0]),
+        whole if details else uncertain(doubts, widest(predictions[0])),
     )
 
 
-def _totals(predictions: Sequence[Prediction]) -> Group:
+def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
+    """Yield the best recipe with its fit, or the nearest miss."""
+    first = predictions[0]
+    about = f"{subject(first.job, None, first.gpu, first.gpus)}:"
+    if best is None:
+        nearest = min(predictions, key=lambda one: one.needed_bytes)
+        yield Sentence(f"{about} no recipe fits. The smallest is short by {_missing(nearest)}.", "bad")
+        return
+    of = "that fit" if best.fits else "compared"
+    aim = "fastest" if best.timing else "smallest"
+    number = len(predictions) if best.fits is None else sum(one.fits is True for one in predictions)
+    fit = verdict(best)
+    which = f"{aim} of {number} recipes {of}" if number > 1 else "only recipe that fits"
+    figures = f": {fit.text.partition(': ')[2]}"
+    figures = figures if best.tight else figures.replace(": fits, ", ", ")
+    yield Sentence(f"{about} the {which}{figures}", fit.role)
+    yield Sentence(str(best.recipe), "recipe")
+
+
+def _totals(predictions: Sequence[Prediction], best: Prediction | None, *, details: bool) -> Grid:
     base = predictions[0].needed_bytes
-    recipes = [str(prediction.recipe) for prediction in predictions]
-    shown = recipes_beside(recipes, recipes[0])
     timed = any(prediction.timing for prediction in predictions)
-    rows = [
+    pace = _PACE if details else _PACE[::2]
+    rows = tuple(
         (
-            number,
+            str(prediction.recipe),
+            ("best" if best.fits else "smallest") if prediction is best else _fit(prediction),
             show_mib(prediction.needed_bytes),
             *_difference(prediction.needed_bytes, base),
-            _fits(prediction),
-            *(_pace(prediction) if timed else ()),
-            str(prediction.footprint.at or ""),
-            recipe,
+            *(_pace(prediction)[:: 1 if details else 2] if timed else ()),
+            *((str(prediction.footprint.at or ""),) if details else ()),
         )
-        for number, (prediction, recipe) in enumerate(zip(predictions, shown, strict=True), start=1)
-    ]
-    heads = ("", "MiB>", "Difference MiB>", "%>", "Fits", *(_PACE if timed else ()), "Peak", "Recipe<")
-    return Group(table(heads, rows), words(beside_note(shown)))
+        for prediction in predictions
+    )
+    heads = ("Recipe<", "Fits", "MiB>", "Difference MiB>", "%>", *(pace if timed else ()))
+    return Grid(title="", heads=(*heads, "Peak") if details else heads, rows=rows)
 
 
 _PACE = ("ms a step>", "likely>", "samples/s>", "tokens/s>", "MFU>")
@@ -81,30 +103,34 @@ def _pace(prediction: Prediction) -> tuple[str, ...]:
     )
 
 
-def _kinds(predictions: Sequence[Prediction]) -> PlainTable:
+def _kinds(predictions: Sequence[Prediction]) -> Grid:
     """Return the bytes of each kind at the recipes' own peaks, the source of their difference."""
     names = list(dict.fromkeys(line.kind for prediction in predictions for line in prediction.anatomy.kinds))
     per_recipe = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
-    rows = [(name, *(show_mib(kinds.get(name, 0)) for kinds in per_recipe)) for name in names]
-    heads = [f"{number}>" for number in range(1, len(predictions) + 1)]
-    return table(("MiB at the peak, by recipe", *heads), rows)
+    rows = tuple(
+        (str(prediction.recipe), *(show_mib(kinds.get(name, 0)) for name in names))
+        for prediction, kinds in zip(predictions, per_recipe, strict=True)
+    )
+    return Grid(
+        title="MiB at the peak, by kind", heads=("Recipe<", *(f"{name}>" for name in names)), rows=rows
+    )
 
 
 def _difference(size: int, base: int) -> tuple[str, str]:
     return (f"{'+' if size > base else ''}{show_mib(size - base)}", show_per_cent(size, base))
 
 
-def _fits(prediction: Prediction) -> Text:
+def _fit(prediction: Prediction) -> str:
     spare = prediction.spare_bytes
     if spare is None:
-        return words("?")
-    if prediction.tight:
-        return words(f"tight, {show_bytes(spare)} spare", "yellow")
-    return (
-        words(f"yes, {show_bytes(spare)} spare", "green")
-        if spare >= 0
-        else words(f"no, {show_bytes(-spare)} over", "red")
-    )
+        return "?"
+    if spare < 0:
+        return f"no, short by {_missing(prediction)}"
+    return f"tight, {show_bytes(spare)} free" if prediction.tight else f"yes, {show_bytes(spare)} free"
+
+
+def _missing(prediction: Prediction) -> str:
+    return show_bytes(-(prediction.spare_bytes or 0))
 
 
 def beside(comparison: Comparison) -> RenderableType:

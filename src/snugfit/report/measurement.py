@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.report.prediction import footprint_table
+from snugfit.report.text.answer import show_gib, subject
+from snugfit.report.text.facts import LABEL, Facts
 from snugfit.report.text.job import job_line
+from snugfit.report.text.page import Page, Sentence
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
-from snugfit.results.footprint import Startup, Timing
+from snugfit.results.footprint import Footprint, Startup, Timing
 from snugfit.results.measurement import HIGH_DISTURBANCE, Measurement
 from snugfit.units import MIB, show_bytes, show_mib, show_seconds
 
@@ -29,6 +32,42 @@ def render(measurement: Measurement) -> RenderableType:
         parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
     parts += [words(note, style) for note, style in _notes(measurement)]
     return Group(*parts)
+
+
+def short(measurement: Measurement) -> Page:
+    """Return the result on one screen: outcome, memory, seconds and notes."""
+    footprint, timing = measurement.footprint, measurement.timing
+    where = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
+    about = f"{subject(measurement.job, measurement.recipe, where or measurement.device.name)}: "
+    size = (footprint.nvml_bytes or footprint.reserved_bytes or footprint.host_bytes) if footprint else None
+    if not measurement.ok or not size:
+        about += f"the run ended with {measurement.outcome}"
+    else:
+        about += f"measured {show_gib(size)}"
+        about += f", {show_seconds(timing.step_seconds)} a step" if timing else ""
+    role = "good" if measurement.ok else "bad"
+    return Page(
+        [Sentence(about, role), Sentence(f"{'recipe':{LABEL}}  {measurement.recipe}", "recipe")],
+        [Facts((*_bytes(footprint), *_seconds(timing)))],
+        (Sentence(note, "uncertain" if style else "") for note, style in _notes(measurement)),
+    )
+
+
+def _bytes(footprint: Footprint | None) -> Iterator[tuple[str, str]]:
+    known = {
+        "GPU memory": footprint and footprint.nvml_bytes,
+        "reserved": footprint and footprint.reserved_bytes,
+        "tensors": footprint and footprint.requested_bytes,
+        "host memory": footprint and footprint.host_bytes,
+    }
+    yield from ((name, show_gib(size)) for name, size in known.items() if size)
+
+
+def _seconds(timing: Timing | None) -> Iterator[tuple[str, str]]:
+    if timing:
+        spread = f"spread {100 * timing.spread:.1f} % over {timing.steps} steps"
+        yield "step time", f"{show_seconds(timing.step_seconds)}, {spread}"
+        yield "throughput", f"{timing.samples_per_second:,.1f} samples/s"
 
 
 def _heading(measurement: Measurement) -> Text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +125,8 @@ def _of_recipes(compared: RecipeComparison) -> PageParts:
     for one in several:
         named = draw_prediction(one)[:1]
         charts += [replace(chart, title=f"{chart.title}: {one.recipe}") for chart in named]
-    smallest = min(several, key=attrgetter("needed_bytes"))
-    answer = f"The smallest is {smallest.recipe}, with {show_bytes(smallest.needed_bytes)}"
-    known = [(one.speed.step_seconds, one.recipe) for one in several if one.speed]
-    if known:
-        seconds, recipe = min(known, key=itemgetter(0))
-        answer += f"; the fastest is {recipe}, with {show_seconds(seconds)} a step"
+    lines = [job_line(several[0].job), *(one.text for one in compare.answer(several, compared.best))]
     doubts = [*dict.fromkeys(doubt for one in several for doubt in one.doubts)]
-    lines = [job_line(several[0].job), f"{answer}."]
     title, tone = headlines.of_recipes(compared)
     figures = headlines.figures_of_recipes(compared)
     return PageParts(title, lines, charts, compare.render(several), doubts, figures, tone)

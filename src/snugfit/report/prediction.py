@@ -8,25 +8,20 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.report.curve import draw_curve
+from snugfit.report.items import BOUND_BY
 from snugfit.report.plan.ways_out import of_prediction
+from snugfit.report.short import LOSS_OVER_ALL_LOGITS, verdict
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
+from snugfit.report.text.page import STYLES
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
-from snugfit.results.step_seconds import COMMUNICATION, LINK, PIPELINE, PhaseSeconds, StepSeconds
-from snugfit.units import show_bytes, show_mib, show_seconds
+from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
+from snugfit.units import show_mib, show_seconds
 
 LARGEST_SHOWN = 12
-
-BOUND_BY = {
-    "host": "the host",
-    LINK: "the link to the host's memory",
-    COMMUNICATION: "the exchange between GPUs",
-    PIPELINE: "the wait for other stages",
-}
-"""Names of a step's bounds in sentences."""
 
 _PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
 
@@ -34,10 +29,13 @@ _PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
 def render(prediction: Prediction, *, operators: bool = False) -> RenderableType:
     """Return the whole report of one prediction."""
     anatomy = prediction.anatomy
-    parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
+    answer = verdict(prediction)
+    recipe = Text(str(prediction.recipe), no_wrap=True, overflow="ignore")
+    parts: list[RenderableType] = [words(answer.text, STYLES[answer.role]), recipe, heading(prediction)]
+    parts += [] if prediction.job.trains else [words(LOSS_OVER_ALL_LOGITS)]
+    parts += [footprint_table(prediction.footprint)]
     parts += [ranks_table(prediction)] if prediction.ranks else []
     parts += [
-        verdict(prediction),
         *about_pace(prediction),
         *_startup(prediction),
         Text(),
@@ -54,11 +52,11 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 
 
 def heading(prediction: Prediction) -> Text:
-    """Return job, recipe, loop and GPU, on two lines."""
+    """Return the job, then loop and GPU on a second line."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
     where = f"{prediction.gpus} x {where}" if prediction.gpus > 1 else where
     text = words(job_line(prediction.job), "bold").append("\n")
-    text.append(words(f"recipe {prediction.recipe} · {prediction.loop} loop · {where}"))
+    text.append(words(f"{prediction.loop} loop · {where}"))
     return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")
 
 
@@ -76,8 +74,8 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("host", footprint.host_bytes, "resident memory of the process"),
         ("page-locked", footprint.pinned_bytes or None, "of the host's: buffers of the GPU's copies"),
     )
-    known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
-    return table(("At the peak", "MiB>", ">", "Meaning"), known)
+    known = [(name, show_mib(size), why) for name, size, why in lines if size is not None]
+    return table(("At the peak", "MiB>", "Meaning"), known)
 
 
 def ranks_table(prediction: Prediction) -> PlainTable:
@@ -96,26 +94,6 @@ def ranks_table(prediction: Prediction) -> PlainTable:
     ]
     heads = ("Rank", "Stage>", "Layers>", "Requested MiB>", "Reserved MiB>", "On the GPU MiB>", "Waits>")
     return table(heads, rows)
-
-
-def verdict(prediction: Prediction) -> Text:
-    """Return a sentence on the fit, with the spare or missing bytes."""
-    spare, memory = prediction.spare_bytes, prediction.memory_bytes
-    if spare is None or memory is None:
-        return words("To see whether it fits, add --gpu NAME or --memory AMOUNT.")
-    condition = "" if prediction.read_in_full else ", if the unread parts change nothing"
-    if prediction.tight:
-        short = f"less than the headroom of {show_bytes(prediction.headroom_bytes)}"
-        return words(
-            f"Fits, but tight: {show_bytes(spare)} of {show_bytes(memory)} to spare, {short}{condition}.",
-            "bold yellow",
-        )
-    if spare >= 0:
-        colour = "bold green" if prediction.read_in_full else "bold yellow"
-        return words(f"Fits: {show_bytes(spare)} of {show_bytes(memory)} to spare{condition}.", colour)
-    return words(
-        f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}{condition}.", "bold red"
-    )
 
 
 def about_pace(prediction: Prediction) -> list[Text]:
@@ -222,7 +200,8 @@ def _largest_table(anatomy: Anatomy) -> PlainTable:
         for line in anatomy.largest[:LARGEST_SHOWN]
     ]
     return table(
-        ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Tensors>", "MiB>"), rows
+        ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Tensors>", "MiB>"),
+        rows,
     )
 
 

@@ -30,7 +30,7 @@ class KindLine:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLine:
-    """All tensors of one module and operator that are alive at the peak."""
+    """All tensors of one module, operator and dtype that are alive at the peak."""
 
     module: str
     """Dotted name. Layers of one stack share a name: `bert.encoder.layer.*.attention`."""
@@ -39,6 +39,8 @@ class TensorLine:
     kind: str
     bytes: int
     count: int
+    dtype: str = ""
+    """Dtype of the tensors; empty for the scratch memory of a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)

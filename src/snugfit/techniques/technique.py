@@ -87,6 +87,9 @@ class Technique(ABC):
     fidelity: ClassVar[Fidelity]
     """Closeness to the plain recipe's mathematics."""
 
+    title: ClassVar[str] = ""
+    """Everyday name, such as LoRA; empty where it is `name`."""
+
     family: ClassVar[str] = ""
     """Algorithm of techniques of one slot that differ in their kernels alone and keep the same states. A plan
     that keeps the user's technique may take another of its family. Empty without a family.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Lora(LowRank):
     """Freezes the model and trains low-rank updates of some of its matrices."""
 
+    title: ClassVar = "LoRA"
     fidelity: ClassVar = Fidelity.LEARNS
     needs: ClassVar = ("peft>=0.19",)
     extra: ClassVar = "peft"

@@ -41,6 +41,7 @@ _CONFIG = {
 class Qlora(LowRank):
     """Freezes the model in 4 or 8 bits and trains low-rank updates of some of its matrices."""
 
+    title: ClassVar = "QLoRA"
     fidelity: ClassVar = Fidelity.LEARNS
     needs: ClassVar = ("peft>=0.19", "bitsandbytes>=0.50")
     extra: ClassVar = "qlora"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -104,13 +105,13 @@ class Allocations:
         if address not in self._live:
             # A storage without bytes requests nothing, so it has no block.
             nbytes = 0 if operator == _ZEROS else storage.nbytes()
-            index = self._add_block(operator, nbytes) if nbytes else NO_BLOCK
+            index = self._add_block(operator, nbytes, dtype=_name_of(tensor.dtype)) if nbytes else NO_BLOCK
             if self._from is Memory.NOWHERE:
                 # A replayed graph allocates nothing, but its outputs must still be recognized as the graph's.
                 self._played[address] = weakref.ref(storage)
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
-    def _add_block(self, operator: str, nbytes: int, kind: str = "") -> int:
+    def _add_block(self, operator: str, nbytes: int, kind: str = "", dtype: str = "") -> int:
         if self._from is Memory.NOWHERE:
             return NO_BLOCK
         index = len(self._blocks)
@@ -118,7 +119,8 @@ class Allocations:
             self._of_graphs.add(index)
         if self._stream != DEFAULT_STREAM:
             self.streams[index] = self._stream
-        self._blocks.append([nbytes, operator, self.modules.path(self.phase), self.phase, self.step, kind])
+        path = self.modules.path(self.phase)
+        self._blocks.append([nbytes, operator, path, self.phase, self.step, kind, dtype])
         # In a backward pass, gradient mode is on only while checkpointing recomputes a part of the forward
         # pass.
         if self.phase == "backward" and torch.is_grad_enabled():
@@ -229,9 +231,12 @@ class Allocations:
         for position, event in enumerate(self.events):
             (allocated if event > 0 else freed)[abs(event) - 1] = position
         ends = [after.event for before, after in pairwise(phases) if before.phase == "forward"]
-        return tuple(
-            Block._make((*block[:5], block[5] or self._kind(index, allocated[index], freed.get(index), ends)))
+        kinds = (
+            block[5] or self._kind(index, allocated[index], freed.get(index), ends)
             for index, block in enumerate(self._blocks)
+        )
+        return tuple(
+            Block._make((*block[:5], kind, block[6])) for block, kind in zip(self._blocks, kinds, strict=True)
         )
 
     def _kind(self, index: int, allocated: int, freed: int | None, forward_ends: Sequence[int]) -> str:
@@ -253,3 +258,8 @@ class Allocations:
             if at < len(forward_ends) and (freed is None or freed >= forward_ends[at]):
                 return Kind.ACTIVATIONS
         return Kind.TEMPORARIES
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

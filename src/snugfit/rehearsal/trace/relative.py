@@ -49,6 +49,7 @@ class Alloc(NamedTuple):
     phase: str
     kind: str
     stream: int = DEFAULT_STREAM
+    dtype: str = ""
 
     @property
     def stack(self) -> Alloc:
@@ -105,10 +106,10 @@ def _stack_of(alloc: Alloc) -> Alloc:
     are known only at the end of the run.
     """
     if alloc.kind not in (Kind.TEMPORARIES, STATES):
-        return alloc._replace(module=without_layer_numbers(alloc.module))
+        return alloc._replace(module=without_layer_numbers(alloc.module), dtype="")
     # One update works on all layers alike, so its temporaries of any parameter share a stack.
     module = "" if alloc.phase == "update" else without_layer_numbers(alloc.module)
-    return alloc._replace(module=module, kind="")
+    return alloc._replace(module=module, kind="", dtype="")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
             if of_graphs and event - 1 in of_graphs:
                 stream = GRAPH_STREAM
             # `tuple.__new__` skips the named constructor: a long run has millions of blocks.
-            alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5], stream))
+            alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5], stream, block[6]))
             live.alloc(alloc)
             yield alloc
         elif awaited and (kernels := awaited.get(-event - 1)):
@@ -288,7 +289,7 @@ class TraceWriter:
             if type(move) is Alloc:
                 if move[5] != DEFAULT_STREAM:
                     streams[len(blocks)] = move[5]
-                blocks.append(new(Block, (*move[:4], current, move[4])))
+                blocks.append(new(Block, (*move[:4], current, move[4], move[6])))
                 number = len(blocks)
                 events.append(number)
                 # A repeated move is the same object, and its id hashes faster than its fields.

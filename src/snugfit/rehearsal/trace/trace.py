@@ -144,6 +144,8 @@ class Block(NamedTuple):
     """Optimizer step; -1 before the first."""
     kind: str
     """A `Kind`, decided at the end of the run."""
+    dtype: str = ""
+    """Dtype of the tensor; empty for the scratch memory of a kernel."""
 
 
 class TensorForm(NamedTuple):

@@ -17,7 +17,7 @@ from snugfit.planning.several_gpus.building import BUILT_ON_HOST
 from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.report.plan.gpu_plans import FEW, SCALED, show_duration, show_money, without_a_price
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_seconds
 
@@ -26,8 +26,8 @@ def render(plans: CardPlans, prices: Prices | None = None) -> Page:
     """Return the answers, a line for each kind and number of GPUs, and a description of the search."""
     prices = prices or Prices()
     return Page(
-        [Sentence(_question(plans), "heading")],
         (Sentence(line, "good" if plans.fitting else "bad") for line in _headline(plans, prices)),
+        [_question(plans)],
         _about_the_run(plans, prices),
         [_table(plans, prices)] if any(kind.answers for kind in plans.answers) else [],
         (
@@ -137,19 +137,15 @@ def _table(plans: CardPlans, prices: Prices) -> Grid:
         for one in kind.answers
     ]
     known.sort(key=lambda row: _sort_key(plans, row))
-    recipes = [one.recipe for _, one, _ in known]
-    shown = recipes_beside(recipes, recipes[0])
     columns = _columns(plans, prices)
-    rows = tuple(
-        (*(show(*row) for _, show in columns), recipe) for row, recipe in zip(known, shown, strict=True)
-    )
+    rows = tuple((*(show(*row) for _, show in columns), row[1].recipe) for row in known)
     scaled = any(kind.measured_rates is False for kind, *_ in known)
     note = f"{SCALED}: this GPU was not measured. Its seconds are scaled from an H200's by the data sheets."
     return Grid(
         title="The fewest of each kind that fit, and more where that is cheaper",
         heads=(*(head for head, _ in columns), "Recipe<"),
         rows=rows,
-        note=" ".join(filter(None, (note if scaled else "", beside_note(shown)))),
+        note=note if scaled else "",
     )
 
 

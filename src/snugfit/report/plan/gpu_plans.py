@@ -9,7 +9,7 @@ from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
 from snugfit.report.text.page import Page, Sentence
 from snugfit.techniques.recipe import Recipe
@@ -28,8 +28,8 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
     """Return the answers, the table of GPUs, and a description of the search."""
     prices = prices or Prices()
     return Page(
-        [Sentence(question(plans), "heading")],
         (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
+        [question(plans)],
         slots_kept(plans),
         the_run(plans, prices),
         [table(plans, prices), *unknown(plans)],
@@ -137,12 +137,10 @@ def table(plans: GpuPlans, prices: Prices) -> Grid:
         (answer for answer in plans.answers if answer.choice),
         key=lambda answer: _order(plans, answer, costs[answer.key]),
     )
-    recipes = [answer.choice.recipe for answer in known if answer.choice]
-    recipes = recipes_beside(recipes, recipes[0]) if recipes else []
     columns = _columns(plans, prices)
     rows = [
-        (*(show(answer, answer.choice, costs[answer.key]) for _, show in columns), recipe)
-        for answer, recipe in zip(known, recipes, strict=True)
+        (*(show(answer, answer.choice, costs[answer.key]) for _, show in columns), answer.choice.recipe)
+        for answer in known
         if answer.choice
     ]
     scaled = any(answer.measured_rates is False for answer in known)
@@ -151,7 +149,7 @@ def table(plans: GpuPlans, prices: Prices) -> Grid:
         title="The best recipe on each GPU; where nothing fits, the nearest miss",
         heads=(*(head for head, _ in columns), "Recipe<"),
         rows=tuple(rows),
-        note=" ".join(filter(None, (note if scaled else "", beside_note(recipes)))),
+        note=note if scaled else "",
     )
 
 
@@ -183,7 +181,7 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
 
 
 def _verdict(answer: OnGpu) -> str:
-    return "tight" if answer.tight else "" if answer.fits else "does not fit"
+    return "tight" if answer.tight else "" if answer.fits else f"short by {show_bytes(answer.lacking_bytes)}"
 
 
 def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:

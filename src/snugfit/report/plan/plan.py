@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from snugfit.planning.plan import Choice, Plan, Reason
+from snugfit.planning.plan import Choice, Exclusion, Plan, Reason
 from snugfit.report.plan.next_steps import next_steps
+from snugfit.report.plan.short import UNEQUAL, verdict
 from snugfit.report.plan.shown_front import shown_front
 from snugfit.report.plan.ways_out import of_plan
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace, show_tokens
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
@@ -28,7 +30,8 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
     `configuration` is the user's own, from which the plan started, if there was one.
     """
     return Page(
-        [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
+        [verdict(plan, configuration), Sentence(plan.best_or_nearest.recipe, "recipe")],
+        [question(plan), f"A step takes {pace(plan.timed(plan.best_or_nearest))}."],
         headroom(plan),
         (Sentence(sentence, "bullet") for sentence in because(plan)),
         about_run(plan),
@@ -159,10 +162,10 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     It shows selected rows (`shown_front`), or all of them for `everything`.
     """
     shown = shown_front(plan, everything=everything)
-    recipes = recipes_beside([choice.recipe for choice in shown], plan.best_or_nearest.recipe)
     numbers = {choice: number for number, choice in enumerate(plan.fitting_first, 1)}
     rows = tuple(
         (
+            choice.recipe,
             f"{numbers.get(choice, '')} {_mark(plan, choice)}".strip(),
             f"{choice.needed_bytes / GIB:,.2f}",
             f"{choice.reserved_bytes / GIB:,.2f}",
@@ -170,11 +173,11 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
             f"{choice.samples_per_second:,.1f}",
             show_tokens(plan.timed(choice).tokens_per_second),
             f"{choice.once_seconds:,.1f}",
-            recipe,
         )
-        for choice, recipe in zip(shown, recipes, strict=True)
+        for choice in shown
     )
     heads = (
+        "Recipe<",
         "No.",
         "GiB on the GPU>",
         "reserved>",
@@ -182,7 +185,6 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
         "samples/s>",
         "tokens/s>",
         "start-up s>",
-        "Recipe<",
     )
     left_out = len({*plan.front} - {*shown})
     noun = "row is" if left_out == 1 else "rows are"
@@ -191,16 +193,23 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
         title="The Pareto front: memory against speed",
         heads=heads,
         rows=rows,
-        note=" ".join(filter(None, (beside_note(recipes), hidden))),
+        note=hidden,
     )
 
 
 def refusals(plan: Plan) -> Grid:
-    """Return the recipes that were not considered, with reasons and numbers."""
+    """Return the techniques that were not considered, by reason, with the numbers of their recipes."""
     heads = ("What", "Why", "Recipes>") if any(one.recipes for one in plan.refused) else ("What", "Why")
+    alike: dict[str, list[Exclusion]] = defaultdict(list)
+    for refusal in plan.refused:
+        alike[refusal.why].append(refusal)
     cells = (
-        (refusal.what, refusal.why, f"{refusal.recipes:,}" if refusal.recipes else "")
-        for refusal in plan.refused
+        (
+            ", ".join(dict.fromkeys(one.what for one in several)),
+            why,
+            f"{count:,}" if (count := sum(one.recipes for one in several)) else "",
+        )
+        for why, several in alike.items()
     )
     return Grid(title="Not considered", heads=heads, rows=tuple(row[: len(heads)] for row in cells))
 
@@ -218,10 +227,7 @@ def looked_at(plan: Plan) -> str:
 
 def _doubts(plan: Plan) -> Iterator[str]:
     if plan.verified is False:
-        yield (
-            "a full simulation of the answer gave other bytes than the search. This is a bug in snugfit: "
-            "please report it, and check this recipe with snugfit predict."
-        )
+        yield UNEQUAL
     yield from plan.doubts
 
 
@@ -229,5 +235,5 @@ def _mark(plan: Plan, choice: Choice) -> str:
     if choice == plan.best:
         return "best"
     if not plan.fitting(choice):
-        return "does not fit"
+        return f"short by {show_bytes(int(-plan.spare_bytes(choice)))}"
     return "tight" if plan.is_tight(choice) else ""

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from snugfit.planning.several_gpus.building import BUILT_ON_HOST
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.report.text.answer import uncertain
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_seconds
 
 
-def render(plan: SeveralGpusPlan) -> Page:
-    """Return the answers, the table by numbers of GPUs, and the alternatives."""
-    return Page(
-        [Sentence(f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}", "heading")],
-        (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),
+def render(plan: SeveralGpusPlan, *, details: bool = True) -> Page:
+    """Return the answers and the table by numbers of GPUs; `details` adds alternatives and every doubt."""
+    short: list[Iterable[Sentence | Grid | str]] = [
+        [Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)],
+        [f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}"],
         _kept_slots(plan),
         [BUILT_ON_HOST] if plan.job.build_on == "host" else [],
         [_table("The fastest recipe on each number of GPUs", plan, plan.answers)],
-        (f"{one.gpus:,} GPUs: {one.why}" for one in plan.answers if one.why),
+        [f"{one.gpus:,} GPUs: {one.why}" for one in plan.answers if one.why],
+    ]
+    if not details:
+        return Page(*short, uncertain(plan.doubts, plan.doubts[0] if plan.doubts else ""))
+    return Page(
+        *short,
         [_table("What else fits them", plan, plan.alternatives)] if plan.alternatives else [],
         [
             f"{plan.screened:,} recipes were simulated on models of few layers, and those of these tables in "
@@ -63,8 +69,6 @@ def _kept_slots(plan: SeveralGpusPlan) -> Iterator[str]:
 
 
 def _table(title: str, plan: SeveralGpusPlan, answers: Sequence[OnGpus]) -> Grid:
-    recipes = [one.recipe for one in answers]
-    shown = recipes_beside(recipes, recipes[0])
     rows: list[tuple[str, ...]] = [
         (
             f"{one.gpus:,}",
@@ -75,9 +79,9 @@ def _table(title: str, plan: SeveralGpusPlan, answers: Sequence[OnGpus]) -> Grid
             "" if one.scaling_efficiency is None else f"{100 * one.scaling_efficiency:.0f} %",
             f"{one.gpu_seconds:,.3g}",
             *([] if (usd := plan.usd_per_1000_samples(one)) is None else [f"{usd:,.3g}"]),
-            recipe,
+            one.recipe,
         )
-        for one, recipe in zip(answers, shown, strict=True)
+        for one in answers
     ]
     heads: tuple[str, ...] = (
         "GPUs>", "needs GiB each>", "", "ms a step>", "samples/s>", "scaling>", "GPU s a step>",
@@ -86,6 +90,4 @@ def _table(title: str, plan: SeveralGpusPlan, answers: Sequence[OnGpus]) -> Grid
     if not any(row[2] for row in rows):
         heads, rows = (*heads[:2], *heads[3:]), [(*row[:2], *row[3:]) for row in rows]
     note = "Scaling: the share of a step that it would take if exchanges between GPUs took no time."
-    return Grid(
-        title=title, heads=heads, rows=tuple(rows), note=" ".join(filter(None, (note, beside_note(shown))))
-    )
+    return Grid(title=title, heads=heads, rows=tuple(rows), note=note)

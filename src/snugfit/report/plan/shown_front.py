@@ -17,8 +17,8 @@ NEAR_MISSES = 2
 """Number of rows that do not fit, the nearest misses, where other rows fit."""
 
 
-def shown_front(plan: Plan, *, everything: bool = False) -> list[Choice]:
-    """Return the rows to show: the answer, and rows that differ from it and from each other.
+def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) -> list[Choice]:
+    """Return the rows to show, at most `most`: the answer, and rows that differ from it and from each other.
 
     Fitting rows come first, the fastest first, then the near misses. With `everything` all rows are returned.
     """
@@ -38,7 +38,7 @@ def shown_front(plan: Plan, *, everything: bool = False) -> list[Choice]:
     missing = [choice for choice in rows if plan.fits and not plan.fitting(choice)]
     near = sorted(missing, key=lambda choice: choice.needed_bytes)[:NEAR_MISSES]
     rows = [choice for choice in rows if choice not in missing]
-    most = MOST_ROWS - len(near)
+    most -= len(near)
     if len(rows) > most:
         rows.remove(answer)
         last = len(rows) - 1

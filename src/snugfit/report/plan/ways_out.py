@@ -41,6 +41,18 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Itera
         yield f"A plan searches all techniques: {command}"
 
 
+def in_short(ways: WaysOut) -> Iterator[tuple[str, str]]:
+    """Yield each change as a labelled line, and the first one as an option; else the smallest larger GPU."""
+    label = "fits with"
+    for way in ways.ways:
+        yield label, _about(way)
+        label = ""
+    if ways.ways:
+        yield "", f"--recipe {shlex.quote(ways.ways[0].recipe)}"
+    elif ways.larger_gpu:
+        yield label, _about_larger(ways.larger_gpu)
+
+
 def of_prediction(prediction: Prediction) -> list[str]:
     """Return the sentences of a prediction with ways out; empty for one without."""
     if prediction.ways_out is None:

@@ -14,7 +14,7 @@ from io import StringIO
 
 from rich.console import Group, RenderableType
 
-from snugfit.report.text.table import table
+from snugfit.report.text.table import recipes_first, table
 from snugfit.report.text.terminal import harmless, words
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]|~#])")
@@ -43,9 +43,10 @@ class Grid:
 
     def markdown(self) -> str:
         """Return the table in GitHub's Markdown."""
-        rule = ["---:" if head.endswith(">") else "---" for head in self.heads]
-        cells = [[head.rstrip("<>") for head in self.heads], rule]
-        cells += [[escape(cell) for cell in row] for row in self.rows]
+        heads, rows = recipes_first(self.heads, self.rows)
+        rule = ["---:" if head.endswith(">") else "---" for head in heads]
+        cells = [[head.rstrip("<>") for head in heads], rule]
+        cells += [[escape(str(cell)) for cell in row] for row in rows]
         body = "\n".join(f"| {' | '.join(row)} |" for row in cells)
         note = f"\n{escape(self.note)}\n" if self.note else ""
         return f"### {escape(self.title)}\n\n{body}\n{note}"

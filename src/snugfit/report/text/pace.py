@@ -9,18 +9,23 @@ from snugfit.units import show_seconds
 def pace(speed: StepSpeed) -> str:
     """Return the speed in words: `about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 %
     MFU`. Missing values are left out."""
+    about = ", ".join(filter(None, (f"about {show_seconds(speed.step_seconds)}", show_spread(speed))))
+    return f"{about}; {show_rates(speed)}"
+
+
+def show_rates(speed: StepSpeed) -> str:
+    """Return the throughput: `20.0 samples/s, 41,000 tokens/s, 38 % MFU`. Missing values are left out."""
     rates = [f"{speed.samples_per_second:,.1f} samples/s"]
     rates += [] if speed.tokens_per_second is None else [f"{show_tokens(speed.tokens_per_second)} tokens/s"]
     rates += [] if speed.mfu is None else [f"{show_mfu(speed.mfu)} MFU"]
-    about = ", ".join(filter(None, (f"about {show_seconds(speed.step_seconds)}", show_spread(speed))))
-    return f"{about}; {', '.join(rates)}"
+    return ", ".join(rates)
 
 
 def show_spread(speed: StepSpeed | None) -> str:
     """Return the spread: `750 ms to 860 ms`; empty where there is none."""
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
         return ""
-    return f"{_roughly(speed.low_seconds)} to {_roughly(speed.high_seconds)}"
+    return f"{roughly(speed.low_seconds)} to {roughly(speed.high_seconds)}"
 
 
 def show_samples_range(speed: StepSpeed | None) -> str:
@@ -39,7 +44,7 @@ def show_mfu(mfu: float | None) -> str:
     return "-" if mfu is None else f"{100 * mfu:.0f} %"
 
 
-def _roughly(seconds: float) -> str:
+def roughly(seconds: float) -> str:
     """Return the seconds with two digits, the precision of a spread: `0.75 s`, `860 ms`, `43 ms`."""
     rounded = float(f"{seconds:.2g}")
     return f"{rounded:g} s" if rounded >= 1 else f"{1e3 * rounded:g} ms"

@@ -16,47 +16,63 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from snugfit.report.text.facts import Facts
 from snugfit.report.text.grid import Grid, escape
-from snugfit.report.text.terminal import show, show_json, words
+from snugfit.report.text.terminal import harmless, show, show_json, words
 
 
 @dataclass(frozen=True)
 class Sentence:
     """A sentence of a report with its role.
 
-    The role of an answer is `good` or `bad`. A `command` has a title and a shell's command. The rest are
-    `heading`, `bullet`, `uncertain`, `fault`, and empty for a plain sentence.
+    The role of an answer is `good`, `tight` or `bad`. A `command` has a title and a shell's command. A
+    `recipe` is never broken. The rest are `heading`, `bullet`, `uncertain`, `fault`, and empty for a plain
+    sentence.
     """
 
     text: str
     role: str = ""
 
 
-_STYLES = {"heading": "bold", "good": "bold green", "bad": "bold red", "uncertain": "yellow", "fault": "red"}
-_MARKDOWN = {"heading": "## {}", "good": "**{}**", "bad": "**{}**", "bullet": "- {}"}
+STYLES = {
+    "heading": "bold", "good": "bold green", "tight": "bold yellow", "bad": "bold red",
+    "uncertain": "yellow", "fault": "red",
+}  # fmt: skip
+"""Styles of a terminal by role."""
+
+_MARKDOWN = {"heading": "## {}", "good": "**{}**", "tight": "**{}**", "bad": "**{}**", "bullet": "- {}"}
 
 
 class Page:
     """Lines and tables in order; a plain string becomes a plain sentence."""
 
-    def __init__(self, *parts: Iterable[Sentence | Grid | str]) -> None:
+    def __init__(self, *parts: Iterable[Sentence | Grid | Facts | str]) -> None:
         self._parts = [Sentence(part) if isinstance(part, str) else part for part in chain(*parts)]
 
     def __rich__(self) -> RenderableType:
         return Group(*self._terminal())
 
     def _terminal(self) -> Iterator[RenderableType]:
-        before: Sentence | Grid | None = None
+        before: Sentence | Grid | Facts | None = None
         for part in self._parts:
             if isinstance(part, Grid):
-                yield from [Text()] if isinstance(before, Sentence) else []
+                yield from [Text()] if part.title and isinstance(before, Sentence | Facts) else []
                 yield part
+            elif isinstance(part, Facts):
+                yield part
+            elif part.role == "recipe":
+                yield Text(harmless(part.text), no_wrap=True, overflow="ignore")
             else:
                 answered = isinstance(before, Sentence) and before.role in ("good", "bad")
                 yield from [Text()] if answered and part.role == "bullet" else []
-                text = words(part.text, _STYLES.get(part.role, ""))
+                text = words(part.text, STYLES.get(part.role, ""))
                 yield ShellCommand(text.plain) if part.role == "command" else text
             before = part
+
+    @property
+    def first_line(self) -> str:
+        """The text of the first part, for `--quiet`."""
+        return next(harmless(part.text) for part in self._parts if isinstance(part, Sentence))
 
     def markdown(self) -> str:
         """Return the page in GitHub's Markdown: a paragraph each, bullets one below the other."""
@@ -85,17 +101,24 @@ class ShellCommand:
         yield Text(line, no_wrap=True, overflow="ignore")
 
 
-def print_as(form: str, document: Mapping[str, Any], page: Page) -> None:
-    """Print a result on stdout: its document for `json`, its page for `markdown` and `terminal`."""
+def print_as(form: str, document: Mapping[str, Any], page: Page, *, quiet: bool = False) -> None:
+    """Print a result on stdout: its document for `json`, its page for `markdown` and `terminal`.
+
+    For `quiet` it is the first line of the page.
+    """
     if form == "json":
         show_json(document)
+    elif quiet:
+        print(page.first_line)
     elif form == "markdown":
         sys.stdout.write(page.markdown())
     else:
         show(page)
 
 
-def _as_markdown(part: Sentence | Grid) -> str:
-    if isinstance(part, Grid):
+def _as_markdown(part: Sentence | Grid | Facts) -> str:
+    if not isinstance(part, Sentence):
         return part.markdown().rstrip()
+    if part.role == "recipe":
+        return f"`{harmless(part.text)}`"
     return _MARKDOWN.get(part.role, "{}").format(escape(part.text))

@@ -11,6 +11,7 @@ from textwrap import wrap
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +24,9 @@ READABLE = 24
 """Width in characters at which a text is still readable. The first column, the name of the row, gets more."""
 
 READABLE_FIRST = 48
+
+RECIPE = "Recipe<"
+"""Head of the column that comes first."""
 
 INDENT = 4
 """Indentation of a line under its row, in characters."""
@@ -74,7 +78,10 @@ class PlainTable:
             if sum(column.narrowest for column in self.columns) <= room:
                 yield self._side_by_side(padding, _widths(self.columns, room))
                 return
-        yield from self._with_lines_under_rows(options.max_width)
+        if self.columns[0].recipe:
+            yield from self._with_recipes_above(options.max_width)
+        else:
+            yield from self._with_lines_under_rows(options.max_width)
 
     def _side_by_side(self, padding: int, widths: Sequence[int]) -> Table:
         title = words(self._title, "bold") if self._title else None
@@ -86,6 +93,24 @@ class PlainTable:
         for row in self._rows:
             shown.add_row(*row)
         return shown
+
+    def _with_recipes_above(self, width: int) -> RenderResult:
+        """Yield each recipe on a line of its own, which is never broken, and under it the other cells."""
+        first, *rest = self.columns
+        room = width - INDENT - len(rest) + 1
+        is_narrow = sum(column.narrowest for column in rest) > room
+        widths = _widths(rest, room)
+        yield from [words(self._title, "bold")] if self._title else []
+        yield words(first.head)
+        if not is_narrow:
+            yield Padding(_one_row(rest, widths, None), (0, 0, 0, INDENT))
+        for number in range(len(self._rows)):
+            yield Text(str(first.cells[number]), no_wrap=True, overflow="ignore")
+            if is_narrow:
+                yield from _fill(rest, number, width - INDENT)
+            else:
+                yield Padding(_one_row(rest, widths, number), (0, 0, 0, INDENT))
+        yield words("")
 
     def _with_lines_under_rows(self, width: int) -> RenderResult:
         """Yield the columns for which there is room, and under each row the contents of its other cells."""
@@ -107,10 +132,21 @@ class PlainTable:
 def table(heads: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
     """Return a plain table. A head that ends in `<` marks a column of recipes, in `>` one of figures.
 
-    Figures are aligned right and never broken. Their head is broken where it is wider than they are.
+    A column `Recipe<` comes first. Figures are aligned right and never broken. Their head is broken where it
+    is wider than they are.
     """
+    heads, rows = recipes_first(tuple(heads), rows)
     cells = [[cell if isinstance(cell, Text) else words(cell) for cell in row] for row in rows]
-    return PlainTable(tuple(heads), cells, title)
+    return PlainTable(heads, cells, title)
+
+
+def recipes_first(
+    heads: tuple[str, ...], rows: Iterable[Sequence[object]]
+) -> tuple[tuple[str, ...], list[Sequence[object]]]:
+    """Return heads and rows with the column `Recipe<`, if there is one, before the rest."""
+    at = heads.index(RECIPE) if RECIPE in heads else 0
+    moved = [(row[at], *row[:at], *row[at + 1 :]) for row in (heads, *rows)] if at else [heads, *rows]
+    return tuple(map(str, moved[0])), list(moved[1:])
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:

@@ -49,7 +49,7 @@ def test_what_the_trainer_cannot_say_is_exported_to_torch() -> None:
 
 @pytest.mark.parametrize("tool", ["trl", "axolotl", "llamafactory"])
 def test_the_export_is_for_the_tool_whose_file_the_user_came_with(tool: str) -> None:
-    plan, came_with = made_up(), cast(Reading, SimpleNamespace(export=tool))
+    plan, came_with = made_up(), cast(Reading, SimpleNamespace(export=tool, doubts=()))
     model = Model.find("meta-llama/Llama-3.2-1B")
     language = replace(plan, job=Job(model=model, task=Task.CAUSAL_LM, batch_size=4))
     best = replace(plan.front[0], recipe="lora(targets=all-linear) + bf16")

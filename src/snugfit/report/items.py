@@ -1,0 +1,122 @@
+"""Everyday names of the bytes at the peak and of a step's bound: `AdamW's moments`, `matrix products`.
+
+A tensor's name follows from its kind, the module and operator that allocated it, and the optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from snugfit.results.footprint import Kind
+from snugfit.results.step_seconds import COMMUNICATION, LINK, PIPELINE
+
+if TYPE_CHECKING:
+    from snugfit.results.prediction import Prediction, TensorLine
+
+NOTABLE = 0.1
+"""Least share of an item's bytes at which its dtype is named."""
+
+EXPERTS = "expert"
+
+_LOSSES = re.compile(r"log_softmax|nll_loss|cross_entropy")
+_HEADS = re.compile(r"(^|\.)(lm_head|embed_out|proj_out|classifier|score|qa_outputs|cls|.*_head)(\.|$)")
+_WHOLE_MODEL = re.compile(r"(module\.?)?(base_model\.model)?")
+"""Paths of the model around its head, where the loss is computed; peft and DDP wrap it."""
+
+_PARTS = (
+    (r"expert|(^|\.)(moe|router)", EXPERTS),
+    (r"norm[^.]*$|(^|\.)ln_[^.]*$", "normalization"),
+    (r"attn|attention", "attention"),
+    (r"mlp|ffn|feed_?forward|intermediate|dense|(^|\.)(fc\d|act)|\*\.output", "MLP"),
+    (r"embed|(^|\.)(wte|wpe|shared)(\.|$)", "embedding"),
+    (r"conv|downsample|patch", "convolution"),
+    (r"drop(out)?$", "dropout"),
+)
+"""Patterns of a module's path with the name of such a part of a model. The first match counts."""
+
+_BY_KIND = {
+    Kind.GRADIENTS: "gradients of the weights",
+    Kind.INPUTS: "the batch",
+    Kind.CACHES: "casts of weights (autocast)",
+    Kind.GATHERED: "gathered weights",
+    Kind.COMMUNICATION: "buffers of exchanges between GPUs",
+    Kind.WORKSPACES: "workspaces of kernels",
+}
+
+BOUND_BY = {
+    "host": "the host, which launches the kernels",
+    "loading": "the loading of batches",
+    LINK: "copies between the host's memory and the GPU",
+    COMMUNICATION: "the exchange between GPUs",
+    PIPELINE: "the wait for other pipeline stages",
+    "tensor contractions": "matrix products on the GPU",
+    "statistical normalisations": "softmax and normalization on the GPU",
+    "element-wise": "element-wise kernels on the GPU",
+}
+"""Names of a step's bounds in sentences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakItem:
+    """All bytes at the peak with one everyday name."""
+
+    name: str
+    bytes: int
+    dtypes: tuple[str, ...]
+    """Dtypes of its tensors, that of the most bytes first."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.dtypes)})" if self.dtypes else self.name
+
+
+def items_at_peak(prediction: Prediction) -> list[PeakItem]:
+    """Return the items at the peak, the largest first."""
+    optimizer = prediction.recipe.setup().optimizer.factory.path.split(":")[-1]
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)
+    for line in prediction.anatomy.largest:
+        sizes[item_name(line, optimizer, trains=prediction.job.trains)][line.dtype] += line.bytes
+    items = [
+        PeakItem(name=name, bytes=by_dtype.total(), dtypes=tuple(_notable(by_dtype)))
+        for name, by_dtype in sizes.items()
+    ]
+    return sorted(items, key=lambda item: -item.bytes)
+
+
+def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
+    """Return the everyday name of these tensors; `optimizer` is the name of its class."""
+    if line.kind == Kind.WEIGHTS:
+        return "weights of the experts" if part_of(line.module) == EXPERTS else "weights"
+    if line.kind == Kind.OPTIMIZER_STATES:
+        own = f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
+        return "master weights" if line.phase == "build" else own
+    if line.kind in _BY_KIND:
+        return _BY_KIND[Kind(line.kind)]
+    return _name_of_pass(line, trains=trains)
+
+
+def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
+    """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
+    path, part = line.module, part_of(line.module)
+    if line.phase in ("clip", "update"):
+        return "temporaries of the optimizer"
+    if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):
+        return "logits and their gradients" if trains else "logits"
+    if path.endswith("*"):
+        return "hidden states between layers"
+    return f"{part or path.rpartition('.')[2]} {line.kind}"
+
+
+def part_of(module: str) -> str:
+    """Return the name of the part of a model, such as `MLP`; empty for other modules."""
+    return next((name for pattern, name in _PARTS if re.search(pattern, module, re.IGNORECASE)), "")
+
+
+def _notable(by_dtype: Counter[str]) -> Iterator[str]:
+    """Yield the dtypes with a notable share of these bytes."""
+    for dtype, size in by_dtype.most_common():
+        if dtype and size >= NOTABLE * by_dtype.total():
+            yield dtype

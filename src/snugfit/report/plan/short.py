@@ -1,0 +1,191 @@
+"""A plan on one screen: the verdict, the recipe, four numbers, its gains, a few alternatives, the command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.planning.plan import Choice, Plan
+from snugfit.report.plan.next_steps import next_steps
+from snugfit.report.plan.shown_front import shown_front
+from snugfit.report.plan.ways_out import in_short
+from snugfit.report.text.answer import (
+    SCALED_RATES,
+    UNREAD,
+    four_numbers,
+    show_fit,
+    show_gib,
+    subject,
+    uncertain,
+)
+from snugfit.report.text.facts import Facts
+from snugfit.report.text.grid import Grid
+from snugfit.report.text.pace import roughly
+from snugfit.report.text.page import Page, Sentence
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+from snugfit.units import GIB, show_bytes
+
+if TYPE_CHECKING:
+    from snugfit.techniques.feature import Configuration
+
+GAINS = 3
+"""Number of techniques whose gain is shown."""
+
+LEAST_GAIN = 0.005
+"""Share of the bytes or the seconds below which a difference is left out."""
+
+ROWS = 6
+"""Most rows of the alternatives."""
+
+CURES = 3
+"""Number of changes with which a step would fit."""
+
+
+def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
+    """Return the short answer of a plan. `configuration` is the user's own, if there was one."""
+    shown = plan.best_or_nearest
+    return Page(
+        [verdict(plan, configuration), Sentence(shown.recipe, "recipe")],
+        [Facts(tuple(_numbers(plan)))],
+        [] if plan.fits else ways_out(plan),
+        [Facts(gains)] if (gains := tuple(_gains(plan))) else [],
+        [_alternatives(plan)],
+        (Sentence(step, "command") for step in islice(next_steps(plan, configuration), 1)),
+        _uncertain(plan, configuration),
+    )
+
+
+def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
+    """Return the fit of the answer in everyday words, with the condition under which it holds."""
+    shown, limit = plan.best_or_nearest, plan.memory_bytes
+    unread = bool(configuration and configuration.doubts)
+    is_limited = plan.gpu is None or plan.gpu.memory_bytes != limit
+    fit = show_fit(
+        shown.needed_bytes,
+        limit,
+        headroom=plan.headroom_bytes if plan.tight else 0,
+        speed=plan.timed(shown),
+        condition=UNREAD if unread else "",
+        limit="the limit is" if is_limited else "the card has",
+    )
+    fit = fit if plan.fits else f"no recipe fits. The nearest {fit.partition(': ')[2]}"
+    role = "bad" if not plan.fits else "tight" if plan.tight or unread else "good"
+    return Sentence(f"{subject(plan.job, Recipe.parse(shown.recipe), plan.gpu)}: {fit}", role)
+
+
+def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
+    shown = plan.best_or_nearest
+    parts = [
+        (shown.requested_bytes, "tensors"),
+        (shown.reserved_bytes - shown.requested_bytes, "allocator's reserve"),
+        (shown.context_bytes, "CUDA context"),
+    ]
+    return four_numbers(shown.needed_bytes, plan.memory_bytes, parts, plan.timed(shown))
+
+
+def ways_out(plan: Plan) -> Iterator[Facts | str]:
+    """Yield changes with which a recipe would fit."""
+    if plan.ways_out and (lines := tuple(in_short(plan.ways_out))):
+        yield Facts(lines)
+    else:
+        yield from plan.cures[:CURES]
+
+
+class Gain(NamedTuple):
+    """The saved bytes and seconds of one technique, beside those of the other recipe."""
+
+    text: str
+    saved_bytes: int
+    saved_seconds: float
+    needed_bytes: int
+    step_seconds: float
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The saved shares of the bytes and of the seconds, negative for a loss."""
+        return self.saved_bytes / self.needed_bytes, self.saved_seconds / (self.step_seconds or 1)
+
+    def __str__(self) -> str:
+        (bytes_share, seconds_share), parts = self.shares, []
+        if abs(bytes_share) >= LEAST_GAIN:
+            sign = "less" if self.saved_bytes > 0 else "more"
+            parts.append(f"{show_gib(abs(self.saved_bytes))} {sign} memory")
+        if abs(seconds_share) >= LEAST_GAIN:
+            sign = "faster" if self.saved_seconds > 0 else "slower"
+            parts.append(f"{roughly(abs(self.saved_seconds))} a step {sign}")
+        return f"{self.text}: {', '.join(parts)}"
+
+
+def _gains(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the techniques that gain the most, each alone: over the user's, or over the plain ones."""
+    gains = sorted(_all_gains(plan), key=lambda gain: -sum(max(0.0, share) for share in gain.shares))
+    label = "gains"
+    for gain in [gain for gain in gains if max(gain.shares) >= LEAST_GAIN][:GAINS]:
+        yield label, str(gain)
+        label = ""
+
+
+def _all_gains(plan: Plan) -> Iterator[Gain]:
+    shown, start = plan.best_or_nearest, plan.start
+    if start and start.needed_bytes and start.step_seconds:
+        for change in start.changes:
+            if change.needed_bytes and change.step_seconds:
+                less, faster = (
+                    start.needed_bytes - change.needed_bytes,
+                    start.step_seconds - change.step_seconds,
+                )
+                text = f"{change.ours} in place of your {change.theirs}"
+                yield Gain(text, less, faster, start.needed_bytes, start.step_seconds)
+        return
+    for reason in plan.reasons:
+        is_plain = reason.chosen == str(roster.plain(Slot(reason.slot)))
+        if reason.needed_bytes and reason.step_seconds and not is_plain:
+            less, faster = reason.needed_bytes - shown.needed_bytes, reason.step_seconds - shown.step_seconds
+            text = f"{reason.chosen} in place of {reason.against}"
+            yield Gain(text, less, faster, shown.needed_bytes, shown.step_seconds)
+
+
+def _alternatives(plan: Plan) -> Grid:
+    """Return a few recipes of the front, each with its verdict."""
+    rows = tuple(
+        (
+            choice.recipe,
+            _mark(plan, choice),
+            f"{choice.needed_bytes / GIB:,.2f}",
+            f"{choice.step_seconds * 1e3:,.1f}",
+            f"{choice.samples_per_second:,.1f}",
+        )
+        for choice in shown_front(plan, most=ROWS)
+    )
+    heads = ("Recipe<", "Fits", "GiB>", "ms a step>", "samples/s>")
+    return Grid(title="Memory against speed", heads=heads, rows=rows)
+
+
+def _mark(plan: Plan, choice: Choice) -> str:
+    if choice == plan.best:
+        return "best"
+    if not plan.fitting(choice):
+        return f"no, short by {show_bytes(int(-plan.spare_bytes(choice)))}"
+    return "tight" if plan.is_tight(choice) else "yes"
+
+
+def _uncertain(plan: Plan, configuration: Configuration | None) -> Iterator[Sentence]:
+    doubts = (*([UNEQUAL] if plan.verified is False else []), *plan.doubts)
+    if not doubts:
+        return iter(())
+    widest = doubts[0]
+    if plan.verified is not False and configuration and configuration.doubts:
+        widest = doubts[-1]
+    elif plan.verified is not False and plan.timing and not plan.timing.measured_rates:
+        widest = SCALED_RATES
+    return uncertain(doubts, widest)
+
+
+UNEQUAL = (
+    "a full simulation of the answer gave other bytes than the search. This is a bug in snugfit: please "
+    "report it, and check this recipe with snugfit predict."
+)
+"""Sentence on an answer whose full simulation differs."""

@@ -1,0 +1,132 @@
+"""A prediction on one screen: the verdict, four numbers, the largest items, the bound, one uncertainty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from snugfit.report.items import BOUND_BY, items_at_peak
+from snugfit.report.plan.next_steps import job_words
+from snugfit.report.plan.ways_out import in_short
+from snugfit.report.text.answer import (
+    SCALED_RATES,
+    UNREAD,
+    four_numbers,
+    show_fit,
+    show_gib,
+    subject,
+    uncertain,
+)
+from snugfit.report.text.facts import LABEL, Facts
+from snugfit.report.text.page import Page, Sentence
+from snugfit.units import MIB
+
+if TYPE_CHECKING:
+    from snugfit.results.prediction import Prediction
+
+ITEMS = 3
+"""Number of items at the peak in a short answer."""
+
+LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over all logits."
+
+
+def render(prediction: Prediction) -> Page:
+    """Return the short answer, at most 15 lines of 100 columns."""
+    fits = prediction.fits is not False
+    return Page(
+        [verdict(prediction), Sentence(f"{'recipe':{LABEL}}  {prediction.recipe}", "recipe")],
+        [Facts(tuple(numbers(prediction)))],
+        [] if fits else ways_out(prediction),
+        [Facts((*show_largest(prediction), *show_bound(prediction)))],
+        [] if prediction.job.trains else [LOSS_OVER_ALL_LOGITS],
+        uncertain(prediction.doubts, widest(prediction)),
+    )
+
+
+def verdict(prediction: Prediction) -> Sentence:
+    """Return the fit in everyday words, with the condition under which it holds."""
+    return Sentence(
+        f"{subject(prediction.job, prediction.recipe, prediction.gpu, prediction.gpus)}: "
+        + show_fit(
+            prediction.needed_bytes,
+            prediction.memory_bytes,
+            headroom=prediction.headroom_bytes if prediction.tight else 0,
+            speed=prediction.speed,
+            condition="" if prediction.read_in_full else UNREAD,
+            limit=_limit(prediction),
+        ),
+        _role(prediction),
+    )
+
+
+def _limit(prediction: Prediction) -> str:
+    """Return the owner of the memory limit with its verb."""
+    gpu = prediction.gpu
+    if gpu is None or gpu.memory_bytes != prediction.memory_bytes:
+        return "the limit is"
+    return "each card has" if prediction.gpus > 1 else "the card has"
+
+
+def _role(prediction: Prediction) -> str:
+    if prediction.fits is None:
+        return "heading"
+    if not prediction.fits:
+        return "bad"
+    return "good" if prediction.read_in_full and not prediction.tight else "tight"
+
+
+def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield the memory on the GPU and its parts, the seconds of a step, and the throughput."""
+    footprint = prediction.footprint
+    per_gpu = " on each GPU" if prediction.gpus > 1 else ""
+    parts = [
+        (footprint.requested_bytes, "tensors"),
+        ((footprint.reserved_bytes or 0) - (footprint.requested_bytes or 0), "allocator's reserve"),
+        (footprint.context_bytes, "CUDA context"),
+        (footprint.communication_bytes, "NCCL"),
+    ]
+    needed, memory = prediction.needed_bytes, prediction.memory_bytes
+    yield from four_numbers(needed, memory, parts, prediction.speed, per_gpu)
+    if footprint.pinned_bytes and footprint.host_bytes:
+        yield (
+            "host memory",
+            f"{show_gib(footprint.host_bytes)}, {show_gib(footprint.pinned_bytes)} of it page-locked",
+        )
+
+
+def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
+    """Yield the changes with which a step fits that does not, or the command of a plan."""
+    if (ways := prediction.ways_out) and (lines := tuple(in_short(ways))):
+        yield Facts(lines)
+        return
+    job, gpu, memory = prediction.job, prediction.gpu, prediction.memory_bytes
+    if job.trains and job.model.module is None and gpu and memory and prediction.gpus == 1:
+        where = f"--gpu {gpu.key.lower()}"
+        where += "" if memory == gpu.memory_bytes else f" --memory {memory // MIB}MiB"
+        yield Sentence(f"Plan one that fits: snugfit plan {job_words(job)} {where}", "command")
+
+
+def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield the largest items at the peak."""
+    label = "at the peak"
+    for item in items_at_peak(prediction)[:ITEMS]:
+        yield label, f"{show_gib(item.bytes)} {item}"
+        label = ""
+
+
+def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield the bound of the step, where seconds are predicted."""
+    if (timing := prediction.timing) and timing.step_seconds:
+        busy = 100 * timing.device_seconds / timing.step_seconds
+        bound = BOUND_BY.get(timing.bound, timing.bound)
+        yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the step"
+
+
+def widest(prediction: Prediction) -> str:
+    """Return the widest uncertainty of a prediction; empty without one."""
+    if not prediction.doubts:
+        return ""
+    if not prediction.read_in_full:
+        return prediction.doubts[-1]
+    scaled = prediction.timing is not None and not prediction.timing.measured_rates
+    return SCALED_RATES if scaled else prediction.doubts[0]

@@ -1,0 +1,116 @@
+"""Parts of all short answers: the verdict, four numbers, and the widest uncertainty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from snugfit.job.inputs import has_sequence
+from snugfit.report.text.job import sizes
+from snugfit.report.text.pace import roughly, show_rates, show_spread
+from snugfit.report.text.page import Sentence
+from snugfit.techniques.technique import Slot, first_sentence
+from snugfit.units import GIB, show_bytes
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.results.speed import StepSpeed
+    from snugfit.techniques.recipe import Recipe
+
+UNREAD = "if the unread parts change nothing"
+"""Condition of a verdict on a configuration that was not read in full."""
+
+SCALED_RATES = "the step time, because no rates of this GPU were measured"
+
+
+def subject(job: Job, recipe: Recipe | None, where: Gpu | str | None, gpus: int = 1) -> str:
+    """Return `Llama-3.1-8B, LoRA r=16, 16 × 2048, RTX 4090`: model, trained weights, batch and GPU.
+
+    The weights are left out without a recipe, and the GPU where none was named.
+    """
+    name = where if isinstance(where, str) else where.name if where else ""
+    card = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    card = f"{gpus} x {card}" if gpus > 1 else card
+    model = job.model.name.rpartition("/")[2]
+    batch = sizes(job) if has_sequence(job.task) else f"batch {sizes(job)}"
+    return ", ".join(filter(None, (model, trained_weights(job, recipe) if recipe else "", batch, card)))
+
+
+def trained_weights(job: Job, recipe: Recipe) -> str:
+    """Return `all weights`, `LoRA r=16`, or `evaluation` for a job that trains none."""
+    adapters = recipe[Slot.ADAPTERS]
+    if not job.trains:
+        return "evaluation"
+    if adapters.plain:
+        return "all weights"
+    rank = "" if adapters.trained_rank is None else f" r={adapters.trained_rank}"
+    return f"{adapters.title or adapters.name}{rank}"
+
+
+def show_fit(
+    needed: int,
+    memory: int | None,
+    *,
+    headroom: int = 0,
+    speed: StepSpeed | None = None,
+    condition: str = "",
+    limit: str = "the card has",
+) -> str:
+    """Return `fits, 2.5 GiB free, about 16 s a step`, or the need of a step that does not fit.
+
+    `headroom` is given for a step that leaves less free, `condition` for a verdict that may not hold.
+    """
+    if memory is None:
+        return f"needs {show_gib(needed)}; add --gpu NAME to see whether it fits"
+    if needed > memory:
+        size, has = show_apart(needed, memory)
+        return f"does not fit{condition and f' {condition}'}: needs {size}, {limit} {has}"
+    free = f"{show_gib(memory - needed)} free"
+    if headroom:
+        less, more = show_apart(memory - needed, headroom)
+        free = f"{less} free, less than the headroom of {more}"
+    pace = f", about {roughly(speed.step_seconds)} a step" if speed and speed.step_seconds else ""
+    tight = "fits, but tight" if headroom else "fits"
+    return f"{tight}{condition and f' {condition}'}{':' if headroom or condition else ','} {free}{pace}"
+
+
+def show_gib(size: int, digits: int = 1) -> str:
+    """Return `21.1 GiB`, `241 GiB`, or small sizes as `show_bytes` does."""
+    if size < GIB / 20:
+        return show_bytes(size)
+    return f"{size / GIB:.{digits if size < 100 * GIB or digits > 1 else 0}f} GiB"
+
+
+def show_apart(one: int, other: int) -> tuple[str, str]:
+    """Return both sizes with as many digits as show their difference."""
+    for digits in (1, 2, 3):
+        shown = show_gib(one, digits), show_gib(other, digits)
+        if shown[0] != shown[1]:
+            break
+    return shown
+
+
+def four_numbers(
+    needed: int,
+    memory: int | None,
+    parts: Sequence[tuple[int | None, str]],
+    speed: StepSpeed | None,
+    per_gpu: str = "",
+) -> Iterator[tuple[str, str]]:
+    """Yield the memory, its parts, the seconds of a step and the throughput, with labels."""
+    limit = f" of {show_gib(memory)}" if memory else ""
+    yield "GPU memory", f"{show_gib(needed)}{limit}{per_gpu}"
+    yield "of which", ", ".join(f"{show_gib(size)} {what}" for size, what in parts if size)
+    if speed and speed.step_seconds:
+        spread = f" ({spread})" if (spread := show_spread(speed)) else ""
+        yield "step time", f"about {roughly(speed.step_seconds)}{spread}"
+        yield "throughput", show_rates(speed)
+
+
+def uncertain(doubts: Sequence[str], shown: str) -> Iterator[Sentence]:
+    """Yield the doubt that is `shown`, the widest, and the number of further ones."""
+    if doubts:
+        more = f" ({len(doubts) - 1} more: --details)" if len(doubts) > 1 else ""
+        text = (first_sentence(shown) or shown).rstrip(".")
+        yield Sentence(f"Uncertain: {text}{more or '.'}", "uncertain")

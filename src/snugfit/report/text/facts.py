@@ -1,0 +1,31 @@
+"""Short lines of an answer: a label, and the text beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from snugfit.report.text.grid import escape
+from snugfit.report.text.terminal import harmless, words
+
+LABEL = 11
+"""Width of the labels in characters, the same in all lists of a page."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Labels with their texts, one below the other. Lines without a label continue the one above."""
+
+    rows: tuple[tuple[str, str], ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for label, text in self.rows:
+            lines = words(text).wrap(console, options.max_width - LABEL - 2, overflow="fold")
+            for number, line in enumerate(lines):
+                yield Text(f"{'' if number else harmless(label):{LABEL}}  ") + line
+
+    def markdown(self) -> str:
+        """Return the lines as a list in GitHub's Markdown."""
+        return "\n".join(f"- {escape(f'{label}: {text}' if label else text)}" for label, text in self.rows)
