@@ -6,12 +6,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from snugfit.job.job import Job
 from snugfit.prediction.exchanges import exchanges
-from snugfit.rehearsal.trace.relative import without_layer_numbers
-from snugfit.rehearsal.trace.trace import Block, Forms, TensorForm, Trace
+from snugfit.rehearsal.trace.trace import Block, Trace
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, ModuleLine, OperatorLine, TensorLine
 from snugfit.techniques.setup import Setup
@@ -32,7 +30,7 @@ def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: S
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
-        kinds=tuple(_kinds(alive, setup, trace.forms)),
+        kinds=tuple(_kinds(alive, setup)),
         largest=tuple(_largest(alive)),
         curve=tuple(_curve(trace, reserved)),
         operators=tuple(_operators(trace)),
@@ -49,29 +47,7 @@ def by_kind(trace: Trace, peak: int) -> dict[str, int]:
     return dict(total.most_common())
 
 
-class FormGroup(NamedTuple):
-    """Live tensors of one kind, module and form."""
-
-    kind: str
-    module: str
-    """Dotted name, with a wildcard for each layer number."""
-    form: TensorForm
-    nbytes: int
-
-
-def form_groups(trace: Trace, peak: int) -> list[FormGroup]:
-    """Return the weights, gradients and states at event `peak`, as far as their forms are known."""
-    return _form_groups([trace.blocks[index] for index in trace.alive_at(peak)], trace.forms)
-
-
-def _form_groups(alive: Iterable[Block], forms: Forms) -> list[FormGroup]:
-    total: Counter[tuple[str, str, int]] = Counter()
-    for block in alive:
-        total[str(block.kind), without_layer_numbers(block.module), block.nbytes] += block.nbytes
-    return [FormGroup(*key[:2], forms[key], nbytes) for key, nbytes in total.items() if key in forms]
-
-
-def _kinds(alive: Iterable[Block], setup: Setup, forms: Forms) -> Iterable[KindLine]:
+def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
     blocks = defaultdict(list)
     for block in alive:
         blocks[block.kind].append(block)
@@ -79,16 +55,17 @@ def _kinds(alive: Iterable[Block], setup: Setup, forms: Forms) -> Iterable[KindL
         yield KindLine(
             kind=kind,
             bytes=sum(block.nbytes for block in members),
-            reason=_reason(kind, members, setup, _dtypes(members, forms)),
+            reason=_reason(kind, members, setup, _dtypes(members)),
         )
 
 
-def _dtypes(blocks: Sequence[Block], forms: Forms) -> str:
+def _dtypes(blocks: Sequence[Block]) -> str:
     """Return the dtypes of these blocks, each with its bytes if there are several; empty if unknown."""
     sizes: Counter[str] = Counter()
-    for group in _form_groups(blocks, forms):
-        sizes[group.form.dtype] += group.nbytes
-    most = sum(sizes.values()) * LEAST_SHARE
+    for block in blocks:
+        sizes[block.dtype] += block.nbytes
+    del sizes[""]
+    most = sizes.total() * LEAST_SHARE
     large = [(dtype, nbytes) for dtype, nbytes in sizes.most_common() if nbytes >= most]
     if len(large) == 1:
         return large[0][0]

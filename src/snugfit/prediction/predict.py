@@ -12,7 +12,7 @@ from snugfit.errors import GpuError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
-from snugfit.prediction.anatomy import anatomy, by_kind, form_groups
+from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.exchanges import DifferingRanks, ForeseenRank, exchanges
 from snugfit.prediction.headroom import headroom_of
@@ -129,10 +129,10 @@ def _about_bytes(
 ) -> Iterator[str]:
     """Yield sentences on the assumptions of a simulation, and on its bytes at the peak."""
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
-    groups = form_groups(shown.trace, peak)
+    alive = [shown.trace.blocks[index] for index in shown.trace.alive_at(peak)]
     yield from shown.trace.doubts
     for further in hooks("doubts_on_bytes"):
-        yield from further(setup, groups, missing)
+        yield from further(setup, alive, missing)
     yield from (*shown.doubts, *doubts_about(gpu, profile))
 
 

@@ -181,8 +181,7 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
     try:
         moves = (*second.build, *_join(passes, update), *first.rest)
         doubts = tuple(dict.fromkeys((*passes.trace.doubts, *update.trace.doubts)))
-        forms = {**update.trace.forms, **passes.trace.forms}
-        joined = replace(passes.trace, moves=moves, doubts=doubts, forms=forms)
+        joined = replace(passes.trace, moves=moves, doubts=doubts)
         return repeat(joined, steps=STEPS, micro_batches=micro_batches)
     except LookupError:
         return None

@@ -203,8 +203,8 @@ class Feature:
         """Return the name of the numbers that a tensor packs, such as `nf4`; empty for another tensor."""
         return ""
 
-    def doubts_on_bytes(self, setup: Setup, groups: Sequence[Any], missing: int) -> Sequence[str]:
-        """Return sentences on the `FormGroup`s at the peak; `missing` bytes do not fit."""
+    def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
+        """Return sentences on the blocks that are live at the peak; `missing` bytes do not fit."""
         return ()
 
     def treats_layers_alike(self, setup: Setup) -> bool:

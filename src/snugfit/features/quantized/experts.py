@@ -17,17 +17,20 @@ from snugfit.results.footprint import Kind
 from snugfit.units import MIB, show_bytes
 
 if TYPE_CHECKING:
-    from snugfit.prediction.anatomy import FormGroup
+    from snugfit.rehearsal.trace.trace import Block
     from snugfit.techniques.setup import Setup
 
 LEAST = 64 * MIB
-"""Bytes from which unquantized experts are worth a sentence; smaller parameters are mostly convolutions."""
+"""Bytes from which unquantized experts are worth a sentence."""
+
+_FUSED = re.compile(r"experts$")
+"""Modules that hold their experts in parameters of their own."""
 
 _WRAPPED = re.compile(r"(?:\.base_layer)+$")
 _ADAPTER = re.compile(r"(?:\.base_layer)*\.lora_\w+(?:\.\w+)?$")
 
 
-def doubts_on_experts(setup: Setup, groups: Sequence[FormGroup], missing: int) -> list[str]:
+def doubts_on_experts(setup: Setup, blocks: Sequence[Block], missing: int) -> list[str]:
     """Return sentences on unquantized experts and on their adapters.
 
     `missing` is the number of bytes that do not fit.
@@ -36,10 +39,11 @@ def doubts_on_experts(setup: Setup, groups: Sequence[FormGroup], missing: int) -
         return []
     sizes: Counter[str] = Counter()
     modules: set[str] = set()
-    for group in groups:
-        if group.kind == Kind.WEIGHTS and group.form.dims == 3 and "float" in group.form.dtype:
-            sizes[group.form.dtype] += group.nbytes
-            modules.add(_WRAPPED.sub("", group.module))
+    for block in blocks:
+        module = _WRAPPED.sub("", block.module)
+        if block.kind == Kind.WEIGHTS and _FUSED.search(module) and "float" in block.dtype:
+            sizes[block.dtype] += block.nbytes
+            modules.add(module)
     if sizes.total() < LEAST:
         return []
     dtypes = " and ".join(f"{dtype} ({show_bytes(nbytes)})" for dtype, nbytes in sizes.most_common())
@@ -47,18 +51,18 @@ def doubts_on_experts(setup: Setup, groups: Sequence[FormGroup], missing: int) -
         f"The weights of experts stay in {dtypes}. bitsandbytes quantizes linear layers only, and fused "
         "experts are parameters with three dimensions."
     )
-    return [sentence, *_about_adapters(groups, modules, missing)]
+    return [sentence, *_about_adapters(blocks, modules, missing)]
 
 
-def _about_adapters(groups: Sequence[FormGroup], experts: set[str], missing: int) -> Iterator[str]:
+def _about_adapters(blocks: Sequence[Block], experts: set[str], missing: int) -> Iterator[str]:
     """Yield a sentence on the adapters of experts, with targets that leave them out."""
     nbytes, attention = 0, dict[str, None]()
-    for group in groups:
-        module, adapters = _ADAPTER.subn("", group.module)
+    for block in blocks:
+        module, adapters = _ADAPTER.subn("", block.module)
         if not adapters:
             continue
         if module in experts:
-            nbytes += group.nbytes
+            nbytes += block.nbytes
         elif re.search(r"att", module.rpartition(".")[0], re.IGNORECASE):
             attention[module.rpartition(".")[2]] = None
     if not nbytes:

@@ -55,11 +55,11 @@ class Quantized(Feature):
         """Return the type of bitsandbytes' 4-bit numbers."""
         return getattr(tensor, "quant_type", "") if getattr(tensor, "quant_state", None) is not None else ""
 
-    def doubts_on_bytes(self, setup: Setup, groups: Sequence[Any], missing: int) -> Sequence[str]:
+    def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
         """Return a sentence on experts that stay in 16 or 32 bits, and one on their adapters."""
         from snugfit.features.quantized.experts import doubts_on_experts
 
-        return doubts_on_experts(setup, groups, missing)
+        return doubts_on_experts(setup, blocks, missing)
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
         """Return the scales and code books of a 4-bit weight."""

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Buffer, Scratch
-from snugfit.rehearsal.trace.relative import without_layer_numbers
-from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Memory, TensorForm
+from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Memory
 from snugfit.results.footprint import Kind
 from snugfit.techniques.registry import stored_dtype
 
@@ -57,7 +56,6 @@ class Allocations:
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
-        self.forms: dict[tuple[str, str, int], TensorForm] = {}
         """Element type and dimensions of claimed tensors."""
 
     def add_outputs(self, operator: str, out: Any) -> None:
@@ -214,12 +212,9 @@ class Allocations:
             return
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
         if index != NO_BLOCK and self._blocks[index][5] in ("", instead_of):
-            # Fields 2 and 5 of `Block` are module and kind.
+            # Fields 2, 5 and 6 of `Block` are module, kind and dtype.
             block = self._blocks[index]
-            block[2], block[5] = module or block[2], kind
-            key = (str(kind), without_layer_numbers(block[2]), block[0])
-            if key not in self.forms:
-                self.forms[key] = TensorForm(stored_dtype(tensor), tensor.dim())
+            block[2], block[5], block[6] = module or block[2], kind, stored_dtype(tensor)
 
     def blocks(self, phases: Sequence[Mark]) -> tuple[Block, ...]:
         """Return all blocks, with the kinds that depend on the whole run.

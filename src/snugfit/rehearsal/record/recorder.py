@@ -171,7 +171,6 @@ class Recorder(TorchDispatchMode, Observer):
             tuple(self._doubts),
             self.memory.of_graphs,
             dict(self.memory.streams),
-            forms=dict(self.memory.forms),
         )
         settled = self._recorded_in < self.steps - 2
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)

@@ -15,14 +15,13 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from snugfit.rehearsal.trace.trace import (
     DEFAULT_STREAM,
     GRAPH_STREAM,
     Block,
-    Forms,
     Kernel,
     Mark,
     MarkKind,
@@ -123,7 +122,6 @@ class RelativeTrace:
     """Sentences on the assumptions of the simulation."""
     groups: int = 0
     """Number of process groups, as in the trace."""
-    forms: Forms = field(default_factory=dict, compare=False, repr=False)
     """Element type and dimensions of weights, gradients and states."""
 
     @classmethod
@@ -133,7 +131,7 @@ class RelativeTrace:
         `marks` are all marks of its recording. Without them, kernels, waits and ends of steps are left out.
         """
         moves = tuple(_moves(trace, marks or trace.marks))
-        return cls(moves, trace.attention, trace.doubts, trace.groups, trace.forms)
+        return cls(moves, trace.attention, trace.doubts, trace.groups)
 
     def trace(self) -> Trace:
         """Return the trace with these moves. Raise `LookupError` if a move frees a block that is not live."""
@@ -358,7 +356,6 @@ class TraceWriter:
             launched=tuple(last.launched) if last.awaited else (),
             groups=relative.groups,
             periods=tuple(self._periods),
-            forms=relative.forms,
         )
 
     def _counts(self) -> _TraceSize:

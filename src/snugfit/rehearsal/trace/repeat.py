@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace, TraceWriter
-from snugfit.rehearsal.trace.trace import Forms, Kernel, Mark, MarkKind, Trace
+from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -83,7 +83,6 @@ class PeriodicRun:
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
     groups: int = 0
-    forms: Forms = field(default_factory=dict, compare=False, repr=False)
 
     def relative(self) -> RelativeTrace:
         """Return the moves of the whole run in order."""
@@ -93,7 +92,7 @@ class PeriodicRun:
                 whole += [
                     move._replace(step=index) if type(move) is PhaseStart else move for move in moves
                 ] * times
-        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups, self.forms)
+        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups)
 
     def trace(self) -> Trace:
         """Return the trace of the whole run. Raise `LookupError` if a move frees a block that is not live."""
@@ -104,7 +103,7 @@ class PeriodicRun:
             for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
                 writer.follow_times(moves, times, index)
         writer.follow(self.rest)
-        return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups, self.forms))
+        return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups))
 
     def steady_step(self, most: int) -> Trace:
         """Return kernels, waits and phases of the last step, with each piece repeated at most `most`
@@ -141,9 +140,7 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
         widened.append(wide)
     if steps > len(recorded) and not _leaves_as_many(recorded[-1]):
         return None
-    return PeriodicRun(
-        build, widened, steps, rest, relative.attention, relative.doubts, relative.groups, relative.forms
-    )
+    return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts, relative.groups)
 
 
 class SplitSteps(NamedTuple):

@@ -145,19 +145,7 @@ class Block(NamedTuple):
     kind: str
     """A `Kind`, decided at the end of the run."""
     dtype: str = ""
-    """Dtype of the tensor; empty for the scratch memory of a kernel."""
-
-
-class TensorForm(NamedTuple):
-    """Element type and number of dimensions of a tensor."""
-
-    dtype: str
-    """Name of torch's dtype, or of packed numbers, such as `nf4`."""
-    dims: int
-
-
-Forms = Mapping[tuple[str, str, int], TensorForm]
-"""Forms of tensors by kind, module without layer numbers, and bytes."""
+    """Name of torch's dtype, or of packed numbers, such as `nf4`; empty for scratch memory of kernels."""
 
 
 DEFAULT_STREAM, GRAPH_STREAM = 0, -1
@@ -341,8 +329,6 @@ class Trace:
 
     Only a rank of several has them.
     """
-    forms: Forms = field(default_factory=dict, compare=False, repr=False)
-    """Element type and dimensions of weights, gradients and states."""
     periods: tuple[Period, ...] = field(default=(), compare=False, repr=False)
     """Parts that are known to repeat, in order. A nested part comes before the part that contains it."""
 
