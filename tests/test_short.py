@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import snugfit
-from made_up import job, prediction, timed
+from made_up import job, measurement, prediction, timed
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.recipes import RecipeComparison
@@ -17,6 +17,7 @@ from snugfit.job.job import Phase
 from snugfit.planning.plan import Change, Reason, Start
 from snugfit.prediction.predict import predict
 from snugfit.report import compare, short
+from snugfit.report import measurement as measured
 from snugfit.report import prediction as whole
 from snugfit.report.items import item_name, items_at_peak
 from snugfit.report.plan import short as short_plan
@@ -170,6 +171,14 @@ def test_a_plan_shows_its_gains_and_at_most_six_rows() -> None:
     assert "gains        fused in place of your liger: 10.0 GiB less memory, 10 ms a step faster" in text
 
 
+def test_a_measurement_has_a_short_answer() -> None:
+    text = as_text(measured.short(measurement()), width=100)
+    assert text.splitlines()[0].endswith("H200: measured 7.6 GiB, 100.0 ms a step")
+    assert len(text.splitlines()) <= 15
+    dead = as_text(measured.short(measurement(outcome="oom:torch", footprint=None, timing=None)), width=100)
+    assert dead.count("the run ended with oom:torch") == 1
+
+
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.prediction.predict.predict", lambda *_, **__: prediction())
@@ -192,6 +201,8 @@ def test_three_lengths_of_one_answer(
     quiet, usual, details = shown
     assert quiet == usual[:1] == details[:1]
     assert 1 < len(usual) < len(details)
+    assert run([command, "-V"]) == 0
+    assert capsys.readouterr().out == f"snugfit {snugfit.__version__}\n"
     assert run([command, "bert-large-uncased", "-q", "--details"]) == 2
     assert "Leave one of them out" in capsys.readouterr().err
 

@@ -218,12 +218,22 @@ def _job_arguments(
     """Parameters of every command about a job, in the order of its help."""
 
 
+def show_version(asked: bool) -> None:
+    """Print the version and end the command, if that was asked."""
+    if asked:
+        from snugfit.versions import __version__
+
+        typer.echo(f"snugfit {__version__}")
+        raise typer.Exit
+
+
 class Command(TyperCommand):
     """A command whose flags may be written with underscores, or in the words of a feature."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the words after those that are declared. Raises `UsageError` for two forms of output, and
         for an empty value, which a shell makes of a variable that it lacks."""
+        show_version(not {"-V", "--version"}.isdisjoint(args))
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         args = [_with_dashes(word, own) for word in args]
         for rewrite in hooks("rewrite_words"):

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from snugfit.cli.accuracy import accuracy
-from snugfit.cli.arguments import Command
+from snugfit.cli.arguments import Command, show_version
 from snugfit.cli.calibrate import calibrate
 from snugfit.cli.doctor import doctor
 from snugfit.cli.gpus import gpus
@@ -80,20 +80,12 @@ for command in COMMANDS:
     app.command(cls=Command)(command)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
-        from snugfit.versions import __version__
-
-        typer.echo(f"snugfit {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
 def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", "-V", help="Print the version and exit.", callback=_show_version, is_eager=True
+            "--version", "-V", help="Print the version and exit.", callback=show_version, is_eager=True
         ),
     ] = False,
     plugin: Annotated[

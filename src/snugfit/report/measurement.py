@@ -49,7 +49,10 @@ def short(measurement: Measurement) -> Page:
     return Page(
         [Sentence(about, role), Sentence(f"{'recipe':{LABEL}}  {measurement.recipe}", "recipe")],
         [Facts((*_bytes(footprint), *_seconds(timing)))],
-        (Sentence(note, "uncertain" if style else "") for note, style in _notes(measurement)),
+        (
+            Sentence(note, "uncertain" if style else "")
+            for note, style in _notes(measurement)[not measurement.ok :]
+        ),
     )
 
 

@@ -210,7 +210,7 @@ def test_a_prediction_says_how_many_gpus_and_what_nccl_keeps() -> None:
 
 def test_the_command_takes_gpus(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
     arguments = ["predict", "bert-base-uncased", "--task", "sequence-classification", "--gpu", "h200"]
-    assert run([*arguments, "--gpus", "2", "--recipe", "ddp", "--sequence-length", "64"]) == 0
+    assert run([*arguments, "--gpus", "2", "--recipe", "ddp", "--sequence-length", "64", "-v"]) == 0
     shown = capsys.readouterr().out
     assert "2 x H200" in shown
     assert "NCCL" in shown
