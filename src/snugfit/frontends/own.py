@@ -106,11 +106,7 @@ def train(
         predict = run_predictor(run.device, ranks.size) if foresees else predict_nothing
         how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": heard}
         replan = next_recipe(run.device, gpus=ranks.size)
-
-        def note(text: str) -> None:
-            heard({"event": "note", "text": text})
-
-        with end_with_ways_out(run.job, run.recipe, run.device, ranks.size, tell=note):
+        with end_with_ways_out(run.job, run.recipe, run.device, ranks.size, heard):
             return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
 
 

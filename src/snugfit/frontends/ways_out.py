@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.gpu import Gpu
     from snugfit.results.prediction import Prediction
+    from snugfit.training.journal import Event
 
 ON_GPU = "oom:"
 """Beginning of a cause that means the memory of a GPU, as messages contain it."""
@@ -36,10 +37,9 @@ def end_with_ways_out(
     recipe: Recipe,
     device: torch.device,
     gpus: int = 1,
-    *,
-    tell: Callable[[str], None] = lambda text: None,
+    watch: Callable[[Event], None] = lambda event: None,
 ) -> Iterator[None]:
-    """Add the changes that fit to an `OutOfMemory` of a GPU. `tell` receives a note before the search.
+    """Add the changes that fit to an `OutOfMemory` of a GPU. `watch` receives a note before the search.
 
     Errors after which a run starts again, and those of a run on several GPUs, stay as they are.
     """
@@ -52,7 +52,7 @@ def end_with_ways_out(
             raise
         import torch
 
-        tell(LOOKING)
+        watch({"event": "note", "text": LOOKING})
         total = torch.cuda.mem_get_info(device)[1]
         if not (text := ways_out_of(job, recipe, torch.cuda.get_device_name(device), total)):
             raise

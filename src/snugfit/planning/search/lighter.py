@@ -142,6 +142,15 @@ class LighterRecipes:
         self._solved: set[Slot] = set()
         """Slots of which one technique alone fits."""
 
+    def slots(self, recipe: Recipe) -> tuple[Slot, ...]:
+        """Return the slots in which a recipe differs from the given one, in the order of recipes."""
+        return tuple(slot for slot in Slot if recipe[slot] != self.base[slot])
+
+    @property
+    def evaluations(self) -> int:
+        """Number of recipes that were evaluated exactly."""
+        return len(self.costs.figures)
+
     @property
     def smallest(self) -> Recipe:
         """Evaluated recipe that needs the fewest bytes."""
@@ -185,17 +194,17 @@ class LighterRecipes:
                     if cost.needed_bytes <= self.memory_bytes * (1 + SLACK) and self._is_valid(both):
                         estimates[both] = cost.seconds
         waiting = sorted(estimates, key=lambda one: estimates[one])[:PAIRS]
-        most: dict[frozenset[Slot], float] = {}  # bytes from which recipes of these slots are skipped
+        most: dict[tuple[Slot, ...], float] = {}  # bytes from which recipes of these slots are skipped
         evaluated = 0
         for start in range(0, len(waiting), self.costs.workers):
-            chunk = [one for one in waiting[start:][: self.costs.workers] if most.get(self._slots(one)) != 0]
+            chunk = [one for one in waiting[start:][: self.costs.workers] if most.get(self.slots(one)) != 0]
             self.costs.screen(one for one in waiting if any(_shares_passes(one, new) for new in chunk))
             chunk = [one for one in chunk if self._may_fit(one)]
-            chunk = [one for one in chunk if self._bound_bytes(one) < most.get(self._slots(one), math.inf)]
+            chunk = [one for one in chunk if self._bound_bytes(one) < most.get(self.slots(one), math.inf)]
             self.costs.judge([one] for one in chunk)
             evaluated += len(chunk)
             for recipe in chunk:
-                slots = self._slots(recipe)
+                slots = self.slots(recipe)
                 if most.get(slots) == 0:
                     continue
                 most[slots] = self._bound_bytes(recipe) * (1 - MEMORY_RESOLUTION)
@@ -205,11 +214,16 @@ class LighterRecipes:
             if evaluated >= EVALUATED:
                 return
 
-    def many_at_once(self, fidelity: Fidelity) -> Iterator[Recipe]:
-        """Yield a recipe with many techniques that fits, without those that it does not need."""
+    def many_at_once(self, fidelity: Fidelity, *, without: Slot | None = None) -> Iterator[Recipe]:
+        """Yield a recipe with many techniques that fits, without those that it does not need.
+
+        The slot `without` stays plain.
+        """
         recipe = self.base
         smallest: dict[Slot, Technique] = {}
         for technique in self._lighter_techniques(fidelity):
+            if technique.slot is without:
+                continue
             best = smallest.get(technique.slot)
             if best is None or self._bytes_with(technique) < self._bytes_with(best):
                 smallest[technique.slot] = technique
@@ -240,7 +254,7 @@ class LighterRecipes:
             self._techniques[fidelity] = [
                 recipe[slot]
                 for recipe in recipes
-                for slot in self._slots(recipe)
+                for slot in self.slots(recipe)
                 if self._bound_bytes(recipe) < most
                 or (self._changes_allocator(recipe[slot]) and self._saves_exactly(recipe))
             ]
@@ -286,7 +300,7 @@ class LighterRecipes:
             refuse_unsupported(self._loop, recipe.setup())
         except SnugfitError:
             return False
-        changed = (recipe[slot] for slot in self._slots(recipe))
+        changed = (recipe[slot] for slot in self.slots(recipe))
         return not any(technique.planned_without(self.job, recipe) for technique in changed)
 
     # ---- figures -----------------------------------------------------------------------------------------
@@ -334,12 +348,12 @@ class LighterRecipes:
 
     def _may_fit(self, recipe: Recipe) -> bool:
         """Return whether a recipe may fit by its lower bound and the losses of evaluated recipes like it."""
-        changed = {recipe[slot] for slot in self._slots(recipe)}
+        changed = {recipe[slot] for slot in self.slots(recipe)}
         losses = [
             figures.needed_bytes - self._bound_bytes(known)
             for known, figures in self.costs.figures.items()
             if figures and self.costs.bounds.get(known) and known[Slot.ALLOCATOR] == recipe[Slot.ALLOCATOR]
-            if known == self.base or not changed.isdisjoint(known[slot] for slot in self._slots(known))
+            if known == self.base or not changed.isdisjoint(known[slot] for slot in self.slots(known))
         ]
         return self._bound_bytes(recipe) + LIKELY_LOSS * max(losses, default=0) <= self.memory_bytes
 
@@ -386,7 +400,7 @@ class LighterRecipes:
     def _with_least_grades(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the fewest recomputed layers that fit, if its own recomputation is slow."""
         slot = Slot.CHECKPOINTING
-        if slot not in self._slots(recipe):
+        if slot not in self.slots(recipe):
             return recipe
         plain = recipe.with_(self.base[slot])
         self.costs.screen([plain])
@@ -401,7 +415,7 @@ class LighterRecipes:
         first."""
         while True:
             most = self.cost(recipe).seconds * (1 + AS_FAST)
-            simpler = [recipe.with_(self.base[slot]) for slot in self._slots(recipe)]
+            simpler = [recipe.with_(self.base[slot]) for slot in self.slots(recipe)]
             simpler = [one for one in simpler if self._is_valid(one)]
             self.costs.screen(simpler)
             fast = [one for one in simpler if self._may_fit(one) and self.cost(one).seconds <= most]
@@ -413,16 +427,12 @@ class LighterRecipes:
 
     # ---- recipes -----------------------------------------------------------------------------------------
 
-    def _slots(self, recipe: Recipe) -> frozenset[Slot]:
-        """Return the slots in which a recipe differs from the given one."""
-        return frozenset(slot for slot in Slot if recipe[slot] != self.base[slot])
-
     def _slot(self, recipe: Recipe) -> Slot:
         """Return the only slot in which a recipe differs from the given one."""
-        return next(iter(self._slots(recipe)))
+        return self.slots(recipe)[0]
 
     def _with_both(self, first: Recipe, second: Recipe) -> Recipe:
-        for slot in self._slots(second):
+        for slot in self.slots(second):
             first = first.with_(second[slot])
         return first
 

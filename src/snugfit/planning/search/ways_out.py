@@ -4,7 +4,8 @@ A plan searches all recipes, which takes minutes. Ways out change as little as p
 
 1. One technique of a slot that the recipe leaves plain. Graded techniques have the fewest layers that fit.
 2. Two such techniques, each too large alone.
-3. As many as are needed, without those that turn out to be unnecessary.
+3. As many as are needed, without those that turn out to be unnecessary. If some changes are found already,
+   these are alternatives to them.
 4. The same with techniques of another fidelity, which are listed last.
 
 Each stage ends as soon as enough are found. Lower bounds (`Parts.screen`) exclude most recipes and give the
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 OFFERED = 3
 """Number of changes that are offered."""
 
-ENOUGH = 18
+ENOUGH = 16
 """Number of evaluated recipes after which the changes that were found are enough (chosen)."""
 
 LARGER_GPUS = 8
@@ -106,21 +107,28 @@ def _by_stage(
 ) -> Iterator[Recipe]:
     """Yield recipes that fit, stage by stage.
 
-    Once changes are found, many techniques together are skipped. So are pairs of another algorithm.
+    Alternatives to a change that was found do without one of its slots each. Once changes are found, only
+    single techniques of another algorithm are tried.
     """
+
+    def say(what: str) -> None:
+        tell(f"trying {what} more; {len(offers)} found so far")
+
     for fidelity in degrees:
-        stages = {
-            "one technique": lighter.singles,
-            "two": lighter.pairs,
-            "as many as needed": lighter.many_at_once,
-        }
-        for what, recipes in stages.items():
-            if offers and len(lighter.costs.figures) > ENOUGH:
+        say("one technique")
+        yield from lighter.singles(fidelity)
+        if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > ENOUGH):
+            return
+        say("two techniques")
+        yield from lighter.pairs(fidelity)
+        say("as many techniques as needed")
+        if not offers:
+            yield from lighter.many_at_once(fidelity)
+            continue
+        for slot in lighter.slots(next(iter(offers))):
+            if lighter.evaluations > ENOUGH:
                 return
-            if offers and recipes != lighter.singles and (what != "two" or fidelity is Fidelity.LEARNS):
-                continue
-            tell(f"trying {what} more; {len(offers)} found so far")
-            yield from recipes(fidelity)
+            yield from (one for one in lighter.many_at_once(fidelity, without=slot) if one not in offers)
 
 
 def _offer(prediction: Prediction, recipe: Recipe, lighter: LighterRecipes) -> WayOut | None:
