@@ -38,6 +38,7 @@ BY_COUNTERPART = {("script", "expandable_segments")}
 
 
 def test_each_wish_has_one_handler() -> None:
+    """Without `chunked_loss`, the field `logits` has no handler, and no technique sets it."""
     assert sorted(handler.wish for handler in HANDLERS) == sorted(WISHES)
     several = {*roster.slots_of_several_gpus()}  # they share one wish
     with_choice = {technique.slot for technique in roster.techniques() if not technique.plain}

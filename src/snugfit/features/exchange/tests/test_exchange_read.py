@@ -359,7 +359,10 @@ def test_the_plain_defaults_ask_for_exactly_one_technique_a_slot() -> None:
     ]
 
 
-OWNERS = {"layers": "fp8", "lora": "lora", "parallel": "fsdp", "sharding": "zero2"}
+OWNERS = {
+    "layers": "fp8", "lora": "lora", "parallel": "fsdp", "sharding": "zero2", "loss_type": "chunked_loss",
+    "liger_kernel_config": "liger",
+}  # fmt: skip
 """Technique of a feature, by the beginning of its arguments."""
 
 

@@ -106,6 +106,7 @@ def test_parts_that_are_not_predicted_are_refused_by_name(name: str, why: str) -
 
 
 def test_the_number_of_gpus_completes_a_file() -> None:
+    """The file also asks for flash."""
     reading = read_arguments(CASES / "axolotl-several-gpus" / "ax_fsdp.yaml", gpus=8)
     assert not reading.refused
     assert reading.settings["recipe"].endswith("+ fsdp + workers(n=1)")
