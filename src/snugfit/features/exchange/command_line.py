@@ -109,7 +109,8 @@ def _lines(text: str) -> list[str]:
     """Return the lines of a shell file. A quoted text, or a backslash, continues a line."""
     lines: list[str] = []
     quote, current = "", ""
-    for line in text.replace("\\\n", " ").splitlines():
+    whole = text.rstrip().removesuffix("\\")  # the last line may continue into nothing
+    for line in whole.replace("\\\n", " ").splitlines():
         if not quote and line.lstrip().startswith("#"):
             continue
         current += (" " if quote else "") + line

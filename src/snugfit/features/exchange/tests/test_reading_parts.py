@@ -99,6 +99,74 @@ def test_parts_that_a_script_computes_are_refused(lines: list[str]) -> None:
     assert "frozen(parts=...)" in why
 
 
+def test_peft_prepares_weights_of_8_bits_with_checkpointing(tmp_path: Path) -> None:
+    text = script(
+        "from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training",
+        "from transformers import BitsAndBytesConfig",
+        "eight = BitsAndBytesConfig(load_in_8bit=True)",
+        "net = AutoModelForSequenceClassification.from_pretrained('a/b', quantization_config=eight)",
+        "net = get_peft_model(prepare_model_for_kbit_training(net), LoraConfig(r=4))",
+    )
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    assert recipe(read_arguments(file)) == "qlora(r=4, bits=8) + every_layer + adamw_fused"
+
+
+def test_a_model_that_the_trainer_loads_is_not_one_that_is_loaded_later() -> None:
+    text = (
+        "from transformers import AutoModelForCausalLM\nfrom trl import SFTConfig, SFTTrainer\n"
+        "SFTTrainer('a/b', SFTConfig('out', model_init_kwargs={'dtype': 'bfloat16'})).train()\n"
+        "base = AutoModelForCausalLM.from_pretrained('c/d', dtype='float16')"
+    )
+    done = read_script(text, "train.py")
+    assert done.arguments["job.model"] == "a/b"
+    assert "model.dtype" not in done.arguments
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("import timm\nmodel = timm.create_model('x')", "timm makes this model"),
+        (
+            "from transformers import InformerForPrediction\nmodel = InformerForPrediction(c)",
+            "has no task here",
+        ),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_name(lines: str, message: str) -> None:
+    text = f"from accelerate import Accelerator\n{lines}\nmodel = Accelerator().prepare(model)\nmodel.train()"
+    with pytest.raises(UnsupportedJobError, match=message):
+        read_script(text, "train.py")
+
+
+def test_a_model_made_from_a_config_has_its_task_and_changed_sizes() -> None:
+    text = script().replace("AutoModelForSequenceClassification, ", "GPT2LMHeadModel, AutoConfig, ")
+    made = "net = GPT2LMHeadModel(AutoConfig.from_pretrained('gpt2', vocab_size=100, n_layer=3))"
+    lines = [made if line.startswith("net =") else line for line in text.splitlines()]
+    done = read_script("\n".join(lines), "train.py")
+    facts = {key: done.arguments[f"job.{key}"] for key in ("model", "task", "vocab_size", "dtype")}
+    assert facts == {"model": "gpt2", "task": "causal-lm", "vocab_size": "100", "dtype": "float32"}
+    assert [text for _, text in done.unread] == ["n_layer=3 in the config"]
+
+
+@pytest.mark.parametrize("more", [{"infer_backend": "vllm"}, {"do_predict": True}, {"image_max_pixels": 9}])
+def test_a_file_that_trains_nothing_known_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedJobError):
+        read(tmp_path, FACTORY | more).refuse()
+    assert not read(tmp_path, FACTORY | {"do_train": True, "do_predict": False}).refused
+
+
+def test_names_of_quantized_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedJobError, match="weights of this format"):
+        read(tmp_path, FACTORY | {"model_name_or_path": "org/model-AWQ"}).refuse()
+
+
+def test_a_shell_file_may_end_in_a_continuation(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text("python train.py --model_name_or_path a/b \\\n  --bf16 \\")
+    assert read_arguments(file).settings["model"] == "a/b"
+
+
 def test_a_script_resizes_its_embeddings() -> None:
     line = "net.resize_token_embeddings({})"
     for given, rows in (("40000", "40000"), ("40000, pad_to_multiple_of=64", "40000"), ("9, 8", None)):
@@ -174,6 +242,13 @@ def test_an_unsupported_job_is_one_line_that_no_flag_replaces(
     with pytest.raises(UnsupportedJobError, match=message) as caught:
         read(tmp_path, values).refuse(otherwise={"recipe", "model"})
     assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_replaces_an_unsupported_method(tmp_path: Path) -> None:
+    reading = read(tmp_path, AXOLOTL | {"flash_attn_fuse_mlp": True})
+    with pytest.raises(UnsupportedJobError, match="--recipe replaces it"):
+        reading.refuse()
+    reading.refuse(otherwise={"recipe"})
 
 
 def test_frozen_parts_beside_adapters_are_refused(tmp_path: Path) -> None:
