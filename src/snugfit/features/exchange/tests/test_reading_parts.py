@@ -99,6 +99,17 @@ def test_parts_that_a_script_computes_are_refused(lines: list[str]) -> None:
     assert "frozen(parts=...)" in why
 
 
+def test_a_frozen_teacher_is_not_the_model_that_trains() -> None:
+    teacher = "teacher = AutoModelForSequenceClassification.from_pretrained('bert-large-uncased')"
+    done = read_script(
+        script(teacher, "for w in teacher.parameters():", "    w.requires_grad = False"), "t.py"
+    )
+    assert not any(key.startswith("frozen") for key in done.arguments)
+    assert [line for line, _ in done.unread] == [5]
+    ((_, _, why),) = read_script(script("net.requires_grad_(False)"), "t.py").refused
+    assert "all parameters are frozen" in why
+
+
 def test_peft_prepares_weights_of_8_bits_with_checkpointing(tmp_path: Path) -> None:
     text = script(
         "from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training",
