@@ -183,7 +183,8 @@ class _Reader:
         """Translate the keys of one file."""
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
-        unsaid = dialect("script").unsaid if document.format == "shell" else {}
+        of_commands = dialect("script").unsaid if document.format == "shell" else {}
+        unsaid = {key: value for key, value in of_commands.items() if key.startswith("launcher.")}
         given = {**unsaid, **table.unsaid, **written}
         of_script = document.format == "python"
         for key in sorted(given, key=lambda key: f"{key}[]" not in table.becomes):

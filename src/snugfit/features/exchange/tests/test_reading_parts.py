@@ -292,3 +292,33 @@ def test_the_rows_of_an_embedding_are_an_option(capsys: pytest.CaptureFixture[st
     assert sizes == [30522, 30528, 40000]
     assert run([*words, "--vocab-size", "many"]) == 2
     assert "x64 for a multiple" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "axolotl train run.yaml",
+        "accelerate launch --num_processes 1 -m axolotl.cli.train run.yaml --debug false",
+    ],
+)
+def test_a_command_that_names_a_configuration_reads_it(command: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(AXOLOTL | ADAPTERS))
+    file = tmp_path / "start.sh"
+    file.write_text(f"{command}\n")
+    reading = read_arguments(file)
+    assert (reading.settings["model"], reading.settings["batch_size"]) == ("org/model", 2)
+    assert recipe(reading).startswith("lora(targets=q_proj) + ")
+    (tmp_path / "run.yaml").unlink()
+    assert "launcher.run_file" in [line.key for line in read_arguments(file).refused]
+    file.write_text("axolotl preprocess run.yaml\ntrl grpo --config run.yaml\n")
+    with pytest.raises(UnsupportedJobError, match="not trl grpo"):
+        read_arguments(file)
+
+
+def test_a_command_of_trl_goes_before_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: a/b\nmax_length: 64\nlearning_rate: 0.1\n")
+    file = tmp_path / "start.sh"
+    file.write_text("trl sft --config sft.yaml --max_length 32 --per_device_train_batch_size 2")
+    settings = read_arguments(file).settings
+    assert (settings["model"], settings["sequence_length"], settings["batch_size"]) == ("a/b", 32, 2)
+    assert "every_layer" in settings["recipe"]
