@@ -292,6 +292,12 @@ def test_the_rows_of_an_embedding_are_an_option(capsys: pytest.CaptureFixture[st
     assert sizes == [30522, 30528, 40000]
     assert run([*words, "--vocab-size", "many"]) == 2
     assert "x64 for a multiple" in capsys.readouterr().err
+    for command in (
+        ["export", "bf16", *words[1:-1], "--to", "hf"],
+        ["train", *words[1:-1], "--dataset", "x"],
+    ):
+        assert run([*command, "--vocab-size", "x64"]) == 2
+        assert "Resize the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
