@@ -5,8 +5,8 @@
 Each folder is a checkout, or a part of one. Scripts and notebooks count if they train: they name a Trainer,
 an Accelerator or an optimizer's step. Shell files count if they start training. The output has counts only:
 files read in full, files read except for listed parts, refusals, and crashes. A refusal names an unsupported
-job or method, or another reason: a launcher's file that is missing, a value that a script computes. `right`
-is the share of files that are read, or refused by the name of their job.
+job or method, or another reason: a launcher's file that is missing, a value that a script computes.
+`read or named` is the share of files that are read, or refused by the name of their job.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = (".py", ".ipynb", ".sh", ".slurm", ".yaml", ".yml", ".json")
 TRAINS = re.compile(r"Trainer\(|Accelerator\(|optimizer\.step")
 NAMED = "refused by the name of the job"
 STARTS = re.compile(r"accelerate launch|torchrun|deepspeed|python .*train|trl sft|llamafactory-cli train")
-RIGHT = ("read", "read except for parts", NAMED)
+COUNTED = ("read", "read except for parts", NAMED)
 
 
 def counts_as_a_run(path: Path) -> bool:
@@ -69,7 +69,7 @@ def main() -> None:
         reasons = Counter(f"{kind}: {why}" for kind, why in outcomes if why)
         collections[name] = {
             "files": len(outcomes),
-            "right": round(sum(kind in RIGHT for kind, _ in outcomes) / max(1, len(outcomes)), 3),
+            "read or named": round(sum(kind in COUNTED for kind, _ in outcomes) / max(1, len(outcomes)), 3),
             **Counter(kind for kind, _ in outcomes),
             "reasons": dict(reasons.most_common(20)),
         }

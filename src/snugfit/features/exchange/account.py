@@ -40,7 +40,7 @@ class Line:
     """Key of a job file, or flag, that replaces a refused key."""
 
     job: str = ""
-    """Job or method that a refused key names; no flag replaces it. Empty for other keys."""
+    """Job or method that a refused key names. Without `instead` no flag replaces it. Empty for other keys."""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}: {self.says}" if self.value else f"{self.key}: {self.says}"
@@ -93,13 +93,14 @@ class Reading:
         """Raise `UsageError` with the keys that have no counterpart.
 
         A key is exempt if a flag or a job file sets it: its replacement is in `otherwise`. A key that names
-        an unsupported job is never exempt, and is the whole message.
+        an unsupported job or method is the whole message.
         """
         for line in self.refused:
-            if line.job:
+            if line.job and line.instead not in otherwise:
+                cure = f" --{line.instead} replaces it." if line.instead else ""
                 raise UnsupportedJobError(
                     f"{self.path} ({self.title}): snugfit does not support {line.job} yet "
-                    f"({line.key}={_short(line.value)}): {line.says}."
+                    f"({line.key}={_short(line.value)}): {line.says}.{cure}"
                 )
         lines = [str(line) for line in self.refused if line.instead not in otherwise]
         if lines:

@@ -13,9 +13,11 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from snugfit.errors import UsageError
+from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.dialect import dialect
 from snugfit.features.exchange.python.values import Unknown
 from snugfit.features.exchange.values import field_kinds
@@ -32,9 +34,14 @@ TASKS = {
 }  # fmt: skip
 """Task trained by each of transformers' and TRL's example scripts, by the script's name."""
 
-LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed")
+LAUNCHERS = (
+    "python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed", "axolotl",
+)  # fmt: skip
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 """Modules for `python -m` that start a script themselves."""
+
+RUN_FILE = "launcher.run_file"
+"""Argument for the configuration of the run that a command starts."""
 
 _SCHEDULERS = ("srun", "mpirun", "singularity", "apptainer", "docker", "nohup", "time", "sudo", "env", "exec")
 """Commands that start another command, after options of their own."""
@@ -102,6 +109,9 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
             f"{where}: a shell file must have one command that starts training ({', '.join(LAUNCHERS)}), "
             f"but this one has {many}."
         )
+    if commands[0][0].endswith("trl") and commands[0][1:2] != ["sft"]:
+        job = " ".join(commands[0][:2])
+        raise UnsupportedJobError(f"{where}: of TRL's commands only trl sft is predicted, not {job}.")
     return _read_command(commands[0], variables.get("CUDA_VISIBLE_DEVICES", ""))
 
 
@@ -109,7 +119,8 @@ def _lines(text: str) -> list[str]:
     """Return the lines of a shell file. A quoted text, or a backslash, continues a line."""
     lines: list[str] = []
     quote, current = "", ""
-    for line in text.replace("\\\n", " ").splitlines():
+    whole = text.rstrip().removesuffix("\\")  # the last line may continue into nothing
+    for line in whole.replace("\\\n", " ").splitlines():
         if not quote and line.lstrip().startswith("#"):
             continue
         current += (" " if quote else "") + line
@@ -146,7 +157,9 @@ def _training_command(words: list[str], where: str) -> list[str]:
         return _training_command(_split(words[words.index("-c") + 1], where), where)
     names = [word.rpartition("/")[2] for word in words]
     first = next((at for at, name in enumerate(names) if name in LAUNCHERS), None)
-    if first is None or not any(word.startswith("--") for word in words[first:]):
+    if first is None or not any(word.startswith("--") or _is_file(word) for word in words[first:]):
+        return []
+    if names[first] in ("axolotl", "llamafactory-cli") and names[first + 1 : first + 2] != ["train"]:
         return []
     if first > 3 and names[0] not in _SCHEDULERS:
         return []
@@ -172,6 +185,8 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
         launcher["visible"] = len(visible.split(","))
     arguments = {f"launcher.{key}": value for key, value in launcher.items()}
     arguments |= _flags(words[start + 1 :])
+    if (file := _run_file(words[start:], arguments)) is not None:
+        arguments[RUN_FILE] = file
     if task := TASKS.get(name.removesuffix("_no_trainer")):
         arguments.setdefault("job.task", task)
     of_factory = set(dialect("llamafactory").known_by) - {"template", "dataset_dir"}
@@ -181,6 +196,17 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
     if name == "sft" and not {"dtype", "torch_dtype"} & set(arguments):
         arguments["job.dtype"] = "float32"  # the default of TRL's `ModelConfig`
     return ("sft" if name == "sft" else "script"), arguments
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
+
+
+def _run_file(words: list[str], arguments: Mapping[str, Any]) -> str | None:
+    """Return the configuration that a command names: a word beside its flags, or TRL's `--config`."""
+    beside = (word for before, word in pairwise(words) if _is_file(word) and not before.startswith("--"))
+    config = arguments.get("config")
+    return next(beside, config if isinstance(config, str) and _is_file(config) else None)
 
 
 def _flags(words: list[str]) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class Dialect:
     """Keys without a counterpart.
 
     `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason. `job`
-    names the job or the method of such a file, if it is another one than those that are predicted.
+    names the job or the method of such a file, if it is another one than those that are predicted. `instead`
+    is the flag that replaces a method.
     """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

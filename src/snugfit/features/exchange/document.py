@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.account import UnsupportedJobError
-from snugfit.features.exchange.command_line import read_shell
+from snugfit.features.exchange.command_line import RUN_FILE, read_shell
 from snugfit.features.exchange.dialect import DIALECTS, dialect, recognise
 from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
 from snugfit.user_files import LARGEST_FILE, load_json, load_yaml, read_text
@@ -88,9 +88,7 @@ def _named_files(document: Document) -> Iterator[Document]:
         name = document.values.get(key)
         if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
             continue
-        folders = document.path.absolute().parents
-        places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
-        path = next((one for one in places if one.is_file()), None)
+        path = _beside(document, name)
         if path is None:
             continue
         if key == "launcher.config_file":
@@ -109,6 +107,25 @@ def _named_files(document: Document) -> Iterator[Document]:
             document.values[key] = values
         else:
             yield Document(path=path, format=FORMATS[path.suffix], dialect="deepspeed", values=values)
+
+
+def _beside(document: Document, name: str) -> Path | None:
+    """Return the file of this name beside a document, or beside one of its folders; None without one."""
+    folders = document.path.absolute().parents
+    places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
+    return next((one for one in places if one.is_file()), None)
+
+
+def _with_run_file(command: Document) -> Document:
+    """Return a command with the configuration that it names. Arguments of the command go first."""
+    name = command.values.get(RUN_FILE)
+    path = _beside(command, name) if isinstance(name, str) else None
+    if path is None:
+        return command
+    run = open_document(path)
+    own = {key: value for key, value in command.values.items() if key not in (RUN_FILE, "config")}
+    dialect_of_run = command.dialect if command.dialect == "sft" else run.dialect
+    return replace(command, dialect=dialect_of_run, values={**run.values, **own})
 
 
 def _other_tool(values: Mapping[str, Any]) -> str | None:
@@ -143,7 +160,7 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
     text = read_text(path, largest=LARGEST_NOTEBOOK if kind == "notebook" else LARGEST_FILE)
     if kind == "shell":
         caller, arguments = read_shell(text, str(path))
-        return Document(path=path, format=kind, dialect=caller, values=arguments)
+        return _with_run_file(Document(path=path, format=kind, dialect=caller, values=arguments))
     if kind in ("python", "notebook"):
         code = code_of_notebook(text, str(path)) if kind == "notebook" else text
         script = read_script(code, str(path), bfloat16=bfloat16)

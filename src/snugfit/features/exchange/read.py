@@ -183,7 +183,8 @@ class _Reader:
         """Translate the keys of one file."""
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
-        unsaid = dialect("script").unsaid if document.format == "shell" else {}
+        of_commands = dialect("script").unsaid if document.format == "shell" else {}
+        unsaid = {key: value for key, value in of_commands.items() if key.startswith("launcher.")}
         given = {**unsaid, **table.unsaid, **written}
         of_script = document.format == "python"
         for key in sorted(given, key=lambda key: f"{key}[]" not in table.becomes):
@@ -209,7 +210,8 @@ class _Reader:
         origin = self.origins["job.model"]
         if "bnb-4bit" not in name.lower():
             says = "of quantized weights only those of bitsandbytes are predicted"
-            self._line(self.refused, *origin, says, job="training on weights of this format")
+            job = "training on weights of this format"
+            self._line(self.refused, *origin, says, instead="model", job=job)
             return
         bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         words = {f"model.quantization_config.{key}": value for key, value in bits.items()}
@@ -442,7 +444,9 @@ class _Reader:
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
             unsure = ". Its value is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
-            self._line(self.refused, name, given, says, job=refusal.get("job", ""))
+            job = refusal.get("job", "")
+            instead = refusal.get("instead", "" if job else "recipe")
+            self._line(self.refused, name, given, says, instead=instead, job=job)
         elif reason := table.reason_to_ignore(key):
             self._line(self.ignored, name, given, reason)
         elif refusal is None:

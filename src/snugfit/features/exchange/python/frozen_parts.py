@@ -31,8 +31,8 @@ class FrozenParts:
 
     freezes: list[str] = field(default_factory=list)
     trains: list[str] = field(default_factory=list)
-    whole: bool = False
-    """True if the whole model froze first."""
+    whole: list[tuple[int, str]] = field(default_factory=list)
+    """Line and text of the statement by which the whole model froze first; empty without one."""
 
     def add(self, event: ForeignCall | Assignment, trains: bool) -> bool:
         """Add a statement. Return False if its part is not known, or if it overrides an earlier one."""
@@ -47,12 +47,17 @@ class FrozenParts:
         if words is None:
             return False
         if not trains and words == [""] and not self.freezes and not self.trains:
-            self.whole = True
+            self.whole.append((event.line, event.text))
             return True
         if trains and not self.whole and self.freezes:
             return False
         (self.trains if trains else self.freezes).extend(words)
         return "" not in words and not (self.whole and not trains)
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Return True if the whole model froze and nothing was released again."""
+        return bool(self.whole) and not self.trains
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `frozen`; empty if all parameters train."""

@@ -127,6 +127,7 @@ class _Meaning:
         self.last: ForeignCall | None = None
         self.read_events: set[int] = set()
         self.frozen = FrozenParts()
+        self.model: ForeignCall | None = None
 
     def read(self) -> Script:
         every = [call for call in self.calls if kind_of(call) == TRAINER]
@@ -148,7 +149,7 @@ class _Meaning:
         else:
             script.dialect = "loop"
         self.events = _before_training(self.done, self.last)
-        model = self._model(trainer)
+        self.model = model = self._model(trainer)
         if model is None:
             self._refuse_other_model()
         if script.dialect == "loop" and not self._is_loop(model):
@@ -160,6 +161,9 @@ class _Meaning:
         for event in self.events:
             self._read_event(event)
         script.arguments |= self.frozen.settings()
+        if self.frozen.trains_nothing:
+            line, text = self.frozen.whole[0]
+            script.refused.append((line, text, "all parameters are frozen here, and which train is not read"))
         self._of_loop()
         self._casts()
         self._gpus()
@@ -417,7 +421,7 @@ class _Meaning:
         dtypes = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
         return {"job.dtype": dtypes[call.name]}
 
-    def _of_freezing(self, call: ForeignCall) -> dict[str, Any]:
+    def _of_freezing(self, call: ForeignCall) -> dict[str, Any] | None:
         trains = call.name not in FREEZING
         return self._freeze(call, [*call.positional, call.named.get("requires_grad", trains)][0])
 
@@ -472,11 +476,15 @@ class _Meaning:
         dtypes = [one for one in values if isinstance(one, str) and one in DTYPES]
         return {"job.dtype": dtypes[0]} if dtypes else {}
 
-    def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any]:
+    def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any] | None:
         """Read a statement that freezes parameters, unless adapters are trained instead.
 
         Refuse one whose parameters are not known.
         """
+        target = event.target if isinstance(event, Assignment) else event.function
+        makers = [call for call in calls_in(target) if _makes_model(call)]
+        if makers and self.model is not None and makers[-1] is not self.model:
+            return None  # another model, such as a teacher
         if any(call.name == "LoraConfig" for call in self.calls):
             return {}
         if isinstance(value, Unknown | ForeignCall):  # `parameter.requires_grad = "classifier" in name`

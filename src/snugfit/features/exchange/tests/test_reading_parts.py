@@ -99,6 +99,85 @@ def test_parts_that_a_script_computes_are_refused(lines: list[str]) -> None:
     assert "frozen(parts=...)" in why
 
 
+def test_a_frozen_teacher_is_not_the_model_that_trains() -> None:
+    teacher = "teacher = AutoModelForSequenceClassification.from_pretrained('bert-large-uncased')"
+    done = read_script(
+        script(teacher, "for w in teacher.parameters():", "    w.requires_grad = False"), "t.py"
+    )
+    assert not any(key.startswith("frozen") for key in done.arguments)
+    assert [line for line, _ in done.unread] == [5]
+    ((_, _, why),) = read_script(script("net.requires_grad_(False)"), "t.py").refused
+    assert "all parameters are frozen" in why
+
+
+def test_peft_prepares_weights_of_8_bits_with_checkpointing(tmp_path: Path) -> None:
+    text = script(
+        "from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training",
+        "from transformers import BitsAndBytesConfig",
+        "eight = BitsAndBytesConfig(load_in_8bit=True)",
+        "net = AutoModelForSequenceClassification.from_pretrained('a/b', quantization_config=eight)",
+        "net = get_peft_model(prepare_model_for_kbit_training(net), LoraConfig(r=4))",
+    )
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    assert recipe(read_arguments(file)) == "qlora(r=4, bits=8) + every_layer + adamw_fused"
+
+
+def test_a_model_that_the_trainer_loads_is_not_one_that_is_loaded_later() -> None:
+    text = (
+        "from transformers import AutoModelForCausalLM\nfrom trl import SFTConfig, SFTTrainer\n"
+        "SFTTrainer('a/b', SFTConfig('out', model_init_kwargs={'dtype': 'bfloat16'})).train()\n"
+        "base = AutoModelForCausalLM.from_pretrained('c/d', dtype='float16')"
+    )
+    done = read_script(text, "train.py")
+    assert done.arguments["job.model"] == "a/b"
+    assert "model.dtype" not in done.arguments
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("import timm\nmodel = timm.create_model('x')", "timm makes this model"),
+        (
+            "from transformers import InformerForPrediction\nmodel = InformerForPrediction(c)",
+            "has no task here",
+        ),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_name(lines: str, message: str) -> None:
+    text = f"from accelerate import Accelerator\n{lines}\nmodel = Accelerator().prepare(model)\nmodel.train()"
+    with pytest.raises(UnsupportedJobError, match=message):
+        read_script(text, "train.py")
+
+
+def test_a_model_made_from_a_config_has_its_task_and_changed_sizes() -> None:
+    text = script().replace("AutoModelForSequenceClassification, ", "GPT2LMHeadModel, AutoConfig, ")
+    made = "net = GPT2LMHeadModel(AutoConfig.from_pretrained('gpt2', vocab_size=100, n_layer=3))"
+    lines = [made if line.startswith("net =") else line for line in text.splitlines()]
+    done = read_script("\n".join(lines), "train.py")
+    facts = {key: done.arguments[f"job.{key}"] for key in ("model", "task", "vocab_size", "dtype")}
+    assert facts == {"model": "gpt2", "task": "causal-lm", "vocab_size": "100", "dtype": "float32"}
+    assert [text for _, text in done.unread] == ["n_layer=3 in the config"]
+
+
+@pytest.mark.parametrize("more", [{"infer_backend": "vllm"}, {"do_predict": True}, {"image_max_pixels": 9}])
+def test_a_file_that_trains_nothing_known_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedJobError):
+        read(tmp_path, FACTORY | more).refuse()
+    assert not read(tmp_path, FACTORY | {"do_train": True, "do_predict": False}).refused
+
+
+def test_names_of_quantized_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedJobError, match="weights of this format"):
+        read(tmp_path, FACTORY | {"model_name_or_path": "org/model-AWQ"}).refuse()
+
+
+def test_a_shell_file_may_end_in_a_continuation(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text("python train.py --model_name_or_path a/b \\\n  --bf16 \\")
+    assert read_arguments(file).settings["model"] == "a/b"
+
+
 def test_a_script_resizes_its_embeddings() -> None:
     line = "net.resize_token_embeddings({})"
     for given, rows in (("40000", "40000"), ("40000, pad_to_multiple_of=64", "40000"), ("9, 8", None)):
@@ -176,6 +255,13 @@ def test_an_unsupported_job_is_one_line_that_no_flag_replaces(
     assert "\n" not in str(caught.value)
 
 
+def test_a_recipe_replaces_an_unsupported_method(tmp_path: Path) -> None:
+    reading = read(tmp_path, AXOLOTL | {"flash_attn_fuse_mlp": True})
+    with pytest.raises(UnsupportedJobError, match="--recipe replaces it"):
+        reading.refuse()
+    reading.refuse(otherwise={"recipe"})
+
+
 def test_frozen_parts_beside_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"unfrozen_parameters.*adapters freeze all other weights"):
         read(tmp_path, AXOLOTL | ADAPTERS | {"unfrozen_parameters": ["^x.*"]}).refuse()
@@ -206,3 +292,39 @@ def test_the_rows_of_an_embedding_are_an_option(capsys: pytest.CaptureFixture[st
     assert sizes == [30522, 30528, 40000]
     assert run([*words, "--vocab-size", "many"]) == 2
     assert "x64 for a multiple" in capsys.readouterr().err
+    for command in (
+        ["export", "bf16", *words[1:-1], "--to", "hf"],
+        ["train", *words[1:-1], "--dataset", "x"],
+    ):
+        assert run([*command, "--vocab-size", "x64"]) == 2
+        assert "Resize the" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "axolotl train run.yaml",
+        "accelerate launch --num_processes 1 -m axolotl.cli.train run.yaml --debug false",
+    ],
+)
+def test_a_command_that_names_a_configuration_reads_it(command: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(AXOLOTL | ADAPTERS))
+    file = tmp_path / "start.sh"
+    file.write_text(f"{command}\n")
+    reading = read_arguments(file)
+    assert (reading.settings["model"], reading.settings["batch_size"]) == ("org/model", 2)
+    assert recipe(reading).startswith("lora(targets=q_proj) + ")
+    (tmp_path / "run.yaml").unlink()
+    assert "launcher.run_file" in [line.key for line in read_arguments(file).refused]
+    file.write_text("axolotl preprocess run.yaml\ntrl grpo --config run.yaml\n")
+    with pytest.raises(UnsupportedJobError, match="not trl grpo"):
+        read_arguments(file)
+
+
+def test_a_command_of_trl_goes_before_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: a/b\nmax_length: 64\nlearning_rate: 0.1\n")
+    file = tmp_path / "start.sh"
+    file.write_text("trl sft --config sft.yaml --max_length 32 --per_device_train_batch_size 2")
+    settings = read_arguments(file).settings
+    assert (settings["model"], settings["sequence_length"], settings["batch_size"]) == ("a/b", 32, 2)
+    assert "every_layer" in settings["recipe"]
