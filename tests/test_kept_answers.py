@@ -80,7 +80,7 @@ def test_another_document_is_no_prediction(document: dict[str, Any]) -> None:
             ["--recipe", "bf16", "--operators"],
             ["--compare", "bf16", "--json"],
             ["--recipe", "bf16 + auto"],
-            ["--memory", "700MiB"],
+            ["--memory", "700MiB", "--no-ways-out"],
             ["--largest", "batch", "--memory", "1GiB"],
             ["--recipe", "bf16"],
             ["--json"],

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snugfit.frontends.launch import COMMAND_LINE
 
 from made_up import EVIL, measurement, prediction, timed, timing
 from snugfit.cli.arguments import check_pictures, write_pictures
 from snugfit.comparison.compare import Comparison, compare
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
+from snugfit.frontends.one_of_several import COMMAND_LINE
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Plan

@@ -298,7 +298,7 @@ def write_pictures(html: Path | None, plot: Path | None, result: object, *, open
     """Draw the answer into the requested page and plot, if any, and open the page for `open_page`."""
     if html is None and plot is None and not open_page:
         return
-    from snugfit.frontends.launch import COMMAND_LINE
+    from snugfit.frontends.one_of_several import COMMAND_LINE
     from snugfit.report.pictures import draw_plot, write_page
 
     if html is None and open_page:

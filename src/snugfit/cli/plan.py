@@ -21,7 +21,6 @@ from snugfit.errors import NothingFits, UsageError
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
     from snugfit.planning.several_gpus.plan import SeveralGpusPlan
-    from snugfit.report.text.page import Page
 
 RUN = "The run"
 
@@ -129,14 +128,13 @@ def plan(
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
-    from snugfit.report.text.page import print_as
-
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
         alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html, "open": open}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
-        return _print_several(replace(several, price_per_hour=price), form, details=details, quiet=quiet)
+        several = replace(several, price_per_hour=price, doubts=(*several.doubts, *request.doubts))
+        return _print_several(several, form, details=details, quiet=quiet)
     request = _check(request, verify, price)
     asked = {
         "fidelity": fidelity,
@@ -148,30 +146,41 @@ def plan(
         "headroom": request.headroom,
         "whole_front": everything,
     }
-    chosen = _plan(request, asked, workers, fresh=fresh)
-    chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
-    chosen = chosen if no_ways_out else with_ways_out_of_plan(chosen, fresh=fresh)
+    chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not no_ways_out)
     given.write_pictures(html, plot, chosen, open_page=open)
-    if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
-        page = _page(request, chosen, details=details, everything=everything)
-        print_as(form, chosen.to_json(), page, quiet=quiet)
-    if more_follows and lengths:
-        of_lengths.show_planned(request, chosen, form, fresh=fresh)
-    elif more_follows:
-        verify_plan(chosen, form, peers=not no_peers)
+    more_follows = bool(chosen.fits and (lengths or verify))
+    if not more_follows or form != "json":
+        _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
+    if more_follows:
+        _follow_up(request, chosen, form, lengths=bool(lengths), peers=not no_peers, fresh=fresh)
     given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _page(request: Request, chosen: Plan, *, details: bool, everything: bool) -> Page:
-    """Return the short answer, or the whole report for `details` and `everything`."""
+def _follow_up(
+    request: Request, chosen: Plan, form: given.Format, *, lengths: bool, peers: bool, fresh: bool
+) -> None:
+    """Print the ways of padding under the best recipe, or else measure the best recipes here."""
+    if lengths:
+        of_lengths.show_planned(request, chosen, form, fresh=fresh)
+    else:
+        verify_plan(chosen, form, peers=peers)
+
+
+def _print(
+    request: Request, chosen: Plan, form: given.Format, *, details: bool, everything: bool, quiet: bool
+) -> None:
+    """Print the short answer, or the whole report for `details` and `everything`."""
     from snugfit.report.plan import plan as report
     from snugfit.report.plan import short
+    from snugfit.report.text.page import print_as
 
     own = request.configuration
     if details or everything:
-        return report.render(chosen, everything=everything, configuration=own)
-    return short.render(chosen, configuration=own)
+        page = report.render(chosen, everything=everything, configuration=own)
+    else:
+        page = short.render(chosen, configuration=own)
+    print_as(form, chosen.to_json(), page, quiet=quiet)
 
 
 def _check(request: Request, verify: int | None, price: float | None) -> Request:
@@ -203,11 +212,13 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
     return request
 
 
-def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
-    """Return the plan, from the cache or from a search."""
+def _plan(
+    request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool, ways_out: bool
+) -> Plan:
+    """Return the plan, from the cache or from a search; with `ways_out` where nothing fits."""
     from snugfit.cli.plan_cache import plan as remembered
 
-    return remembered(
+    chosen = remembered(
         request.job,
         fresh=fresh,
         gpu=request.gpu,
@@ -216,6 +227,8 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
         start=request.recipe if request.configuration else None,
         **asked,
     )
+    chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
+    return with_ways_out_of_plan(chosen, fresh=fresh) if ways_out else chosen
 
 
 # ---- several GPUs that train together ----------------------------------------------------------------------
