@@ -219,7 +219,7 @@ def _job_arguments(
 
 
 def show_version(asked: bool) -> None:
-    """Print the version and end the command, if that was asked."""
+    """Print the version and end the command, if requested."""
     if asked:
         from snugfit.versions import __version__
 

@@ -24,14 +24,14 @@ RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
 
 BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
 
-NOT_SAID = "how many processes share the training is said by whoever starts them: say it with --gpus"
-COMPUTED = "it is known only when the processes start: say it with --gpus"
-ONE_PROCESS = "one process has nobody to share with: leave it out, or say how many there are with --gpus"
+NOT_SAID = "the launcher decides the number of processes. Add --gpus N"
+COMPUTED = "its value is computed when the processes start. Add --gpus N"
+ONE_PROCESS = "it needs several processes. Leave it out, or add --gpus N"
 OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
 """Refusals that no longer apply when the user sets the number."""
 
 NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
-IN_THE_CONFIG = "how its processes share the work says the file of accelerate launch: give that file instead"
+IN_THE_CONFIG = "the file of accelerate launch decides the sharding. Give that file instead"
 OWN_BUCKETS = (
     "on several GPUs accelerate leaves DeepSpeed its own buckets, of half a billion elements each, which are "
     "not predicted. Give a DeepSpeed file with sizes of auto instead (deepspeed_config_file)"

@@ -1,4 +1,4 @@
-"""Parts of files that say what trains: frozen parts, targets of adapters, resized embeddings."""
+"""Trained parts in files: frozen parts, targets of adapters, resized embeddings."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _refuse_unknown(
         asked.append("a mask of its own")
     if asked:
         raise RecipeError(
-            f"{name} asks {PADDING_FREE} for {', '.join(asked)}, which it does not have. Take 'sdpa'."
+            f"{name} needs {', '.join(asked)}, which {PADDING_FREE} does not have. Try 'sdpa'."
         )
 
 
