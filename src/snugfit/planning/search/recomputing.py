@@ -86,7 +86,9 @@ class RecomputingKinds:
         """Kinds of passes that were rehearsed."""
         self._least_known: dict[int, OnGpus] = {}
         """Cached lower bounds of waiting candidates by the current results."""
-        self._by = defaultdict[int, set[int]](set)
+        self._bounded_by: dict[int, set[int | None]] = {}
+        """Cached candidates on which the bounds of each waiting candidate depend."""
+        self._by = defaultdict[int | None, set[int]](set)
         """Candidates whose cached bounds depend on the key."""
         self._dominated = set[int]()
         """Candidates that cannot matter for the rest of this search."""
@@ -357,16 +359,17 @@ class RecomputingKinds:
     def _least(self, number: int) -> OnGpus:
         """Return the known lower bounds of a waiting candidate, cached, since each round reads them several
         times."""
-        if number not in self._least_known:
-            bases = self._without[number], self._whole.get(number), self._full.get(number)
-            sizes = self._sizes.smaller(number)
-            for other in (*bases, *sizes, *self._lowered.bounded_by(number)):
-                if other is not None:
-                    self._by[other].add(number)
-            if (none := self._without_checkpoints(number)) is not None:
-                self._by[none].add(number)
-            self._least_known[number] = self._least_of(number)
-        return self._least_known[number]
+        least = self._least_known.get(number)
+        if least is None:
+            if number not in self._bounded_by:
+                bases = self._without[number], self._whole.get(number), self._full.get(number)
+                sizes, lowered = self._sizes.smaller(number), self._lowered.bounded_by(number)
+                bounding = {*bases, *sizes, *lowered, self._without_checkpoints(number)}
+                self._bounded_by[number] = bounding - {None}
+            for other in self._bounded_by[number]:
+                self._by[other].add(number)
+            least = self._least_known[number] = self._least_of(number)
+        return least
 
     def _without_checkpoints(self, number: int) -> int | None:
         """Return the same candidate without recomputing; logits in chunks stay so."""
