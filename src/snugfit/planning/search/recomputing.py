@@ -125,16 +125,27 @@ class RecomputingKinds:
         for state in states:
             state.screen_these = self.screen_these
 
-    def screen(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool = True) -> list[int]:
+    def screen(
+        self,
+        is_needed: Callable[[int, OnGpus], bool],
+        *,
+        twins: bool = True,
+        among: Collection[int] | None = None,
+    ) -> list[int]:
         """Screen the kinds of which a candidate `is_needed` by its lower bounds on each GPU. Return the
         screened candidates.
 
-        Without `twins`, kinds that are no better than another are skipped.
+        Without `twins`, kinds that are no better than another are skipped. Only candidates `among` these are
+        needed, if given.
         """
+
+        def may_be_needed(number: int) -> bool:
+            return (among is None or number in among) and is_needed(number, self._least(number))
+
         needed = {
             kind: numbers
             for kind in self.waiting
-            if (numbers := self._needed_of(kind, lambda n: is_needed(n, self._least(n)), twins=twins))
+            if (numbers := self._needed_of(kind, may_be_needed, twins=twins))
         }
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
         kinds = [kind for kind in kinds if not self._is_lowered_saving(needed[kind][0])] or kinds
@@ -353,8 +364,7 @@ class RecomputingKinds:
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
         """Screen the kinds of these candidates if they are needed by their known lower bounds."""
-        asked = set(numbers)
-        self.screen(lambda number, least: number in asked and is_needed(least[0]))
+        self.screen(lambda number, least: is_needed(least[0]), among=set(numbers))
 
     def _least(self, number: int) -> OnGpus:
         """Return the known lower bounds of a waiting candidate, cached, since each round reads them several
