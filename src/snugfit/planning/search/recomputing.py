@@ -476,7 +476,7 @@ class RecomputingKinds:
     def _saves_nothing(self, number: int) -> bool:
         """Return whether the peak is in a layer or in the update. Chunks of logits then only complicate the
         recipe."""
-        return all(
+        return number in self._whole and all(
             0 < bound.needed_bytes * (1 - MEMORY_RESOLUTION) <= bound.layers_bytes
             for bound in self._bounds_of_whole(number)
         )
