@@ -65,6 +65,7 @@ class CompiledKinds(LoweredKinds):
     def __init__(self, *asked: Any, **how: Any) -> None:
         super().__init__(*asked, **how)
         self._bounds: Mapping[int, Bound] = self.states[0].bounds
+        self._budgets = {n for n, one in enumerate(self.space.candidates) if one.setup.has_budget}
         self._uncompiled: dict[int, _Counterparts] = {}
         self._fewer: dict[int, list[int]] = {}
         """Numbers of the same candidates with fewer micro-batches, by candidate."""
@@ -149,7 +150,7 @@ class CompiledKinds(LoweredKinds):
 
     def saved_share(self, number: int) -> float:
         """Return the share that a budget may save, or that of other recomputing."""
-        return BUDGET_SHARE if self.space.candidates[number].setup.has_budget else CACHE_SHARE
+        return BUDGET_SHARE if number in self._budgets else CACHE_SHARE
 
     def is_idle(self, number: int) -> bool:
         """Return whether this candidate has a budget without need: the same without one fits on each GPU.
@@ -157,9 +158,10 @@ class CompiledKinds(LoweredKinds):
         The user's own budget is always included.
         """
         # A budget is a program of its own for each size: 49 CPU seconds of a plan became 113 (Llama-3.2-1B).
-        candidate, start = self.space.candidates[number], self.space.fixed.start
-        own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]
-        if self.everywhere or own or not candidate.setup.has_budget:
+        if self.everywhere or number not in self._budgets:
+            return False
+        recipe, start = self.space.candidates[number].recipe, self.space.fixed.start
+        if start is not None and start[Slot.CHECKPOINTING] == recipe[Slot.CHECKPOINTING]:
             return False
         if (without := self._without(number)) is None:
             return False

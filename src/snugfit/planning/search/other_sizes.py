@@ -48,12 +48,9 @@ class OtherSizes:
 
     def smaller(self, number: int) -> list[int]:
         """Return the same candidates with smaller micro-batches, the largest first."""
-        if number not in self._smaller:
-            pieces = {one: self.pieces(one) for one in self.space.variants(number, Slot.BATCHING)}
-            own = self.pieces(number)
-            self._smaller[number] = sorted(
-                (one for one in pieces if pieces[one] > own), key=pieces.__getitem__
-            )
+        if number not in self._smaller:  # one search serves all sizes
+            sizes = sorted((number, *self.space.variants(number, Slot.BATCHING)), key=self.pieces)
+            self._smaller |= {one: sizes[index:] for index, one in enumerate(sizes, start=1)}
         return self._smaller[number]
 
     def pieces(self, number: int) -> int:

@@ -86,7 +86,9 @@ class RecomputingKinds:
         """Kinds of passes that were rehearsed."""
         self._least_known: dict[int, OnGpus] = {}
         """Cached lower bounds of waiting candidates by the current results."""
-        self._by = defaultdict[int, set[int]](set)
+        self._bounded_by: dict[int, set[int | None]] = {}
+        """Cached candidates on which the bounds of each waiting candidate depend."""
+        self._by = defaultdict[int | None, set[int]](set)
         """Candidates whose cached bounds depend on the key."""
         self._dominated = set[int]()
         """Candidates that cannot matter for the rest of this search."""
@@ -123,16 +125,27 @@ class RecomputingKinds:
         for state in states:
             state.screen_these = self.screen_these
 
-    def screen(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool = True) -> list[int]:
+    def screen(
+        self,
+        is_needed: Callable[[int, OnGpus], bool],
+        *,
+        twins: bool = True,
+        among: Collection[int] | None = None,
+    ) -> list[int]:
         """Screen the kinds of which a candidate `is_needed` by its lower bounds on each GPU. Return the
         screened candidates.
 
-        Without `twins`, kinds that are no better than another are skipped.
+        Without `twins`, kinds that are no better than another are skipped. Only candidates `among` these are
+        needed, if given.
         """
+
+        def may_be_needed(number: int) -> bool:
+            return (among is None or number in among) and is_needed(number, self._least(number))
+
         needed = {
             kind: numbers
             for kind in self.waiting
-            if (numbers := self._needed_of(kind, lambda n: is_needed(n, self._least(n)), twins=twins))
+            if (numbers := self._needed_of(kind, may_be_needed, twins=twins))
         }
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
         kinds = [kind for kind in kinds if not self._is_lowered_saving(needed[kind][0])] or kinds
@@ -351,22 +364,22 @@ class RecomputingKinds:
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
         """Screen the kinds of these candidates if they are needed by their known lower bounds."""
-        asked = set(numbers)
-        self.screen(lambda number, least: number in asked and is_needed(least[0]))
+        self.screen(lambda number, least: is_needed(least[0]), among=set(numbers))
 
     def _least(self, number: int) -> OnGpus:
         """Return the known lower bounds of a waiting candidate, cached, since each round reads them several
         times."""
-        if number not in self._least_known:
-            bases = self._without[number], self._whole.get(number), self._full.get(number)
-            sizes = self._sizes.smaller(number)
-            for other in (*bases, *sizes, *self._lowered.bounded_by(number)):
-                if other is not None:
-                    self._by[other].add(number)
-            if (none := self._without_checkpoints(number)) is not None:
-                self._by[none].add(number)
-            self._least_known[number] = self._least_of(number)
-        return self._least_known[number]
+        least = self._least_known.get(number)
+        if least is None:
+            if number not in self._bounded_by:
+                bases = self._without[number], self._whole.get(number), self._full.get(number)
+                sizes, lowered = self._sizes.smaller(number), self._lowered.bounded_by(number)
+                bounding = {*bases, *sizes, *lowered, self._without_checkpoints(number)}
+                self._bounded_by[number] = bounding - {None}
+            for other in self._bounded_by[number]:
+                self._by[other].add(number)
+            least = self._least_known[number] = self._least_of(number)
+        return least
 
     def _without_checkpoints(self, number: int) -> int | None:
         """Return the same candidate without recomputing; logits in chunks stay so."""
@@ -463,7 +476,7 @@ class RecomputingKinds:
     def _saves_nothing(self, number: int) -> bool:
         """Return whether the peak is in a layer or in the update. Chunks of logits then only complicate the
         recipe."""
-        return all(
+        return number in self._whole and all(
             0 < bound.needed_bytes * (1 - MEMORY_RESOLUTION) <= bound.layers_bytes
             for bound in self._bounds_of_whole(number)
         )

@@ -111,9 +111,7 @@ def _refuse_unknown(
     if mask is not None:
         asked.append("a mask of its own")
     if asked:
-        raise RecipeError(
-            f"{name} needs {', '.join(asked)}, which {PADDING_FREE} does not have. Try 'sdpa'."
-        )
+        raise RecipeError(f"{name} needs {', '.join(asked)}, which {PADDING_FREE} does not have. Try 'sdpa'.")
 
 
 def _one_by_one(
