@@ -47,8 +47,8 @@ class Quantized(Feature):
         if wish is None or wish.bits != 8:
             return ()
         return (
-            "Steps with weights in 8 bits were never measured: their bytes and seconds are those of "
-            "bitsandbytes' code on shapes, without columns of outliers.",
+            "One step with weights in 8 bits was measured, on an H200: 1.2 % more bytes, all in columns of "
+            "outliers, whose number depends on the data. It took 1.8 times the predicted seconds.",
         )
 
     def packed_dtype(self, tensor: Any) -> str:
