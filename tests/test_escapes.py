@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from small_runs import bert_job, rows
 from snugfit.cli.main import run
+from snugfit.cli.streams import SIMILAR, StandardOutput
 from snugfit.errors import SnugfitError, UsageError, escape_controls
 from snugfit.frontends.trainer.fit import say
+from snugfit.report.text.terminal import show_json
 from snugfit.report.watching import Watching
 from snugfit.training.options import TrainOptions
 from snugfit.training.run.dataset import data_of
@@ -57,3 +61,17 @@ def test_a_closed_terminal_ends_no_run() -> None:
             raise OSError(5, "Input/output error")
 
     Watching(1, out=Closed(), bar=False)({"event": "note", "text": "goes on"})
+
+
+def test_an_encoding_without_a_letter_gets_a_similar_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    narrow = StandardOutput(raw, encoding="ascii", errors=SIMILAR)
+    narrow.write("4 × 512 → 128 · 中 ─┼│ ▁█\udcff\n")
+    narrow.flush()
+    assert raw.getvalue() == b"4 x 512 -> 128 - \\u4e2d --| ##\\udcff\n"
+    raw.truncate(0)
+    raw.seek(0)
+    monkeypatch.setattr(sys, "stdout", narrow)
+    show_json({"name": "4 × 中"})
+    narrow.flush()
+    assert json.loads(raw.getvalue()) == {"name": "4 × 中"}

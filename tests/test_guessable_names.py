@@ -55,6 +55,8 @@ def test_a_guessed_technique_gets_at_most_three_names(recipe: str, names: str) -
     ("arguments", "says"),
     [
         (["predict", "gpt2", "--context", "512"], "--sequence-length"),
+        (["predict", "gpt2", "--seq", "512"], "--sequence-length"),
+        (["predict", "gpt2", "--gpu", "24 GB"], "--memory 24GiB"),
         (["train", "gpt2", "--data", "x.json"], "--dataset"),
         (["estimate-memory", "gpt2"], "snugfit predict MODEL"),
         (["predict", "gpt2", "--gpu", "2x h100", "--gpus", "4"], "contradict"),

@@ -19,11 +19,13 @@ from snugfit.prediction.predict import predict
 from snugfit.report import compare, short
 from snugfit.report import measurement as measured
 from snugfit.report import prediction as whole
+from snugfit.report.headlines import of_prediction
 from snugfit.report.items import item_name, items_at_peak
 from snugfit.report.plan import short as short_plan
 from snugfit.report.text.answer import show_fit
 from snugfit.report.text.terminal import as_text
 from snugfit.results.prediction import Prediction, TensorLine
+from snugfit.results.ways_out import WaysOut
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 from test_plan_command import choice, made_up
@@ -107,8 +109,25 @@ def test_the_first_line_has_its_conditions() -> None:
     assert "Plan one that fits: snugfit plan bert-large-uncased" in limited
     assert "--gpu v100-sxm2-16 --memory 4096MiB" in limited
     assert "add --gpu NAME" in short.verdict(prediction(gpu=None, memory_bytes=None)).text
+    unnamed = prediction(20 * GIB, gpu=None, memory_bytes=8 * GIB, gpus=2)
+    assert "4 × 512, 2 GPUs: does not fit" in short.verdict(unnamed).text
+    assert "2 GPUs without a name" in as_text(whole.render(unnamed))
+    assert of_prediction(unnamed).title.startswith("bert-large-uncased does not fit on each of 2 GPUs: ")
     lora = short.verdict(prediction(recipe=Recipe.parse("lora(r=8)"))).text
     assert lora.startswith("bert-large-uncased, LoRA r=8, 4 × 512, ")
+
+
+def test_the_command_of_a_plan_has_the_whole_job() -> None:
+    unusual = replace(
+        job(), model=job().model.with_vocabulary(99), padding=0.5, decay_groups=True, routing="worst"
+    )
+    one = prediction(20 * GIB, job=unusual, gpus=2)
+    for page in (short.render(one), whole.render(replace(one, ways_out=WaysOut()))):
+        text = " ".join(as_text(page, width=300).split())
+        assert "--padding 0.5 --vocab-size 99 --set decay_groups=True --routing worst --gpu v100-sx" in text
+        assert "--gpus 2" in text
+    evaluation = replace(one, job=replace(job(), phase=Phase.EVALUATE))
+    assert "snugfit plan" not in as_text(short.render(evaluation)), "a plan is for training"
 
 
 def test_sizes_that_differ_never_look_alike() -> None:

@@ -216,6 +216,8 @@ def _similar_options(given: str, context: Any) -> list[str]:
     options = [text[2:] for one in parameters if not one.hidden for text in one.opts if text.startswith("--")]
     if near := nearest(name, options):
         return [f"--{option}" for option in near]
+    if begun := [option for option in options if option.startswith(name)]:
+        return [f"--{option}" for option in begun]
     words = {word for option in options for word in option.split("-") if len(word) >= SHORTEST_WORD}
     if likely := nearest(name, words, count=1):
         return [f"--{option}" for option in options if likely[0] in option.split("-")]

@@ -9,10 +9,13 @@ the process opens would get its number, and messages would be written into it.
 
 DeepSpeed logs to stdout. accelerate and the HF Trainer import it where it is installed. Its messages would
 precede an answer and break its JSON, so they go to stderr.
+
+An encoding without the letters of a report (`LC_ALL=C`) gets similar ones: `4 x 512` for `4 × 512`.
 """
 
 from __future__ import annotations
 
+import codecs
 import io
 import logging
 import os
@@ -20,6 +23,31 @@ import sys
 from typing import TextIO
 
 from snugfit.errors import SnugfitError, escape_controls
+
+SIMILAR_LETTERS = {"×": "x", "→": "->", "·": "-", "–": "-", "—": "-", "…": "...", "’": "'", "µ": "u"}
+"""Replacements of letters that an encoding lacks, apart from those of tables and curves."""
+
+SIMILAR = "snugfit.similar"
+"""Name of the error handler that uses them."""
+
+
+def similar_letters(fault: UnicodeError) -> tuple[str, int]:
+    """Return replacements for letters that cannot be encoded, and the position after them."""
+    if not isinstance(fault, UnicodeEncodeError):
+        raise fault
+    letters = fault.object[fault.start : fault.end]
+    return "".join(map(_similar, letters)), fault.end
+
+
+def _similar(letter: str) -> str:
+    if "\N{BOX DRAWINGS LIGHT HORIZONTAL}" <= letter < "\N{UPPER HALF BLOCK}":
+        return "|" if letter in "│┃║" else "-"
+    if "\N{UPPER HALF BLOCK}" <= letter <= "\N{QUADRANT UPPER RIGHT AND LOWER LEFT AND LOWER RIGHT}":
+        return "#"
+    return SIMILAR_LETTERS.get(letter) or letter.encode("ascii", "backslashreplace").decode()
+
+
+codecs.register_error(SIMILAR, similar_letters)
 
 
 class StandardOutput(io.TextIOWrapper):
@@ -99,17 +127,15 @@ def open_all() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, mode)  # gets the lowest number that is free: this one
-    sys.stdout = _reopen(StandardOutput, 1, sys.stdout, "strict")
-    sys.stderr = _reopen(StandardError, 2, sys.stderr, "backslashreplace")
+    sys.stdout = _reopen(StandardOutput, 1, sys.stdout)
+    sys.stderr = _reopen(StandardError, 2, sys.stderr)
 
 
-def _reopen(
-    kind: type[io.TextIOWrapper], number: int, before: TextIO | None, errors: str
-) -> io.TextIOWrapper:
+def _reopen(kind: type[io.TextIOWrapper], number: int, before: TextIO | None) -> io.TextIOWrapper:
     raw = io.FileIO(number, "w", closefd=False)
     return kind(
         io.BufferedWriter(raw),
         encoding=before.encoding if before else "utf-8",
-        errors=before.errors if before else errors,
+        errors=SIMILAR,
         line_buffering=raw.isatty() or number == 2,
     )

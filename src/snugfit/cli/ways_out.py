@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 def with_ways_out(
     request: Request, predictions: Sequence[Prediction], *, fresh: bool = False
 ) -> list[Prediction]:
-    """Return the predictions; if none of them fits, the first contains its ways out."""
+    """Return the predictions; if none of them fits, the first contains its ways out.
+
+    For several GPUs there are none, and the report names the command of a plan instead.
+    """
     first, *further = predictions
     if any(one.fits is not False for one in predictions):
         return [*predictions]
+    if first.gpus > 1:
+        return [replace(first, ways_out=WaysOut()), *further]
     named = {**{one.slot: one for one in first.recipe if not one.plain}, **request.named}
     return [replace(first, ways_out=_ways_out(first, named, fresh=fresh)), *further]
 

@@ -222,6 +222,11 @@ def find_gpus(text: str) -> list[Gpu]:
             f"{text!r} is a device of this machine, and a prediction is for a model of GPU. snugfit doctor "
             "shows the name of this machine's GPU, such as h200 or 'rtx 4090'."
         )
+    if amount := _MEMORY.fullmatch(text.strip().lower()):
+        raise GpuError(
+            f"{text!r} is an amount of memory, not the name of a GPU. Leave --gpu out and write --memory "
+            f"{amount[1]}GiB (in Python memory_bytes), or name a GPU. snugfit gpus lists all."
+        )
     similar = _nearest(text) or " Names are written like h200, a100-80gb or 'rtx 4090'."
     raise GpuError(f"No GPU {text!r} in the table.{similar} snugfit gpus lists all.")
 

@@ -193,7 +193,9 @@ def _model(job: Job) -> str:
 def _place(gpu: Gpu | None, gpus: int) -> str:
     """Return the GPU in a sentence: `the RTX 4090`, or `each of 2 × H200`."""
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") if gpu else "this memory"
-    return f"each of {gpus} × {name}" if gpus > 1 else f"the {name}" if gpu else name
+    if gpus > 1:
+        return f"each of {gpus} × {name}" if gpu else f"each of {gpus} GPUs"
+    return f"the {name}" if gpu else name
 
 
 def _memory(needed: int, limit: int | None, tone: str, source: str, headroom: int) -> list[Figure]:

@@ -54,7 +54,8 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 def heading(prediction: Prediction) -> Text:
     """Return the job, then loop and GPU on a second line."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
-    where = f"{prediction.gpus} x {where}" if prediction.gpus > 1 else where
+    if prediction.gpus > 1:
+        where = f"{prediction.gpus} x {where}" if prediction.gpu else f"{prediction.gpus} GPUs without a name"
     text = words(job_line(prediction.job), "bold").append("\n")
     text.append(words(f"{prediction.loop} loop · {where}"))
     return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from snugfit.report.items import BOUND_BY, items_at_peak
-from snugfit.report.plan.next_steps import job_words
-from snugfit.report.plan.ways_out import in_short
+from snugfit.report.plan.ways_out import in_short, plan_command
 from snugfit.report.text.answer import (
     SCALED_RATES,
     UNREAD,
@@ -19,7 +18,6 @@ from snugfit.report.text.answer import (
 )
 from snugfit.report.text.facts import LABEL, Facts
 from snugfit.report.text.page import Page, Sentence
-from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
@@ -99,11 +97,8 @@ def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
     if (ways := prediction.ways_out) and (lines := tuple(in_short(ways))):
         yield Facts(lines)
         return
-    job, gpu, memory = prediction.job, prediction.gpu, prediction.memory_bytes
-    if job.trains and job.model.module is None and gpu and memory and prediction.gpus == 1:
-        where = f"--gpu {gpu.key.lower()}"
-        where += "" if memory == gpu.memory_bytes else f" --memory {memory // MIB}MiB"
-        yield Sentence(f"Plan one that fits: snugfit plan {job_words(job)} {where}", "command")
+    if command := plan_command(prediction):
+        yield Sentence(f"Plan one that fits: {command}", "command")
 
 
 def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:

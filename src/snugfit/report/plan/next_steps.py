@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
     from snugfit.techniques.feature import Configuration
 
-BY_FLAG = ("batch_size", "sequence_length", "target_length", "labels", "clip")
+BY_FLAG = ("batch_size", "sequence_length", "target_length", "padding", "labels", "clip")
 """Fields of a job that commands take by flags of these names."""
+
+BY_SET = ("decay_groups", "build_on", "learning_rate")
+"""Fields of a job that commands take as keys of a job file."""
 
 
 def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterator[str]:
@@ -55,5 +58,9 @@ def job_words(job: Job) -> str:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if job.dtype != (job.model.dtype or "float32"):
         words += ["--dtype", job.dtype]
+    words += ["--vocab-size", str(job.model.vocabulary)] if job.model.resized else []
+    for name in BY_SET:
+        if (value := getattr(job, name)) != defaults[name]:
+            words += ["--set", f"{name}={value}"]
     words += [word for plugin in plugin_words() for word in ("--plugin", plugin)]
     return shlex.join(words)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from snugfit.job.gpu import find_gpu
 from snugfit.report.plan.next_steps import job_words
 from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
-from snugfit.units import GIB, show_bytes, show_seconds
+from snugfit.units import MIB, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
@@ -57,7 +57,7 @@ def of_prediction(prediction: Prediction) -> list[str]:
     """Return the sentences of a prediction with ways out; empty for one without."""
     if prediction.ways_out is None:
         return []
-    return list(about_ways_out(prediction.ways_out, _plan_command(prediction)))
+    return list(about_ways_out(prediction.ways_out, plan_command(prediction)))
 
 
 def of_plan(plan: Plan) -> Iterator[str]:
@@ -96,12 +96,17 @@ def _about_larger(larger: LargerGpu) -> str:
     )
 
 
-def _plan_command(prediction: Prediction) -> str:
-    """Return the command of a plan for this job; empty without a GPU, or for a model that only Python has."""
-    if prediction.gpu is None or prediction.job.model.module is not None:
+def plan_command(prediction: Prediction) -> str:
+    """Return the command of a plan for this job; empty for an evaluation, or a model that only Python has."""
+    job, gpu = prediction.job, prediction.gpu
+    if job.model.module is not None or not job.trains:
         return ""
-    words = ["--gpu", shlex.quote(prediction.gpu.key)]
-    if prediction.memory_bytes is not None and prediction.memory_bytes != prediction.gpu.memory_bytes:
-        words += ["--memory", f"{prediction.memory_bytes / GIB:.4g}GiB"]
-    words += ["--fidelity", "learns"] if prediction.gpus == 1 else ["--gpus", f"{prediction.gpus}"]
-    return f"snugfit plan {job_words(prediction.job)} {' '.join(words)}"
+    words = ["--routing", job.routing] if job.routing != "balanced" else []
+    words += ["--gpu", shlex.quote(gpu.key.lower()) if gpu else "NAME"]
+    if prediction.memory_bytes is not None and (gpu is None or prediction.memory_bytes != gpu.memory_bytes):
+        words += ["--memory", f"{prediction.memory_bytes // MIB}MiB"]
+    if prediction.gpus > 1:
+        words += ["--gpus", f"{prediction.gpus}"]
+    elif prediction.ways_out is not None:  # nothing else fits
+        words += ["--fidelity", "learns"]
+    return f"snugfit plan {job_words(job)} {' '.join(words)}"

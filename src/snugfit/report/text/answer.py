@@ -31,7 +31,8 @@ def subject(job: Job, recipe: Recipe | None, where: Gpu | str | None, gpus: int 
     """
     name = where if isinstance(where, str) else where.name if where else ""
     card = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    card = f"{gpus} x {card}" if gpus > 1 else card
+    if gpus > 1:
+        card = f"{gpus} x {card}" if card else f"{gpus} GPUs"
     model = job.model.name.rpartition("/")[2]
     batch = sizes(job) if has_sequence(job.task) else f"batch {sizes(job)}"
     return ", ".join(filter(None, (model, trained_weights(job, recipe) if recipe else "", batch, card)))
