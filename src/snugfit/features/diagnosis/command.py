@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 LARGEST_INPUT = 256 << 20
 """Bytes of the largest log or snapshot that is read."""
 
+COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""First bytes of gzip, zip, bzip2, xz and zstd."""
+
 Log = Annotated[
     str | None,
     typer.Argument(
@@ -108,7 +111,7 @@ def _content(log: str | None) -> tuple[bytes, str]:
             raise UsageError(f"stdin: more than {LARGEST_INPUT:,} bytes.{hint}")
     if not content.strip():
         raise UsageError(f"{where}: empty. Give the text of the error, with the lines before it.")
-    if content[:2] in (b"\x1f\x8b", b"PK"):
+    if content.startswith(COMPRESSED):
         raise UsageError(f"{where}: a compressed file. Unpack it first, such as with gunzip.")
     return content, where
 

@@ -29,10 +29,13 @@ def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | N
 
 
 def decode(content: bytes) -> str:
-    """Return the text of a log: UTF-8, or UTF-16 as PowerShell writes it. Other bytes are replaced."""
+    """Return the text of a log: UTF-8, or UTF-16 as PowerShell writes it. Other bytes are replaced.
+
+    Windows appends UTF-16 without its mark, which is ASCII with zero bytes.
+    """
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return content.decode("utf-16", errors="replace")
-    return content.decode("utf-8-sig", errors="replace")
+    return content.replace(b"\0", b"").decode("utf-8-sig", errors="replace")
 
 
 def _of_log(error: LoggedError) -> tuple[Diagnosis, tuple[int, int] | None]:

@@ -43,7 +43,8 @@ KILLED_BYTES = re.compile(r"anon-rss:(\d+)kB")
 SIGNS = (
     _sign(
         ("out of memory", "exceed allowed memory"),
-        r"(?:CUDA|HIP|XPU|MPS backend) out of memory|would exceed allowed memory",
+        r"(?:CUDA|HIP|XPU|MPS backend) out of memory(?! (?:errors?|exceptions?|issues?|problems?)\b)"
+        r"|would exceed allowed memory",
         FailureKind.UNCLEAR,
         "PyTorch's allocator found no memory for a tensor, and the text has no figures.",
     ),
@@ -79,6 +80,12 @@ SIGNS = (
         FailureKind.LIBRARY,
         "The driver had no GPU memory left for a call outside of PyTorch's allocator. Such calls make "
         "contexts, graphs, page-locked host memory, or pages of expandable segments.",
+    ),
+    _sign(
+        ("out of memory at line",),
+        r"Error out of memory at line \d+ in file \S{1,4000}",
+        FailureKind.LIBRARY,
+        "bitsandbytes found no GPU memory for its own call, outside of PyTorch's allocator.",
     ),
     _sign(
         ("DefaultCPUAllocator",),
@@ -123,7 +130,8 @@ SIGNS = (
     ),
     _sign(
         ("-9", "SIGKILL", "137"),
-        r"exit ?code[ \t]{0,8}[:=]?[ \t]{0,8}\(?-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL"
+        r"(?:exit|return) ?code[ \t]{0,8}[:=]?[ \t]{0,8}\(?-9\b|Signal 9 \(SIGKILL\)"
+        r"|Signals\.SIGKILL|signal SIGKILL"
         r"|(?:exit(?:ed)?|status|code|returned)[^\n\d-]{0,30}\b137\b|non-zero exit status -9\b",
         FailureKind.HOST,
         "A process was killed with signal 9 ({0}). Linux does so when the memory of the host is used up, and "
@@ -131,11 +139,20 @@ SIGNS = (
         certain=False,
     ),
     _sign(
-        ("Killed",),
-        r"^(?:\S{1,200}: line \d+: *\d+ |[ \t]{0,20}\d+ |\[\d+\] *\+? {0,9}\d* ?)?Killed\b",
+        ("Killed", "zsh: killed", "Getötet", "Processus arrêté", "Terminado (killed)", "已杀死"),
+        r"^(?:\S{1,200} ?: \w{1,12} \d+ ?: *\d+ |[ \t]{0,20}\d+ |\[\d+\] *\+? {0,9}\d* ?)?"
+        r"(?:Killed\b|Getötet\b|Processus arrêté|Terminado \(killed\)|已杀死)|^zsh: killed\b",
         FailureKind.HOST,
         "A process was killed. Linux does so when the memory of the host is used up, and a scheduler or a "
         "person can do so too.",
+        certain=False,
+    ),
+    _sign(
+        ("-7", "SIGBUS", "Bus error"),
+        r"(?:exit|return) ?code[ \t]{0,8}[:=]?[ \t]{0,8}\(?-7\b|Signal 7 \(SIGBUS\)|Signals\.SIGBUS"
+        r"|\bBus error \(core dumped\)",
+        FailureKind.SHARED_MEMORY,
+        "A process ended with signal 7 ({0}). A full shared memory of the host (/dev/shm) is a usual cause.",
         certain=False,
     ),
     _sign(

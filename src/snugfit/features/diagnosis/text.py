@@ -29,11 +29,21 @@ TRACEBACK_LINES = 400
 AMOUNT = r"([\d.]{1,20} ?(?:bytes|[KMGT]?i?B))"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PREFIX = re.compile(
-    r"^(?:\[?(?:rank|default|worker)[ =_]?(\d+)\]?[:\s]|\[1,(\d+)\]<std\w+>:|(\d{1,4}): (?=\S)"
+    r"^(?:\[?(?:rank|default|worker)[ =_]?(\d+)\]?[:\s]|\[1,(\d+)\]<std\w+>:| {0,3}(\d{1,4}): "
     r"|\([^()\n]{0,60}\brank[ =](\d+)[^()\n]{0,60}\))[ ]?",
     re.IGNORECASE,
 )
-_FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+), in (\S+)\s*$')
+_LATER_PREFIX = re.compile(r"^.{1,120}?\[rank(\d+)\]:[ ]?")
+"""Rank after a launcher's own prefix, such as a host or a date."""
+
+_QUOTES = re.compile(r"^(?:> ?)+")
+_RAISED = re.compile(r"^\s*[\w.]{0,200}(?:Error|Exception)\b")
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)\s*$')
+_NOTEBOOK_FRAME = re.compile(
+    r"^(?:(Cell In ?\[\d+\]), line \d+(?:, in ([\w.]+))?|File (\S{1,4000}?):\d+, in ([\w.]+)"
+    r"|((?:/|<ipython-input)\S{1,4000}) in ([\w.]+|<[^>\n]{1,60}>))"
+)
+_NOTEBOOK_LINE = re.compile(r"^-{1,8}> *(\d+) (.*)$")
 _HEADS = ("MPS backend out of memory", "Allocation on device")
 _FIELDS = {
     "total_bytes": rf"{AMOUNT} total capacity|total capac\w+ of {AMOUNT}|max allowed: {AMOUNT}"
@@ -90,23 +100,42 @@ def read_log(text: str) -> LoggedError:
     starts = _line_starts(plain)
     numbered = [(sign, match, _line_of(match.start(), starts)) for sign, match in certain]
     lowest = min((rank for *_, line in numbered if (rank := ranks[line]) is not None), default=None)
-    sign, match, line = next(one for one in numbered if lowest is None or ranks[one[2]] == lowest)
+    of_rank = [one for one in numbered if lowest is None or ranks[one[2]] == lowest]
+    sign, match, line = _ending(of_rank, plain)
     error = LoggedError(
         sign=sign,
         wording=" ".join(match[0].split()),
         line=line + 1,
         rank=ranks[line],
-        further=len(certain) - 1,
+        further=len({one for *_, one in numbered}) - 1,
     )
-    return _with_traceback(_with_figures(error, joined, match), plain, line)
+    error = _with_figures(error, joined, match)
+    if line > of_rank[0][2]:
+        caught = f"Line {of_rank[0][2] + 1:,} has an earlier error, after which the run went on."
+        error = replace(error, notes=(caught, *error.notes))
+    before = range(max(0, line - 16 * TRACEBACK_LINES), line)
+    own = [plain[one] for one in before if error.rank is None or ranks[one] == error.rank]
+    return _with_traceback(error, own)
+
+
+def _ending(
+    errors: Sequence[tuple[Sign, re.Match[str], int]], lines: Sequence[str]
+) -> tuple[Sign, re.Match[str], int]:
+    """Return the first error. A failed request that the program printed gives way to a raised one."""
+    first = errors[0]
+    if first[1].re is not REQUEST or _RAISED.match(lines[first[2]]):
+        return first
+    raised = (one for one in errors if one[1].re is REQUEST and _RAISED.match(lines[one[2]]))
+    return next(raised, first)
 
 
 def _without_prefixes(lines: Sequence[str]) -> tuple[list[int | None], list[str]]:
     """Return the rank of each line, and the lines without the launcher's prefixes."""
     ranks: list[int | None] = []
     plain: list[str] = []
-    for line in lines:
-        prefix = _PREFIX.match(line)
+    for text in lines:
+        line = _QUOTES.sub("", text) if text.startswith(">") else text
+        prefix = _PREFIX.match(line) or ("[rank" in line and _LATER_PREFIX.match(line)) or None
         ranks.append(next((int(one) for one in prefix.groups() if one), None) if prefix else None)
         plain.append(line[prefix.end() :] if prefix else line)
     return ranks, plain
@@ -281,15 +310,9 @@ _PHASES = (
 )
 
 
-def _with_traceback(error: LoggedError, lines: Sequence[str], number: int) -> LoggedError:
+def _with_traceback(error: LoggedError, lines: Sequence[str]) -> LoggedError:
     """Return the error with the last line of code before it, and the phase of the step that it shows."""
-    frames: list[tuple[str, str, str, str]] = []
-    for index in range(max(0, number - TRACEBACK_LINES), number):
-        if "Traceback (most recent call last)" in lines[index]:
-            frames = []
-        elif frame := _FRAME.match(lines[index]):
-            code = lines[index + 1].strip() if index + 1 < number else ""
-            frames.append((frame[1], frame[2], frame[3], "" if _FRAME.match(code) else code))
+    frames = _frames(lines[-TRACEBACK_LINES:])
     if not frames:
         return error
     files = [file.replace("\\", "/") for file, *_ in frames]
@@ -301,3 +324,23 @@ def _with_traceback(error: LoggedError, lines: Sequence[str], number: int) -> Lo
     name = file.replace("\\", "/").rpartition("/")[2]
     position = f"{function} ({name}:{line})"
     return replace(error, traceback=f"{position}: {code}" if code else position, phase=phase)
+
+
+def _frames(lines: Sequence[str]) -> list[tuple[str, str, str, str]]:
+    """Return file, line, function and code of the last traceback: Python's, or a notebook's.
+
+    Any prefix before Python's `File` is as long on the next line.
+    """
+    frames: list[tuple[str, str, str, str]] = []
+    file, function = "", ""
+    for line, following in zip(lines, [*lines[1:], ""], strict=False):
+        if "Traceback (most recent call last)" in line:
+            frames, file = [], ""
+        elif frame := _FRAME.search(line):
+            code = "" if _FRAME.search(following) else following[max(0, frame.start() - 2) :].strip()
+            frames.append((frame[1], frame[2], frame[3], code))
+        elif head := _NOTEBOOK_FRAME.match(line):
+            file, function = head[1] or head[3] or head[5], head[2] or head[4] or head[6] or "<module>"
+        elif file and (arrow := _NOTEBOOK_LINE.match(line)):
+            frames.append((file, arrow[1], function, arrow[2].strip()))
+    return frames

@@ -104,6 +104,77 @@ def test_the_traceback_gives_code_and_phase() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prefix", "rank"),
+    [
+        ("0: ", 0), (" 3: ", 3), ("node-2: [rank9]: ", 9), ("2026-11-02T10:22:33.12Z [rank2]: ", 2),
+        ("> ", None), ("> > ", None), ("trainer-1  | ", None), ("(Train pid=34, ip=10.0.0.3) ", None),
+        ("Nov 29 10:22:33 host python[34]: ", None),
+    ],
+)  # fmt: skip
+def test_any_prefix_leaves_the_traceback(prefix: str, rank: int | None) -> None:
+    text = TRACEBACK.replace("[rank0]: ", "") + ERRORS["torch 2.1"][0]
+    found = diagnosed("\n".join(prefix + line for line in text.splitlines()))
+    assert (found.traceback, found.phase) == ("<module> (train.py:90): loss.backward()", "backward")
+    assert found.rank == rank
+
+
+def test_ranks_that_write_in_turn_keep_their_own_traceback() -> None:
+    message = ERRORS["torch 2.1"][0]
+    first = (TRACEBACK + f"[rank0]: {message}").splitlines()
+    second = [line.replace("rank0", "rank1").replace("loss.backward", "other") for line in first]
+    found = diagnosed("\n".join(line for pair in zip(first, second, strict=True) for line in pair))
+    assert (found.rank, found.traceback) == (0, "<module> (train.py:90): loss.backward()")
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        (("Cell In[12], line 3", "File /opt/torch/_tensor.py:64, in Tensor.backward(self)"),
+         "<module> (Cell In[12]:3): loss.backward()"),
+        (("<ipython-input-5-ab> in <cell line: 3>()", "/opt/torch/_tensor.py in backward(self)"),
+         "<cell line: 3> (<ipython-input-5-ab>:3): loss.backward()"),
+    ],
+)  # fmt: skip
+def test_the_traceback_of_a_notebook_gives_the_code(heads: tuple[str, str], expected: str) -> None:
+    head = "OutOfMemoryError                Traceback (most recent call last)"
+    code = ["      2 x = 1", "\x1b[0;32m----> 3\x1b[0m loss.backward()", "", heads[1], "--> 64 torch.run("]
+    found = diagnosed("\n".join([head, heads[0], *code, "", ERRORS["torch 2.1"][0]]))
+    assert found.traceback == expected
+
+
+def test_a_printed_error_gives_way_to_the_raised_one() -> None:
+    message = ERRORS["torch 2.1"][0]
+    printed = f"halving the batch: {message.partition(': ')[2]}\nstep 2: loss 3.1\n"
+    found = diagnosed(printed + TRACEBACK + message)
+    assert (found.line, found.further_errors) == (10, 1)
+    assert found.notes[0].startswith("Line 1 has an earlier error")
+    assert diagnosed(printed).line == 1
+    assert diagnosed(f"{message}\n{TRACEBACK}{message}").line == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[ERROR] [launch.py:322] ['python', 'train.py'] exits with return code = -9", FailureKind.HOST),
+        ("zsh: killed     python train.py", FailureKind.HOST),
+        ("fish: Job 1, 'python train.py' terminated by signal SIGKILL (Forced quit)", FailureKind.HOST),
+        ("train.sh: Zeile 3:  3434 Getötet                python train.py", FailureKind.HOST),
+        ("train.sh : ligne 3 :  3434 Processus arrêté      python train.py", FailureKind.HOST),
+        ("train.sh: línea 3:  3434 Terminado (killed)      python train.py", FailureKind.HOST),
+        ("  traceback : Signal 7 (SIGBUS) received by PID 3435", FailureKind.SHARED_MEMORY),
+        ("Error out of memory at line 380 in file /src/csrc/ops.cu", FailureKind.LIBRARY),
+    ],
+)
+def test_launchers_and_shells_report_killed_processes(text: str, kind: FailureKind) -> None:
+    assert diagnosed(text).kind is kind
+
+
+def test_advice_against_errors_is_no_error() -> None:
+    with pytest.raises(UsageError, match="No out-of-memory error"):
+        diagnosed("set PYTORCH_ALLOC_CONF to avoid CUDA out of memory errors\nDone.")
+
+
+@pytest.mark.parametrize(
     ("shown", "tensor", "fits"),
     [
         ("2.00 MiB", 1000, True), ("2.00 MiB", 3 * MIB, False),
@@ -165,3 +236,4 @@ def test_a_hostile_log_is_read_in_linear_time(filler: str) -> None:
 def test_powershell_s_utf_16_is_read() -> None:
     content = ("\ufeff" + ERRORS["cuBLAS"][0]).encode("utf-16-le")
     assert diagnose(content, "log")[0].kind is FailureKind.LIBRARY
+    assert diagnose(content[2:], "log")[0].kind is FailureKind.LIBRARY

@@ -63,6 +63,10 @@ PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 """Parsers that fill dataclasses from the command line."""
 
 
+CHOSEN = "[if "
+"""Beginning of the name of those elements of an object that meet a condition."""
+
+
 class _Return(Exception):
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -249,7 +253,7 @@ class _Evaluator:
             item = items[0]
         else:
             item = Member(items, "[]") if not is_known(items) else Unknown(ast.unparse(node.target))
-            if isinstance(items, list | tuple) and items and all(isinstance(one, Name) for one in items):
+            if isinstance(items, list | tuple) and items and not any(map(is_known, items)):
                 for one in items:
                     self.assign(node.target, one, names, node)
                     self.quiet_block(node.body, names)
@@ -343,12 +347,17 @@ class _Evaluator:
         return Member(of, node.attr) if not is_known(of) else Unknown(ast.unparse(node))
 
     def value_of_List(self, node: ast.List, names: Environment) -> Any:
-        return [self.value(one, names) for one in node.elts]
+        return [
+            Member(self.value(one.value, names), "[]")
+            if isinstance(one, ast.Starred)
+            else self.value(one, names)
+            for one in node.elts
+        ]
 
     value_of_Set = value_of_List
 
     def value_of_Tuple(self, node: ast.Tuple, names: Environment) -> Any:
-        return tuple(self.value(one, names) for one in node.elts)
+        return tuple(self.value_of_List(ast.List(elts=node.elts), names))
 
     def value_of_Dict(self, node: ast.Dict, names: Environment) -> Any:
         result: dict[str, Any] = {}
@@ -449,7 +458,10 @@ class _Evaluator:
             self.assign(one.target, item, inner, ast.Pass(lineno=node.lineno))
         parts = [node.elt] if hasattr(node, "elt") else [node.key, node.value]
         values = [self.value(one, inner) for one in parts]
-        return values[-1] if isinstance(values[-1], Member) else Unknown(ast.unparse(node))
+        if not isinstance(values[-1], Member):
+            return Unknown(ast.unparse(node))
+        tests = [ast.unparse(test) for one in node.generators for test in one.ifs]
+        return Member(values[-1], f"{CHOSEN}{' and '.join(tests)}]") if tests else values[-1]
 
     value_of_ListComp = value_of_SetComp = value_of_GeneratorExp = value_of_DictComp = comprehension
 
@@ -498,6 +510,8 @@ class _Evaluator:
             value = [*positional[1:], *named.values(), Unknown(ast.unparse(node))][0]
             if is_known(value) and positional:
                 self.done.defaults[f"${positional[0]}"] = value
+        elif function.dotted in ("getattr", "setattr", "map"):
+            value = self.of_member(node, function.dotted, positional)
         elif function.last in _OF_GPU:
             value = self.of_gpu(node, True)
         elif function.dotted == "torch.cuda.is_available":
@@ -512,6 +526,20 @@ class _Evaluator:
         elif function.dotted in _BUILTINS and positional and all(map(is_known, positional)) and not named:
             value = self.built_in(node, function.dotted, positional)
         return value
+
+    def of_member(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
+        """Read or set an attribute by its name as text, or call a function on each element of an object."""
+        first, second = [*positional, None, None][:2]
+        if name == "map" and isinstance(first, Function) and isinstance(second, ForeignCall | Member):
+            return self.call_own(first, (Member(second, "[]"),), {})
+        if not isinstance(first, ForeignCall | Member) or not isinstance(second, str):
+            return _NOT_KNOWN
+        if name == "getattr":
+            return Member(first, second)
+        if name == "setattr" and len(positional) == 3:
+            self.set(Assignment(first, second, positional[2], node.lineno, _text(node), *self.conditions()))
+            return None
+        return _NOT_KNOWN
 
     def built_in(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
         """Call a built-in of Python, such as `int`. Return `Unknown` if the call fails."""

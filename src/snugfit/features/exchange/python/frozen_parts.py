@@ -12,14 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from snugfit.features.exchange.python.evaluate import CHOSEN
 from snugfit.features.exchange.python.objects import MODEL, kind_of
-from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member
+from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name
 
 METHODS = {
     "freeze_feature_encoder": "feature_extractor", "freeze_feature_extractor": "feature_extractor",
     "freeze_base_model": "base_model", "freeze_encoder": "encoder",
 }  # fmt: skip
 """Methods of transformers' models, with the parts that they freeze."""
+
+MOST_LAYERS = 1000
+"""Largest number of a layer in a slice."""
 
 _LISTS = ("parameters", "named_parameters", "children", "named_children", "modules", "named_modules")
 _SLICE = re.compile(r"\[(\d*):(\d*)\]")
@@ -71,15 +75,9 @@ def path_of(value: Any) -> str | None:
 
     Return None for another value.
     """
-    names: list[str] = []
-    while kind_of(value) != MODEL:
-        if isinstance(value, ForeignCall) and isinstance(value.function, Member) and value.name in _LISTS:
-            value = value.function.of
-        elif isinstance(value, Member):
-            names.insert(0, value.name)
-            value = value.of
-        else:
-            return None
+    names = _names_to(value)
+    if names is None:
+        return None
     plain, pattern = "", ""
     for name in names:
         number = name.strip("[]")
@@ -90,6 +88,8 @@ def path_of(value: Any) -> str | None:
             continue
         if bounds:
             first, end = (int(text) if text else None for text in bounds.groups())
+            if max(first or 0, end or 0) > MOST_LAYERS:
+                return None
             if end is None:
                 skipped = "|".join(map(str, range(first or 0)))
                 piece = rf"(?!(?:{skipped})[.])\d+" if skipped else r"\d+"
@@ -102,6 +102,46 @@ def path_of(value: Any) -> str | None:
             plain = f"{plain}.{number}" if pattern and plain else number if not pattern else ""
             pattern = f"{pattern}[.]{number}" if pattern else number
     return plain or (f".*{pattern}[.]" if pattern else "")
+
+
+def _names_to(value: Any) -> list[str] | None:
+    """Return the names of attributes and elements that lead from the model to a value; None for others."""
+    names: list[str] = []
+    while kind_of(value) != MODEL:
+        if isinstance(value, ForeignCall) and isinstance(value.function, Member) and value.name in _LISTS:
+            value = value.function.of
+        elif isinstance(value, ForeignCall) and _passes_elements_on(value, names):
+            names = ["[]", *names[2:]] if value.name == "enumerate" else names
+            value = value.positional[0]
+        elif isinstance(value, Member):
+            names.insert(0, value.name)
+            value = value.of
+        else:
+            return None
+    return names
+
+
+def takes_a_part(optimizer: ForeignCall) -> bool:
+    """Return True for an optimizer of one part of the model. Several groups count as all parameters."""
+    given = [*optimizer.positional[:1], optimizer.named.get("params"), optimizer.named.get("parameters")]
+    groups = [one for one in given if one is not None]
+    while len(groups) == 1 and isinstance(groups[0], list | tuple | dict):
+        inner = groups[0]
+        groups = [inner.get("params")] if isinstance(inner, dict) else [*inner]
+    if len(groups) != 1:
+        return False
+    value = groups[0]
+    if isinstance(value, Member) and value.name.startswith(CHOSEN):
+        return "requires_grad" not in value.name
+    return bool(path_of(Member(value, "[]")))
+
+
+def _passes_elements_on(call: ForeignCall, names: Sequence[str]) -> bool:
+    """Return True for a function of Python if these names mean any element of its argument."""
+    if not isinstance(call.function, Name) or len(call.positional) != 1 or names[:1] != ["[]"]:
+        return False
+    lists = call.function.dotted in ("list", "tuple", "reversed", "iter")
+    return lists or (call.function.dotted == "enumerate" and names[1:2] == ["[1]"])
 
 
 def _words(path: str, tests: Sequence[str]) -> list[str] | None:

@@ -19,7 +19,7 @@ from snugfit.errors import UsageError
 from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
 from snugfit.features.exchange.python.frozen_parts import METHODS as FREEZING
-from snugfit.features.exchange.python.frozen_parts import FrozenParts
+from snugfit.features.exchange.python.frozen_parts import FrozenParts, takes_a_part
 from snugfit.features.exchange.python.objects import (
     LIGER,
     LOADER,
@@ -486,6 +486,9 @@ class _Meaning:
         if makers and self.model is not None and makers[-1] is not self.model:
             return None  # another model, such as a teacher
         if any(call.name == "LoraConfig" for call in self.calls):
+            if self._is_after_adapters(event) and "lora" not in " ".join((event.text, *event.tests)):
+                says = "it changes which weights train beside the adapters. Write lora(save=...) instead"
+                self.script.refused.append((event.line, event.text, says))
             return {}
         if isinstance(value, Unknown | ForeignCall):  # `parameter.requires_grad = "classifier" in name`
             event, value = replace(event, tests=(*event.tests, f"not ({value})")), False
@@ -493,6 +496,15 @@ class _Meaning:
             says = "which parameters train is computed here. Write frozen(parts=...) or frozen(only=...)"
             self.script.refused.append((event.line, event.text, says))
         return {}
+
+    def _is_after_adapters(self, event: ForeignCall | Assignment) -> bool:
+        """Return True for a statement after the one that adds adapters, which freezes all other weights."""
+        added = False
+        for one in self.events:
+            if one is event:
+                return added
+            added |= isinstance(one, ForeignCall) and one.name in ("get_peft_model", "add_adapter")
+        return False
 
     def _resize(self, call: ForeignCall) -> dict[str, Any]:
         """Return the rows of the embedding. Those of an unknown tokenizer are listed as not read."""
@@ -615,6 +627,8 @@ class _Meaning:
         if optim == "adamw_torch" and optimizer.named.get("fused") is True:
             optim = "adamw_torch_fused"
         self.script.arguments["optim"] = optim
+        if "frozen" not in self.script.arguments and takes_a_part(optimizer):
+            self.script.unread.append((optimizer.line, f"{optimizer.text} (for a part of the parameters)"))
         if "lr" in optimizer.named and self.script.dialect in ("accelerate", "loop"):
             self.script.arguments["learning_rate"] = self.value(optimizer.named["lr"])
         if optim == "sgd" and "momentum" in optimizer.named:

@@ -38,9 +38,15 @@ _WRAPPERS = (
 _TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor", "ImageProcessor")
 
 
+_LISTS = ("enumerate", "list", "tuple", "set", "dict", "iter", "next", "reversed", "sorted", "getattr")
+"""Functions of Python whose result has the parts of the objects that they take."""
+
+
 def kind_of(value: Any) -> str:
     """Return the kind of an object; empty for any other value."""
     if isinstance(value, ForeignCall):
+        if isinstance(value.function, Name) and value.function.dotted in _LISTS:
+            return PART if any(kind_of(one) in (MODEL, PART) for one in value.positional) else ""
         return _kind_of_method(value) if isinstance(value.function, Member) else _kind_of_function(value)
     if isinstance(value, Unknown):
         return value.text if value.text in USUAL_NAMES else ""

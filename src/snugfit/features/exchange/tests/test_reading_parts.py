@@ -76,6 +76,15 @@ def script(*lines: str) -> str:
         ),
         (["net.requires_grad_(False)", "net.classifier.requires_grad_(True)"], {"only": ("classifier",)}),
         (["net.freeze_feature_encoder()"], {"parts": ("feature_extractor",)}),
+        (
+            ["for part in [net.bert.pooler, *net.bert.encoder.layer[:1]]:", "    part.requires_grad_(False)"],
+            {"parts": ("bert.pooler", ".*bert[.]encoder[.]layer[.](?:0)[.]")},
+        ),
+        (["list(map(lambda w: w.requires_grad_(False), net.bert.parameters()))"], {"parts": ("bert",)}),
+        (["setattr(getattr(net, 'bert').pooler.dense.weight, 'requires_grad', False)"],
+         {"parts": ("bert.pooler.dense.weight",)}),
+        (["for i, w in enumerate(list(net.bert.parameters())):", "    w.requires_grad = False"],
+         {"parts": ("bert",)}),
     ],
 )  # fmt: skip
 def test_a_script_freezes_parts(lines: list[str], expected: dict[str, Any]) -> None:
@@ -92,11 +101,58 @@ def test_a_script_freezes_parts(lines: list[str], expected: dict[str, Any]) -> N
          "    w.requires_grad = False"],
         ["for i in range(8):", "    net.bert.encoder.layer[i].requires_grad_(False)"],
         ["for name, w in net.named_parameters():", "    if w.dim() > 1:", "        w.requires_grad = False"],
+        ["for w in list(net.parameters())[:-4]:", "    w.requires_grad = False"],
+        ["for w in list(net.parameters())[:4]:", "    w.requires_grad = False"],
+        ["list(net.parameters())[0].requires_grad = False"],
+        ["for i, layer in enumerate(net.bert.encoder.layer):", "    if i < 6:",
+         "        layer.requires_grad_(False)"],
+        ["for w in [w for name, w in net.named_parameters() if 'head' not in name]:",
+         "    w.requires_grad = False"],
+        ["getattr(net, net.base_model_prefix).requires_grad_(False)"],
+        ["dict(net.named_parameters())['bert.pooler.dense.bias'].requires_grad = False"],
     ],
 )  # fmt: skip
 def test_parts_that_a_script_computes_are_refused(lines: list[str]) -> None:
     ((_, _, why),) = read_script(script(*lines), "train.py").refused
     assert "frozen(parts=...)" in why
+
+
+def test_weights_that_train_beside_adapters_are_refused() -> None:
+    adapt = [
+        "from peft import LoraConfig, get_peft_model",
+        "net.requires_grad_(False)",
+        "net = get_peft_model(net, LoraConfig(r=8))",
+    ]
+    loop = [
+        "for name, w in net.named_parameters():",
+        "    if '{}' in name:",
+        "        w.requires_grad = True",
+    ]
+    own = read_script(script(*adapt, *(line.format("lora_") for line in loop)), "train.py")
+    assert not own.refused
+    ((line, _, why),) = read_script(script(*adapt, *(one.format("norm") for one in loop)), "t.py").refused
+    assert (line, "lora(save=...)" in why) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "unread"),
+    [
+        ("net.classifier.parameters()", True),
+        ("[w for name, w in net.named_parameters() if 'norm' in name]", True),
+        ("[{'params': list(net.classifier.parameters()), 'lr': 1.0}]", True),
+        ("net.parameters()", False),
+        ("[w for w in net.parameters() if w.requires_grad]", False),
+        ("filter(lambda w: w.requires_grad, net.parameters())", False),
+        ("[{'params': net.bert.parameters()}, {'params': net.classifier.parameters()}]", False),
+    ],
+)
+def test_an_optimizer_of_one_part_is_listed(given: str, unread: bool) -> None:
+    text = script("import torch", f"optimizer = torch.optim.AdamW({given})")
+    text = text.replace(
+        "TrainingArguments('out'))", "TrainingArguments('out'), optimizers=(optimizer, None))"
+    )
+    done = read_script(text, "train.py")
+    assert [line for line, text in done.unread if "a part of the parameters" in text] == [4] * unread
 
 
 def test_a_frozen_teacher_is_not_the_model_that_trains() -> None:
