@@ -81,7 +81,6 @@ def test_a_headroom_is_left(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prediction_has_the_concrete_recipe(this: Job, caplog: pytest.LogCaptureFixture) -> None:
     memory = needed(this, f"{REST} + every_layer")
     answer = snugfit.predict(this, f"{REST} + auto", gpu="h200", memory_bytes=memory)
-    assert snugfit.predict is predict
     assert answer.fits
     assert "auto" not in str(answer.recipe)
     assert "auto" not in json.dumps(answer.to_json()["recipe"])

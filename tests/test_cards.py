@@ -245,7 +245,7 @@ def test_the_report_says_how_many_and_whether_more_are_cheaper() -> None:
 
 def test_the_cheapest_first_where_that_is_asked_for() -> None:
     text = render(replace(cards(), objective="cost"), PRICES).markdown()
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in text.splitlines() if line[:2] == "| "]
+    rows = [[cell.strip() for cell in line.split("|")[2:4]] for line in text.splitlines() if line[:2] == "| "]
     assert rows[2:5] == [["H200-SXM", "2"], ["L4", "4"], ["H200-SXM", "1"]]
 
 

@@ -204,7 +204,7 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
 LEFT_OUT: dict[type, set[str]] = {
     Job: {"mixes_samples", "unclear_cut"},
     Comparison: {"lines", "pace"},
-    Model: {"facts", "module", "example", "batch_dims"},
+    Model: {"facts", "module", "example", "batch_dims", "resized"},
     Lengths: {"counts"},
     ProbeReading: {"probe"},
     HostLaunchCosts: {"python_launched"},

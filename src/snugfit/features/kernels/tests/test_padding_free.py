@@ -347,7 +347,7 @@ def test_a_model_that_is_told_no_ends_mixes_no_sequences() -> None:
 )
 def test_what_the_kernel_lacks_is_refused(given: dict[str, Any]) -> None:
     row, ends = torch.ones(1, 4, 6, 16), torch.tensor([0, 6], dtype=torch.int32)
-    with pytest.raises(RecipeError, match="which it does not have"):
+    with pytest.raises(RecipeError, match="which padding_free does not have"):
         attend(SimpleNamespace(is_causal=True), row, row, row, cu_seq_lens_q=ends, **given)
 
 
