@@ -310,8 +310,9 @@ def test_a_rehearsed_step_s_cell_is_small() -> None:
         for index in range(1000)
     )
     large = timed(prediction())
-    cell = notebook_cell(replace(large, anatomy=replace(large.anatomy, curve=curve)))
-    assert len(cell.encode()) < LARGEST_CELL
+    large = replace(large, anatomy=replace(large.anatomy, curve=curve))
+    for result in (large, RecipeComparison((large, large))):
+        assert len(notebook_cell(result).encode()) < LARGEST_CELL
 
 
 def test_results_are_frames_where_pandas_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

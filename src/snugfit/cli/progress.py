@@ -1,4 +1,4 @@
-"""Progress on stderr: on a terminal a line that replaces itself, elsewhere a few lines."""
+"""Progress: on a terminal and in a notebook a line that replaces itself, elsewhere a few lines on stderr."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
     from rich.text import Text
 
     console = Console(stderr=True, markup=False)
-    if not (interactive or console.is_jupyter):
+    if console.is_jupyter:
+        # rich would need ipywidgets there, and leave its lines in the cell.
+        with _line_of_a_cell(first or "starting") as tell:
+            yield tell
+        return
+    if not interactive:
         yield _seldom()
         return
     with console.status(Text(first or "starting")) as status:
@@ -42,6 +47,18 @@ def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
             status.update(line)
 
         yield tell
+
+
+@contextmanager
+def _line_of_a_cell(first: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that replaces a line in the output of a notebook's cell; at the end it is empty."""
+    from IPython.display import display
+
+    line = display({"text/plain": first}, raw=True, display_id=True)
+    try:
+        yield lambda what: line.update({"text/plain": what}, raw=True)
+    finally:
+        line.update({"text/plain": ""}, raw=True)
 
 
 def _seldom() -> Callable[[str], None]:

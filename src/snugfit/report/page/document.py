@@ -67,9 +67,22 @@ def fragment(parts: PageParts) -> str:
 
 
 def _shorten(svg: bytes) -> bytes:
-    """Return a drawing without metadata, and with coordinates of one decimal: a tenth of a point."""
-    bare = re.sub(rb"<metadata>.*?</metadata>", b"", svg, flags=re.DOTALL)
-    return re.sub(rb' d="[^"]*"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), bare)
+    """Return a drawing without metadata, and with short paths."""
+    bare = re.sub(r"<metadata>.*?</metadata>", "", svg.decode("utf-8"), flags=re.DOTALL)
+    return re.sub(r' d="([^"]*)"', lambda path: f' d="{_shorten_path(path[1])}"', bare).encode("utf-8")
+
+
+def _shorten_path(path: str) -> str:
+    """Return a path with coordinates of one decimal, a tenth of a point, and without points inside of
+    horizontal lines.
+    """
+    steps = [step.strip() for step in re.sub(r"(\.\d)\d+", r"\1", path).split("\n")]
+    heights = [step.split()[-1] if step.startswith("L ") else "" for step in steps]
+    return "".join(
+        step
+        for number, step in enumerate(steps)
+        if not heights[number] or not heights[number - 1] == heights[number] == (*heights, "")[number + 1]
+    )
 
 
 def _fill(template: str, parts: PageParts, **further: Any) -> str:
