@@ -51,7 +51,7 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
 def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
     """Yield the best recipe with its fit, or the nearest miss."""
     first = predictions[0]
-    about = f"{subject(first.job, None, first.gpu, first.gpus)}:"
+    about = f"{subject(first.job, None, first.gpu, first.gpus, memory=first.memory_bytes)}:"
     if best is None:
         nearest = min(predictions, key=lambda one: one.needed_bytes)
         yield Sentence(f"{about} no recipe fits. The smallest is short by {_missing(nearest)}.", "bad")
