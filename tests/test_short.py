@@ -115,6 +115,9 @@ def test_the_first_line_has_its_conditions() -> None:
     assert "4 × 512, 2 GPUs: does not fit" in short.verdict(unnamed).text
     assert "2 GPUs without a name" in as_text(whole.render(unnamed))
     assert of_prediction(unnamed).title.startswith("bert-large-uncased does not fit on each of 2 GPUs: ")
+    more = short.verdict(prediction(memory_bytes=80 * GIB)).text
+    assert "Tesla V100-SXM2-16GB with 80.0 GiB: fits, 72.4 GiB free" in more
+    assert "16GB: fits" in short.verdict(prediction(memory_bytes=16 * GIB)).text, "the marketed size"
     lora = short.verdict(prediction(recipe=Recipe.parse("lora(r=8)"))).text
     assert lora.startswith("bert-large-uncased, LoRA r=8, 4 × 512, ")
 

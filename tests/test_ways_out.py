@@ -182,6 +182,9 @@ def test_without_a_change_the_larger_gpu_and_a_plan_are_named() -> None:
 def test_a_report_ends_with_them() -> None:
     missed = replace(prediction(), memory_bytes=GIB, ways_out=WAYS)
     assert as_text(render(missed)).splitlines()[-1] == "The first one: --recipe expandable"
+    narrow = as_text(render(replace(missed, ways_out=LARGER)), width=60)
+    command = narrow[narrow.index("A plan searches") :]
+    assert all(line.endswith("\\") for line in command.splitlines()[:-1]), "a command that can be copied"
     several = replace(missed, ways_out=WaysOut(), gpus=2)
     assert "--gpus 2" in as_text(render(several)).splitlines()[-1]
 

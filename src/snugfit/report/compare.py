@@ -17,7 +17,7 @@ from snugfit.report.text.answer import subject, uncertain
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
-from snugfit.report.text.page import Page, Sentence
+from snugfit.report.text.page import Page, Sentence, with_commands
 from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words
 from snugfit.results.prediction import Prediction
@@ -43,7 +43,7 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
     return Page(
         answer(predictions, best),
         [_totals(predictions, best, details=details)],
-        of_prediction(predictions[0]),
+        with_commands(of_prediction(predictions[0])),
         whole if details else uncertain(doubts, widest(predictions[0])),
     )
 
@@ -51,7 +51,7 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
 def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
     """Yield the best recipe with its fit, or the nearest miss."""
     first = predictions[0]
-    about = f"{subject(first.job, None, first.gpu, first.gpus)}:"
+    about = f"{subject(first.job, None, first.gpu, first.gpus, memory=first.memory_bytes)}:"
     if best is None:
         nearest = min(predictions, key=lambda one: one.needed_bytes)
         yield Sentence(f"{about} no recipe fits. The smallest is short by {_missing(nearest)}.", "bad")

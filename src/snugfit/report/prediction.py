@@ -13,7 +13,7 @@ from snugfit.report.plan.ways_out import of_prediction
 from snugfit.report.short import LOSS_OVER_ALL_LOGITS, verdict
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
-from snugfit.report.text.page import STYLES
+from snugfit.report.text.page import STYLES, Page, with_commands
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
@@ -47,7 +47,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
         parts += draw_curve(anatomy.curve, micro_batches=prediction.recipe.setup().micro_batches)
     parts += [operators_table(anatomy, prediction.timing)] if operators else []
     parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in prediction.doubts]
-    parts += map(words, of_prediction(prediction))
+    parts += [Page(with_commands(of_prediction(prediction)))]
     return Group(*parts)
 
 

@@ -43,11 +43,12 @@ def render(prediction: Prediction) -> Page:
 
 def verdict(prediction: Prediction) -> Sentence:
     """Return the fit in everyday words, with the condition under which it holds."""
+    gpu, memory = prediction.gpu, prediction.memory_bytes
     return Sentence(
-        f"{subject(prediction.job, prediction.recipe, prediction.gpu, prediction.gpus)}: "
+        f"{subject(prediction.job, prediction.recipe, gpu, prediction.gpus, memory=memory)}: "
         + show_fit(
             prediction.needed_bytes,
-            prediction.memory_bytes,
+            memory,
             headroom=prediction.headroom_bytes if prediction.tight else 0,
             speed=prediction.speed,
             condition="" if prediction.read_in_full else UNREAD,

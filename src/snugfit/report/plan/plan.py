@@ -14,7 +14,7 @@ from snugfit.report.plan.ways_out import of_plan
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace, show_tokens
-from snugfit.report.text.page import Page, Sentence
+from snugfit.report.text.page import Page, Sentence, with_commands
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
         changes(plan),
         [front(plan, everything=everything), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
-        of_plan(plan),
-        [Sentence(one, "command" if ": snugfit " in one else "") for one in next_steps(plan, configuration)],
+        with_commands((*of_plan(plan), *next_steps(plan, configuration))),
         [looked_at(plan)],
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
     )

@@ -73,7 +73,8 @@ def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
     )
     fit = fit if plan.fits else f"no recipe fits. The nearest {fit.partition(': ')[2]}"
     role = "bad" if not plan.fits else "tight" if plan.tight or unread else "good"
-    return Sentence(f"{subject(plan.job, Recipe.parse(shown.recipe), plan.gpu)}: {fit}", role)
+    about = subject(plan.job, Recipe.parse(shown.recipe), plan.gpu, memory=plan.memory_bytes)
+    return Sentence(f"{about}: {fit}", role)
 
 
 def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -24,18 +24,28 @@ UNREAD = "if the unread parts change nothing"
 SCALED_RATES = "the step time, because no rates of this GPU were measured"
 
 
-def subject(job: Job, recipe: Recipe | None, where: Gpu | str | None, gpus: int = 1) -> str:
+def subject(
+    job: Job, recipe: Recipe | None, where: Gpu | str | None, gpus: int = 1, *, memory: int | None = None
+) -> str:
     """Return `Llama-3.1-8B, LoRA r=16, 16 × 2048, RTX 4090`: model, trained weights, batch and GPU.
 
-    The weights are left out without a recipe, and the GPU where none was named.
+    The weights are left out without a recipe, and the GPU where none was named. A limit of `memory` that the
+    GPU does not have follows its name: `Tesla T4 with 80.0 GiB`.
     """
     name = where if isinstance(where, str) else where.name if where else ""
     card = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
     if gpus > 1:
         card = f"{gpus} x {card}" if card else f"{gpus} GPUs"
+    if memory and where and not isinstance(where, str) and _is_more_than(memory, where):
+        card += f" with {show_gib(memory)}"
     model = job.model.name.rpartition("/")[2]
     batch = sizes(job) if has_sequence(job.task) else f"batch {sizes(job)}"
     return ", ".join(filter(None, (model, trained_weights(job, recipe) if recipe else "", batch, card)))
+
+
+def _is_more_than(memory: int, gpu: Gpu) -> bool:
+    """Return True for more memory than this GPU has. Its marketed size is not more, though less is usable."""
+    return gpu.memory_bytes is not None and memory > max(gpu.memory_bytes, (gpu.marketed_gb or 0) * GIB)
 
 
 def trained_weights(job: Job, recipe: Recipe) -> str:

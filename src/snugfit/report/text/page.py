@@ -101,6 +101,12 @@ class ShellCommand:
         yield Text(line, no_wrap=True, overflow="ignore")
 
 
+def with_commands(lines: Iterable[str]) -> Iterator[Sentence]:
+    """Yield each line as a sentence, and a line that ends in a command or a recipe's option as a command."""
+    for line in lines:
+        yield Sentence(line, "command" if re.search(r": (snugfit|--recipe) ", line) else "")
+
+
 def print_as(form: str, document: Mapping[str, Any], page: Page, *, quiet: bool = False) -> None:
     """Print a result on stdout: its document for `json`, its page for `markdown` and `terminal`.
 
