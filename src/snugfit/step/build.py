@@ -143,8 +143,8 @@ def build_optimizer(
     groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not groups:
         raise UsageError(
-            "No parameter of this model is trainable. Choose other targets for the adapters, or "
-            f"{roster.plain(Slot.ADAPTERS).name!r}."
+            "No parameter of this model is trainable. Freeze fewer parts, choose other targets for the "
+            f"adapters, or use {roster.plain(Slot.ADAPTERS).name!r}."
         )
     if weight_decay and not wish.weight_decay:
         raise UsageError(f"{wish.factory.path} has no weight decay, but weight_decay is {weight_decay}.")

@@ -99,6 +99,9 @@ def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
         return tuple(map(int, words)) if all(map(_WHOLE.fullmatch, words)) else ()
     read = tuple(word[1:-1] if _QUOTED.fullmatch(word) else word for word in words)
     unquoted = [word for word in words if word in read]
+    for word in read:
+        if typing.get_args(kind)[0] is Pattern and (fault := _fault_of_pattern(word)):
+            raise RecipeError(f"{word!r} is not a regular expression: {fault}.")
     return read if _fits(kind, read) and all(map(is_word, unquoted)) else ()
 
 
@@ -131,7 +134,18 @@ def _is_element(value: Any, kind: Any) -> bool:
         return type(value) is int
     if not isinstance(value, str):
         return False
-    return bool(_QUOTED.fullmatch(f"'{value}'")) if kind is Pattern else is_word(value)
+    if kind is Pattern:
+        return bool(_QUOTED.fullmatch(f"'{value}'")) and not _fault_of_pattern(value)
+    return is_word(value)
+
+
+def _fault_of_pattern(text: str) -> str:
+    """Return the fault of a quoted pattern as a regular expression; empty for a valid one, and for a name."""
+    try:
+        re.compile("" if is_word(text) else text)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return ""
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     names = [name for name, _ in named]
     prefix = getattr(model, "base_model_prefix", "")
-    parts, only = (_matching(names, words, prefix) for words in (wish.parts, wish.only))
+    parts, only = (_matching(model, names, words, prefix) for words in (wish.parts, wish.only))
     if wish.last:
         only |= _of_layers(model, names, wish.last)
     selects = bool(wish.only or wish.last)
@@ -73,7 +73,7 @@ def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
         parameter.requires_grad_(name not in parts and (name in only or not selects))
 
 
-def _matching(names: Sequence[str], words: Sequence[str], prefix: str) -> set[str]:
+def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str], prefix: str) -> set[str]:
     """Return the names that one of these words means. `base_model` is the part called `prefix`."""
     names_of_words: set[str] = set()
     for word in words:
@@ -82,10 +82,21 @@ def _matching(names: Sequence[str], words: Sequence[str], prefix: str) -> set[st
         if not of_word:
             modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
             raise RecipeError(
-                f"frozen: no parameter of the model matches {word!r}. Modules: {some_of([*modules])}."
+                f"frozen: no parameter of the model matches {word!r}.{_about_tied(model, expression)} "
+                f"Modules: {some_of([*modules])}."
             )
         names_of_words |= of_word
     return names_of_words
+
+
+def _about_tied(model: torch.nn.Module, expression: re.Pattern[str]) -> str:
+    """Return a sentence on a tied weight whose second name matches; empty for none."""
+    first_names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name and expression.match(name):
+            return f" {name} is tied to {first}. Name that one."
+    return ""
 
 
 def _expression(word: str) -> str:

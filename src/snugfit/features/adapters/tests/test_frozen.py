@@ -12,7 +12,7 @@ from fitted import trained as trained_by
 from small_models import small_job
 from small_runs import assert_same_weights, killed_in, losses, small_run
 from snugfit import fit
-from snugfit.errors import RecipeError
+from snugfit.errors import RecipeError, UsageError
 from snugfit.features.adapters.feature import names_layers
 from snugfit.features.adapters.freezing import FreezeHandler
 from snugfit.job.gpu import find_gpu
@@ -21,7 +21,7 @@ from snugfit.prediction.profile import Software
 from snugfit.rehearsal import few_layers
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.build import build_model
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.wishes.handler import ScriptContext
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.train import train
@@ -55,6 +55,27 @@ def test_the_last_layers_train_alone(last: int, layers: set[str]) -> None:
 def test_a_part_that_is_not_there_is_one_clear_error(recipe: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         trained("llama", recipe)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["frozen(parts='(')", "frozen(only=a|'[')", "lora(targets='*.q')", "lora(exclude='(?P<')"]
+)
+def test_a_pattern_that_is_no_regular_expression_is_refused(recipe: str) -> None:
+    with pytest.raises(RecipeError, match="is not a regular expression: "):
+        Recipe.parse(recipe)
+
+
+def test_a_tied_weight_is_named_by_its_first_name() -> None:
+    with pytest.raises(RecipeError, match=r"lm_head.weight is tied to transformer.wte.weight. Name that one"):
+        trained("gpt2", "frozen(parts=lm_head)")
+    assert trained("gpt2", "frozen(only=wte)") == {"transformer.wte.weight"}
+
+
+def test_a_recipe_that_freezes_all_is_refused_with_a_remedy() -> None:
+    setup = Recipe.parse("frozen(parts='.*')").setup()
+    job = small_job("gpt2", 1)
+    with pytest.raises(UsageError, match="Freeze fewer parts"):
+        build_optimizer(job, setup, build_model(job, setup, torch.device("meta")))
 
 
 def test_adapters_reach_the_named_modules_alone() -> None:
