@@ -146,7 +146,7 @@ def plan(
         "headroom": request.headroom,
         "whole_front": everything,
     }
-    chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not no_ways_out)
+    chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
     given.write_pictures(html, plot, chosen, open_page=open)
     more_follows = bool(chosen.fits and (lengths or verify))
     if not more_follows or form != "json":

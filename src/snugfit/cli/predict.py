@@ -96,7 +96,9 @@ def predict(
         predictions = [
             replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=False) for one in predictions
         ]
-    predictions = predictions if no_ways_out else with_ways_out(request, predictions, fresh=fresh)
+    # `--quiet` prints the first line alone, which no way out changes.
+    if not (no_ways_out or quiet):
+        predictions = with_ways_out(request, predictions, fresh=fresh)
     _print(predictions, operators=operators, details=details, quiet=quiet, as_json=as_json)
     given.write_pictures(
         html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions), open_page=open
