@@ -335,7 +335,7 @@ def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
     # Most configs name their positions, and need no import of transformers.
     if length_problem(config, *lengths) is None:
         return
-    if problem := length_problem(job.transformers_config().to_dict(), *lengths):
+    if problem := length_problem(job.config_to_read().to_dict(), *lengths):
         raise JobError(f"{job.model.name}: {problem}")
 
 

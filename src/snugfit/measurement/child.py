@@ -181,7 +181,7 @@ def _import_code_of(job: Job, setup: Setup) -> None:
     from snugfit.step.applier import import_code
 
     with contextlib.suppress(KeyError):
-        class_of(job.task, job.transformers_config())
+        class_of(job.task, job.config_to_read())
     import_code(setup)
 
 

@@ -155,7 +155,7 @@ class LowRank(Technique):
         """Return the code of peft's wrapper, with the arguments of `adapt`."""
         from snugfit.job.architectures import class_of
 
-        model = class_of(job.task, job.transformers_config())
+        model = class_of(job.task, job.config_to_read())
         given = _peft_arguments(
             model.__name__,
             inputs=model.main_input_name,

@@ -55,7 +55,7 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
         return None
     layers = counts.pop()
     # Only the complete config lists the kinds of layers for the forward pass (`layer_types`).
-    complete = job.transformers_config().to_dict()
+    complete = job.config_to_read().to_dict()
     per_layer = [value for value in complete.values() if isinstance(value, list) and len(value) == layers]
     period = math.lcm(*(_period_of(value) for value in per_layer)) if per_layer else 1
     # At least four periods: three in the shallow model, and one more in the deeper one.

@@ -116,4 +116,4 @@ def _stated_width(facts: Mapping[str, Any]) -> int:
 
 def _width(job: Job) -> int:
     """Return the size of each token's vector between layers; 0 if the config does not have it."""
-    return getattr(job.transformers_config().get_text_config(), "hidden_size", 0)
+    return getattr(job.config_to_read().get_text_config(), "hidden_size", 0)

@@ -44,7 +44,7 @@ class EngineAccelerateStep(AccelerateStep):
                 self.setup,
                 batch_size=self.job.batch_size,
                 clip=self.job.clip,
-                width=width_of(self.job.transformers_config()),
+                width=width_of(self.job.config_to_read()),
             )
             accelerator = Accelerator(
                 deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),

@@ -86,7 +86,7 @@ class ShardingHandler(Handler):
                 self.slot, "the loop would be that of DeepSpeed's engine. --export hf or deepspeed writes it"
             )
         job = job_of_rank(context.job, context.setup)
-        width = width_of(context.job.transformers_config())
+        width = width_of(context.job.config_to_read())
         config = engine_config(
             context.setup, batch_size=job.batch_size, clip=job.clip, width=width, folder=DISK
         )
