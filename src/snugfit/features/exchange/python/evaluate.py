@@ -308,6 +308,15 @@ class _Evaluator:
                 return
             self.set(Assignment(of, str(key), value, node.lineno, _text(node), *self.conditions()))
 
+    def run_Delete(self, node: ast.Delete, names: Environment) -> None:
+        """Record a part that is deleted as one that is set to an unknown value."""
+        for target in node.targets:
+            of = self.value(target.value, names) if isinstance(target, ast.Subscript) else None
+            if isinstance(of, dict):
+                of.pop(str(self.value(target.slice, names)), None)  # type: ignore[attr-defined]
+            elif isinstance(target, ast.Subscript | ast.Attribute):
+                self.assign(target, Unknown("deleted"), names, node)
+
     def conditions(self) -> tuple[bool, tuple[str, ...]]:
         return self.unsure > 0, tuple(self.tests)
 

@@ -117,6 +117,28 @@ def test_parts_that_a_script_computes_are_refused(lines: list[str]) -> None:
     assert "frozen(parts=...)" in why
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["del net.bert.encoder.layer[6:]"],
+        ["parts = []", "parts.append(net.bert.pooler)", "for one in parts: one.requires_grad_(False)"],
+        ["for key, one in {'a': net.bert}.items(): one.requires_grad_(False)"],
+        ["rest = list(net.bert.parameters()) + list(net.classifier.parameters())",
+         "for one in rest: one.requires_grad = False"],
+        ["class Own(Trainer):", "    def __init__(self):", "        self.model.bert.requires_grad_(False)"],
+    ],
+)  # fmt: skip
+def test_parts_that_are_not_followed_are_listed(lines: list[str]) -> None:
+    assert len(read_script(script(*lines), "train.py").unread) == 1
+
+
+def test_a_deleted_option_is_not_read() -> None:
+    lines = ["options = {'bf16': True, 'fp16': True}", "del options['fp16']"]
+    done = read_script(script(*lines).replace("('out')", "('out', **options)"), "train.py")
+    assert (done.arguments.get("bf16"), done.arguments.get("fp16")) == (True, None)
+    assert not done.unread
+
+
 def test_weights_that_train_beside_adapters_are_refused() -> None:
     adapt = [
         "from peft import LoraConfig, get_peft_model",
