@@ -68,7 +68,7 @@ def why_oom(**options: Any) -> int:
 
         diagnosis, prediction = compare(diagnosis, sizes, request)
     elif request is not None:
-        note = "The job was not compared, because this is no failure of GPU memory."
+        note = "The job was not compared, because GPU memory was not short."
         diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
     _print(diagnosis, prediction, as_json=options["as_json"])
     return 0

@@ -488,7 +488,7 @@ class _Meaning:
             return None  # another model, such as a teacher
         if any(call.name == "LoraConfig" for call in self.calls):
             if self._is_after_adapters(event) and "lora" not in " ".join((event.text, *event.tests)):
-                says = "it changes which weights train beside the adapters. Write lora(save=...) instead"
+                says = "it changes which weights train in addition to adapters. Write lora(save=...) instead"
                 self.script.refused.append((event.line, event.text, says))
             return {}
         if isinstance(value, Unknown | ForeignCall):  # `parameter.requires_grad = "classifier" in name`
