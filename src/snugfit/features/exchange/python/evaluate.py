@@ -449,6 +449,13 @@ class _Evaluator:
             return Name(f"{of.dotted}[{key}]") if of.dotted != "os.environ" else Unknown(ast.unparse(node))
         return Member(of, f"[{key}]")
 
+    def value_of_Slice(self, node: ast.Slice, names: Environment) -> Any:
+        """Return the text of a slice, with the values of bounds that are known."""
+        bounds = [None if one is None else self.value(one, names) for one in (node.lower, node.upper)]
+        if node.step is not None or not all(one is None or type(one) is int for one in bounds):
+            return Unknown(ast.unparse(node))
+        return Unknown(":".join("" if one is None else str(one) for one in bounds))
+
     def value_of_NamedExpr(self, node: ast.NamedExpr, names: Environment) -> Any:
         value = self.value(node.value, names)
         names[node.target.id] = value

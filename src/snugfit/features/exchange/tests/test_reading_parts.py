@@ -80,6 +80,10 @@ def script(*lines: str) -> str:
             ["for part in [net.bert.pooler, *net.bert.encoder.layer[:1]]:", "    part.requires_grad_(False)"],
             {"parts": ("bert.pooler", ".*bert[.]encoder[.]layer[.](?:0)[.]")},
         ),
+        (
+            ["last = 3", "for one in net.bert.encoder.layer[: 4 - last]:", "    one.requires_grad_(False)"],
+            {"parts": (".*bert[.]encoder[.]layer[.](?:0)[.]",)},
+        ),
         (["list(map(lambda w: w.requires_grad_(False), net.bert.parameters()))"], {"parts": ("bert",)}),
         (["setattr(getattr(net, 'bert').pooler.dense.weight, 'requires_grad', False)"],
          {"parts": ("bert.pooler.dense.weight",)}),
