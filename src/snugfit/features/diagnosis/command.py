@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,6 +67,9 @@ def why_oom(**options: Any) -> int:
         from snugfit.features.diagnosis.compare import compare
 
         diagnosis, prediction = compare(diagnosis, sizes, request)
+    elif request is not None:
+        note = "The job was not compared, because GPU memory was not short."
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
     _print(diagnosis, prediction, as_json=options["as_json"])
     return 0
 

@@ -45,9 +45,8 @@ def read_plain_pickle(content: bytes, where: str) -> Any:
         code = unknown.args[0] if unknown.args else None
         if type(code) is int and code in _PYTHON_READER.dispatch and code not in _PlainReader.dispatch:
             raise UsageError(
-                f"{where}: this pickle contains more than plain data (instruction {chr(code)!r}). A memory "
-                "snapshot has none of that, so it was not read. Write one with "
-                "torch.cuda.memory._dump_snapshot."
+                f"{where}: this pickle has the instruction {chr(code)!r}, which no snapshot has, so it "
+                "was not read. Write a snapshot with torch.cuda.memory._dump_snapshot."
             ) from None
         raise _damage(where) from None
     except (EOFError, MemoryError, RecursionError, OverflowError):

@@ -111,7 +111,7 @@ def read_log(text: str) -> LoggedError:
     )
     error = _with_figures(error, joined, match)
     if line > of_rank[0][2]:
-        caught = f"Line {of_rank[0][2] + 1:,} has an earlier error, after which the run went on."
+        caught = f"Line {of_rank[0][2] + 1:,} has an earlier error, and the run continued after it."
         error = replace(error, notes=(caught, *error.notes))
     before = range(max(0, line - 16 * TRACEBACK_LINES), line)
     own = [plain[one] for one in before if error.rank is None or ranks[one] == error.rank]

@@ -50,7 +50,7 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
 }
 """Conditions of rules on a value, given the rule's operand and all values in force."""
 
-OF_READER = (WIDENS, "adapters_dtype")
+OF_READER = (WIDENS, "adapters_dtype", "frozen")
 """Keys that the reader of scripts makes, and that are no arguments of a library."""
 
 _OF_EVALUATION = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "eval_strategy": "no"}

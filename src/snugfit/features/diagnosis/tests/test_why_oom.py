@@ -93,6 +93,7 @@ def test_a_job_comes_from_a_configuration(
         (["none.log"], "no such log or snapshot"),
         (["{empty}"], "empty"),
         (["{zipped}"], "Unpack it first"),
+        (["{packed}"], "Unpack it first"),
         (["{log}", "--batch-size", "4"], "--batch-size needs a model. Add --for MODEL."),
         (["{log}", "--gpu", "h200"], "--gpu needs a model"),
         (["{log}", *JOB, "--recipe", "auto"], "auto"),
@@ -104,7 +105,8 @@ def test_a_mistake_is_one_error(
 ) -> None:
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "zipped").write_bytes(b"\x1f\x8b\x08abc")
-    files = {name: str(tmp_path / name) for name in ("empty", "zipped")} | {"log": str(log)}
+    (tmp_path / "packed").write_bytes(b"\xfd7zXZ\x00abc")
+    files = {name: str(tmp_path / name) for name in ("empty", "zipped", "packed")} | {"log": str(log)}
     assert run(["why-oom", *(word.format(**files) for word in words)]) == 2
     assert message in capsys.readouterr().err
 
@@ -117,6 +119,13 @@ def test_the_shown_answer_is_the_command_s_own(
     [(command, text)] = [one for one in written.shown_answers() if one[0].startswith("snugfit why-oom")]
     assert run(command.split()[1:]) == 0
     assert written.as_shown(capsys.readouterr().out, text) == text, "run: python lab/write_docs.py answers"
+
+
+def test_a_failure_of_the_host_is_not_compared_with_the_job(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.write_text("run.sh: line 2: 77 Killed   python t.py")
+    assert "job was not compared" in answered(log, *JOB, capsys=capsys)["notes"][-1]
 
 
 def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

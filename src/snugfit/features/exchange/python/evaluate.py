@@ -308,6 +308,15 @@ class _Evaluator:
                 return
             self.set(Assignment(of, str(key), value, node.lineno, _text(node), *self.conditions()))
 
+    def run_Delete(self, node: ast.Delete, names: Environment) -> None:
+        """Record a part that is deleted as one that is set to an unknown value."""
+        for target in node.targets:
+            of = self.value(target.value, names) if isinstance(target, ast.Subscript) else None
+            if isinstance(of, dict):
+                of.pop(str(self.value(target.slice, names)), None)  # type: ignore[attr-defined]
+            elif isinstance(target, ast.Subscript | ast.Attribute):
+                self.assign(target, Unknown("deleted"), names, node)
+
     def conditions(self) -> tuple[bool, tuple[str, ...]]:
         return self.unsure > 0, tuple(self.tests)
 
@@ -439,6 +448,13 @@ class _Evaluator:
         if isinstance(of, Name):
             return Name(f"{of.dotted}[{key}]") if of.dotted != "os.environ" else Unknown(ast.unparse(node))
         return Member(of, f"[{key}]")
+
+    def value_of_Slice(self, node: ast.Slice, names: Environment) -> Any:
+        """Return the text of a slice, with the values of bounds that are known."""
+        bounds = [None if one is None else self.value(one, names) for one in (node.lower, node.upper)]
+        if node.step is not None or not all(one is None or type(one) is int for one in bounds):
+            return Unknown(ast.unparse(node))
+        return Unknown(":".join("" if one is None else str(one) for one in bounds))
 
     def value_of_NamedExpr(self, node: ast.NamedExpr, names: Environment) -> Any:
         value = self.value(node.value, names)

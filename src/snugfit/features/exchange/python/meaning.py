@@ -34,6 +34,7 @@ from snugfit.features.exchange.python.objects import (
     base_trainer,
     calls_in,
     kind_of,
+    may_be_part,
     model_class,
     task_of_class,
 )
@@ -487,7 +488,7 @@ class _Meaning:
             return None  # another model, such as a teacher
         if any(call.name == "LoraConfig" for call in self.calls):
             if self._is_after_adapters(event) and "lora" not in " ".join((event.text, *event.tests)):
-                says = "it changes which weights train beside the adapters. Write lora(save=...) instead"
+                says = "it changes which weights train in addition to adapters. Write lora(save=...) instead"
                 self.script.refused.append((event.line, event.text, says))
             return {}
         if isinstance(value, Unknown | ForeignCall):  # `parameter.requires_grad = "classifier" in name`
@@ -648,6 +649,8 @@ class _Meaning:
         table = _harmless()
         if isinstance(call.function, Member):
             of = kind_of(call.function.of)
+            if not of and call.name == "requires_grad_":
+                return may_be_part(call.function.of)
             if of in (MODEL, TRAINER, OPTIMIZER):
                 return not _is_in(call.name, table[of])
             return of == PART and not _is_in(call.name, table["part"])
@@ -669,6 +672,8 @@ class _Meaning:
         kind = kind_of(one.target)
         if kind == TOKENIZER:
             return False
+        if not kind and one.name == "requires_grad":
+            return may_be_part(one.target)
         return kind in (MODEL, PART, TRAINER, OPTIMIZER) and not _is_in(one.name, table["attributes"])
 
 

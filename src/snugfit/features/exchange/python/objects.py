@@ -38,19 +38,38 @@ _WRAPPERS = (
 _TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor", "ImageProcessor")
 
 
-_LISTS = ("enumerate", "list", "tuple", "set", "dict", "iter", "next", "reversed", "sorted", "getattr")
+_LISTS = (
+    "enumerate",
+    "list",
+    "tuple",
+    "set",
+    "dict",
+    "iter",
+    "next",
+    "reversed",
+    "sorted",
+    "getattr",
+    "chain",
+)
 """Functions of Python whose result has the parts of the objects that they take."""
 
 
 def kind_of(value: Any) -> str:
     """Return the kind of an object; empty for any other value."""
     if isinstance(value, ForeignCall):
-        if isinstance(value.function, Name) and value.function.dotted in _LISTS:
+        if isinstance(value.function, Name) and value.function.last in _LISTS:
             return PART if any(kind_of(one) in (MODEL, PART) for one in value.positional) else ""
         return _kind_of_method(value) if isinstance(value.function, Member) else _kind_of_function(value)
     if isinstance(value, Unknown):
         return value.text if value.text in USUAL_NAMES else ""
     return _kind_of_member(value) if isinstance(value, Member) else ""
+
+
+def may_be_part(value: Any) -> bool:
+    """Return True for a value that a script computes, or takes from a list or an unknown object."""
+    while isinstance(value, Member | ForeignCall):
+        value = value.of if isinstance(value, Member) else value.function
+    return isinstance(value, Unknown | list | tuple | dict)
 
 
 def _kind_of_member(member: Member) -> str:

@@ -393,3 +393,14 @@ def test_odd_values_are_read_checked_and_fixed_without_an_accident(
         read_arguments(file)
         checked = check(file)
         assert not [one for one in check_document(correct(checked)).findings if one.fix]
+
+
+def test_frozen_parts_of_a_script_are_no_unknown_argument(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments\n"
+        "model = AutoModelForSequenceClassification.from_pretrained('bert-base-uncased', dtype='float32')\n"
+        "model.bert.requires_grad_(False)\n"
+        "Trainer(model, TrainingArguments('out')).train()\n"
+    )
+    assert not check(file).findings

@@ -80,6 +80,10 @@ def script(*lines: str) -> str:
             ["for part in [net.bert.pooler, *net.bert.encoder.layer[:1]]:", "    part.requires_grad_(False)"],
             {"parts": ("bert.pooler", ".*bert[.]encoder[.]layer[.](?:0)[.]")},
         ),
+        (
+            ["last = 3", "for one in net.bert.encoder.layer[: 4 - last]:", "    one.requires_grad_(False)"],
+            {"parts": (".*bert[.]encoder[.]layer[.](?:0)[.]",)},
+        ),
         (["list(map(lambda w: w.requires_grad_(False), net.bert.parameters()))"], {"parts": ("bert",)}),
         (["setattr(getattr(net, 'bert').pooler.dense.weight, 'requires_grad', False)"],
          {"parts": ("bert.pooler.dense.weight",)}),
@@ -115,6 +119,27 @@ def test_a_script_freezes_parts(lines: list[str], expected: dict[str, Any]) -> N
 def test_parts_that_a_script_computes_are_refused(lines: list[str]) -> None:
     ((_, _, why),) = read_script(script(*lines), "train.py").refused
     assert "frozen(parts=...)" in why
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["del net.bert.encoder.layer[6:]"],
+        ["parts = []", "parts.append(net.bert.pooler)", "for one in parts: one.requires_grad_(False)"],
+        ["for key, one in {'a': net.bert}.items(): one.requires_grad_(False)"],
+        ["rest = list(net.bert.parameters()) + list(net.classifier.parameters())",
+         "for one in rest: one.requires_grad = False"],
+    ],
+)  # fmt: skip
+def test_parts_that_are_not_followed_are_listed(lines: list[str]) -> None:
+    assert len(read_script(script(*lines), "train.py").unread) == 1
+
+
+def test_a_deleted_option_is_not_read() -> None:
+    lines = ["options = {'bf16': True, 'fp16': True}", "del options['fp16']"]
+    done = read_script(script(*lines).replace("('out')", "('out', **options)"), "train.py")
+    assert (done.arguments.get("bf16"), done.arguments.get("fp16")) == (True, None)
+    assert not done.unread
 
 
 def test_weights_that_train_beside_adapters_are_refused() -> None:
