@@ -4,8 +4,11 @@ import logging
 import sys
 
 import pytest
+import torch
 
 from snugfit.cli.streams import keep_libraries_off_stdout
+from snugfit.training.options import TrainOptions
+from snugfit.training.run.opening import schedule
 
 
 @pytest.fixture
@@ -36,3 +39,12 @@ def test_the_accelerator_that_deepspeed_found_is_not_told(logger, capsys):
     keep_libraries_off_stdout()
     _log(logger, "real_accelerator.py", "Setting accelerator to CPU.")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_schedule_imports_bitsandbytes_without_its_advice(monkeypatch):
+    """transformers imports peft for its TrainingArguments, and peft imports bitsandbytes."""
+    imported = []
+    monkeypatch.setattr("snugfit.training.run.opening.import_peft", lambda: imported.append("peft"))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule(type("Run", (), {"options": TrainOptions()}), optimizer, 4)
+    assert imported == ["peft"]

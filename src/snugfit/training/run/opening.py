@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import OutOfMemory, SnugfitError, UsageError
+from snugfit.hub_kernels import import_peft
 from snugfit.job.weights import LoadedWeights
 from snugfit.step.applier import distribute_model, engine_of, is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer, could_be_spread_from_the_host
@@ -138,6 +139,7 @@ def _model(
 def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """Return transformers' learning-rate schedule over optimizer steps. Raises `UsageError` for bad
     arguments."""
+    import_peft()  # TrainingArguments would import it with bitsandbytes' advice about missing kernels
     from transformers import TrainingArguments, get_scheduler
 
     options = run.options

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from snugfit.hub_kernels import quiet
 from snugfit.rehearsal.device.policy import CudaPolicy
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def lower(
         # Nothing is compiled, so no processes and no benchmarks are needed.
         stack.enter_context(config.patch(compile_threads=1, max_autotune=False, fx_graph_cache=False))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(quiet("torch._inductor.utils"))  # it warns of GPUs with few multiprocessors
         fx.view_to_reshape(graph)
         _describe_again(graph, inputs)
         # Passes read the device of the graph's tensors: patterns and constants ignore `meta`.

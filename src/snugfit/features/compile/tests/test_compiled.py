@@ -7,6 +7,7 @@ code is the same as for a GPU: tracing, partitioning, fusion and the reuse of bu
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -172,6 +173,24 @@ def of_bert_on_a_gpu() -> tuple[Trace, Sequence[torch.device]]:
         patch.setattr(fake_tensor, "init_gpu_context", opened.append)
         job = small_job("bert", 2, facts={"hidden_size": 256})
         return rehearsed(job, "bf16 + compiled", CudaPolicy()), opened
+
+
+def test_inductors_advice_for_small_gpus_stays_out_of_an_answer() -> None:
+    """torch's logger writes to stderr itself, so its records are counted."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    from torch._inductor.utils import is_big_gpu
+
+    is_big_gpu.cache_clear()  # the advice comes once in a process
+    records: list[str] = []
+    logger = logging.getLogger("torch._inductor.utils")
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        rehearsed(small_job("gpt2", 2), policy=CudaPolicy(multiprocessors=28))
+    finally:
+        logger.removeHandler(handler)
+    assert records == []
 
 
 @pytest.mark.parametrize("family", slow_but(["bert", "llama"], 1))
