@@ -51,7 +51,7 @@ def _columns(stream: TextIO) -> int:
 
 def show_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on stdout. A value that JSON cannot represent (NaN) raises `ValueError`."""
-    # Of an encoding with fewer letters only ASCII is safe: a replaced letter would change a value.
+    # A replaced letter would change a value, so narrow encodings get ASCII with escapes.
     narrow = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     print(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=narrow))
 

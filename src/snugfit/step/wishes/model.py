@@ -109,9 +109,7 @@ class AttentionHandler(Handler):
         if own := own_attentions().get(value):
             raise context.refusal(self.slot, own.why_no_script)
         job = context.job
-        if value == "sdpa" and not getattr(
-            class_of(job.task, job.config_to_read()), "_supports_sdpa", True
-        ):
+        if value == "sdpa" and not getattr(class_of(job.task, job.config_to_read()), "_supports_sdpa", True):
             value = "eager"
         return {"model_arguments": {"attn_implementation": literal(value)}}
 
