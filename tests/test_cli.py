@@ -209,7 +209,8 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], asked: list[An
         "at",
         "kinds",
     } <= set(document["footprint"])
-    assert run(["predict", *BERT, *V100, "--json", "--compare", "bf16", "--compare", "fp16"]) == 0
+    compared = [word for recipe in ("bf16", "fp16", "bf16") for word in ("--compare", recipe)]
+    assert run(["predict", *BERT, *V100, "--json", *compared]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [one["recipe"] for one in document["predictions"]] == ["plain", "bf16", "fp16"]
 

@@ -78,12 +78,7 @@ def predict(
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
-    if largest and compare:
-        raise UsageError("--largest and --compare cannot be used together. Give one of them.")
-    if operators and compare:
-        raise UsageError("--operators shows one recipe. Leave --compare out.")
-    if largest and request.has_auto:
-        raise UsageError("--largest is for one recipe, so it takes none with 'auto'. Try 'every_layer'.")
+    _check_options(request, compare, largest, operators=operators)
     request = request.with_least(fresh=fresh)
     if trace:
         _check_trace(trace, request, compare)
@@ -115,6 +110,18 @@ def predict(
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 
+def _check_options(
+    request: Request, compared: list[str] | None, largest: str | None, *, operators: bool
+) -> None:
+    """Raise `UsageError` for options that do not go together, before long work begins."""
+    if largest and compared:
+        raise UsageError("--largest and --compare cannot be used together. Give one of them.")
+    if operators and compared:
+        raise UsageError("--operators shows one recipe. Leave --compare out.")
+    if largest and request.has_auto:
+        raise UsageError("--largest is for one recipe, so it takes none with 'auto'. Try 'every_layer'.")
+
+
 def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
     """Raise `UsageError` for a trace that could not be made, before long work begins."""
     if compared:
@@ -127,7 +134,8 @@ def _predict_all(request: Request, compared: list[str], *, fresh: bool) -> list[
     from snugfit.techniques.recipe import Recipe
 
     name = request.job.model.name
-    recipes = [request.recipe, *(Recipe.parse(text) for text in compared)]
+    # A recipe that was given twice is one row.
+    recipes = list(dict.fromkeys([request.recipe, *(Recipe.parse(text) for text in compared)]))
     firsts = [f"predicting {name} under {one}" if compared else f"predicting {name}" for one in recipes]
     return [_predict(request, one, first, fresh=fresh) for one, first in zip(recipes, firsts, strict=True)]
 
