@@ -311,8 +311,10 @@ def search_each(
         one = SearchOfGpu(
             space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=tell_of
         )
+        # The searches share the workers, and so the parts that each worker has made.
         one.state.worker_of = workers
         searches.append(one)
+    # An answer that changed after its simulation is simulated again.
     while unsettled := [index for index, one in enumerate(searches) if one.verified is None]:
         for index in unsettled:
             searches[index].run()
