@@ -441,9 +441,9 @@ def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
 
     if resume_from is None:
         return root.resolve() not in FOLDERS_OF_THIS_PROCESS
-    # Any other path than the newest continues training from there.
     if isinstance(resume_from, bool):
         return resume_from
+    # Any other path than the newest continues training from there.
     newest = get_last_checkpoint(root)
     return newest is not None and Path(resume_from).resolve() == Path(newest).resolve()
 
@@ -525,8 +525,8 @@ def _arguments(trainer: Any) -> Facts:
         and not name.startswith((*FREE_BEGINNINGS, "_"))
         and (value is not None or name not in OF_THE_BEST_MODEL)
     }
-    # `_fused` names another kernel of the same optimizer.
     if not brings_optimizer(trainer):  # so that it is refused before any weight is restored
+        # `_fused` names another kernel of the same optimizer.
         given["optim"] = getattr(args.optim, "value", args.optim).removesuffix("_fused")
     accelerators = vars(args.accelerator_config) if hasattr(args.accelerator_config, "__dict__") else {}
     given["accelerator_config"] = accelerators

@@ -232,7 +232,7 @@ def _widths(at: _At) -> Iterator[Size]:
     assumption."""
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
-    # These sizes belong to the job and are reported by the other sections.
+    # These sizes belong to the job, and only widths of the model are reported here.
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
     of_the_job |= {job.model.vocabulary, job.labels}
     slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))

@@ -215,7 +215,7 @@ class LighterRecipes:
                 slots = self.slots(recipe)
                 if most.get(slots) == 0:
                     continue
-                # The next recipe of these slots must be smaller by a resolution, or it would not fit either.
+                # After a miss, the next recipe of these slots is tried only if it is clearly smaller.
                 most[slots] = self._bound_bytes(recipe) * (1 - MEMORY_RESOLUTION)
                 if self._fits(recipe):
                     most[slots] = 0
@@ -426,7 +426,7 @@ class LighterRecipes:
             return recipe
         grades = [one for one in map(recipe.with_, grades_of(slot, self.job)) if self._is_valid(one)]
         least = self._least_that_fits(plain, [*grades, recipe])
-        # Fewer layers may be slower if their kernels wait for the host, so both are compared.
+        # Grades recompute whole layers, and the recipe perhaps less of each, so both are compared.
         return min(recipe, least, key=lambda one: self.cost(one).seconds)
 
     def _without_unnecessary(self, recipe: Recipe) -> Recipe:

@@ -74,7 +74,7 @@ class RecomputingKinds:
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """Waiting candidates by kind of passes."""
         offered = self.space.offers(Slot.CHECKPOINTING)
-        # None if the user fixed the slot: the space then offers no such technique.
+        # None if the space does not offer it, as next to another fixed technique.
         self._each_layer = next((o for o in offered if o.install(Setup()).checkpoint == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}

@@ -125,10 +125,10 @@ def hold_folder(root: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # The file itself stays: after its removal, two processes could lock different files.
         if os.getpid() == current.pid:  # a forked child that leaves this block has nothing to release
             with suppress(OSError):
                 if _read(path) == current:
+                    # The file stays: after its removal, two processes could lock different files.
                     _write(path, None)
             lock.release(force=True)
 

@@ -202,8 +202,8 @@ def snapshot(
         files=files or {},
         processing=processing,
     )
+    # Copies to page-locked memory are asynchronous, and the next step changes their sources.
     if state.device.type == "cuda":
-        # Copies to page-locked memory are asynchronous, and the next step changes their sources.
         import torch
 
         torch.cuda.synchronize(state.device)

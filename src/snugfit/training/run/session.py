@@ -99,7 +99,7 @@ class Session:
             samples=len(run.data.samples),
             resumed_from=checkpoint.step if checkpoint else None,
         )
-        # An uncut batch needs none yet; `_recover` compares before it cuts one.
+        # An uncut batch needs no comparison yet; `_recover` compares before it cuts one.
         if self._active.setup.micro_batches > 1:
             self._compare_cut()
         # A finished run is resumed to give its result, unless its last evaluation is still due.
