@@ -112,6 +112,7 @@ class CutRuns:
     def _take(self, pieces: Sequence[Sequence[int]], gradients: bool) -> Taken:
         import torch
 
+        # The weights of pieces refer to these samples, and not to the whole batch.
         whole = self._samples([index for piece in pieces for index in piece])
         loss, total = 0.0, [torch.zeros_like(weight) for weight in self._parameters if gradients]
         for piece in pieces:
@@ -121,6 +122,7 @@ class CutRuns:
             loss += float(value.detach())
             if not gradients:
                 continue
+            # An expert, for example, may have no part in these samples.
             gradients_of_piece = torch.autograd.grad(value * LOSS_SCALE, self._parameters, allow_unused=True)
             for held, gradient in zip(total, gradients_of_piece, strict=True):
                 if gradient is not None:
@@ -159,6 +161,7 @@ def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
         torch.stack([(a.float() - b.float()).norm(), torch.maximum(a.float().norm(), b.float().norm())])
         for a, b in zip(one.gradients, other.gradients, strict=True)
     ]
+    # One transfer for all parameters, since each would wait for the device.
     return [(apart, size) for apart, size in torch.stack(rows).tolist()]
 
 
@@ -252,8 +255,10 @@ def _without_dropout(note: Callable[[Any], None]) -> Iterator[None]:
         ) -> Any:
             keywords = dict(keywords or {})
             name = getattr(function, "__name__", "")
+            # `native_dropout` returns its mask as well.
             if "dropout" in name and "native" not in name:
                 return arguments[0] if arguments else keywords["input"]
+            # The fifth positional argument is `dropout_p`.
             if function is torch.nn.functional.scaled_dot_product_attention and len(arguments) > 4:
                 arguments = (*arguments[:4], 0.0, *arguments[5:])
             elif keywords.get("dropout_p"):
@@ -275,6 +280,7 @@ def unchanged_attributes(holder: Any) -> Iterator[None]:
     containers = [
         (value, _copy_containers(value))
         for name, value in vars(holder).items()
+        # A list with a dataset may be long, and no loss changes it.
         if isinstance(value, dict | list) and not name.endswith("dataset")
     ]
     with patch.dict(vars(holder)):

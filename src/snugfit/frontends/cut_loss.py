@@ -112,6 +112,7 @@ def job_with_mixing(
     started. Losses are then compared on a GPU, because they save nothing for a backward pass. The run thus
     needs no more memory than predicted.
     """
+    # A known reason, such as a batch norm, needs no comparison.
     if mixing_of(job).reason:
         return job
     batch = example or job.model.example or {}
@@ -148,6 +149,7 @@ def _verdict(
     parts = chosen_samples(batch, layout, max(fewest, min(most, SAMPLES)))
     if not runs.can_take_gradients or (again and runs.device.type == "cuda"):
         return _of_losses(runs, parts)
+    # If memory runs out, as few samples as possible are tried before losses alone.
     for attempt in (parts, chosen_samples(batch, layout, FEWEST)):
         with contextlib.suppress(MemoryError):
             return _of_either_parts(runs, attempt)
@@ -177,6 +179,7 @@ def _of_gradients(runs: CutRuns, parts: Parts) -> Verdict:
         return Verdict(unclear=f"the loss of {len(samples)} samples, or a gradient of it, is not a number")
     if not total:
         return Verdict(unclear=f"all gradients of {len(samples)} samples are 0")
+    # The whole is a number, so the cut is the cause.
     if not is_number(cut):
         return Verdict(differs=f"{_what(parts)}, where they are no numbers")
 
@@ -192,6 +195,7 @@ def _of_gradients(runs: CutRuns, parts: Parts) -> Verdict:
             reverse=True,
         )
 
+    # Noise beyond the tolerance would hide the effect of the cut.
     if beyond(reverse):
         return Verdict(
             unclear=f"the gradients of {len(samples)} samples depend on their order or on random draws"
@@ -213,6 +217,7 @@ def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)
     bound = (OF_16_BIT if runs.has_few_digits else OF_32_BIT).loss * abs(whole)
+    # In this form a NaN exceeds the bound, since it compares as False.
     if not abs(whole - reverse) <= bound:
         return Verdict(unclear=f"the loss of {len(samples)} samples depends on their order or random draws")
     if not abs(whole - cut) <= bound:
@@ -297,6 +302,7 @@ def _traits(batch: Mapping[str, Any], layout: BatchLayout) -> Traits:
         if values.shape[1] > 1:
             values = (values.ne(0) & values.ne(IGNORED)).sum(1, keepdim=True)
         column = values[:, 0].double().nan_to_num().cpu()
+        # A trait that all samples share cannot distinguish them.
         if (width := float(column.max() - column.min())) > 0:
             columns.append(((column - column.min()) / width).tolist())
     return [[column[sample] for column in columns] for sample in range(layout.samples)]

@@ -74,6 +74,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         value = torch.from_numpy(numpy.ascontiguousarray(value))
     if isinstance(value, torch.Tensor):
+        # Equal bytes in another shape are another batch.
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if value.device.type == "cpu" and value.layout is torch.strided and value.numel():
             flat = value.detach().flatten()[:: max(1, value.numel() // SAMPLED)].contiguous()
@@ -83,6 +84,7 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield str(name).encode()
             yield from _parts(inner)
     elif isinstance(value, list | tuple):
+        # The length keeps [[a], b] and [[a, b]] apart.
         yield str(len(value)).encode()
         for inner in value:
             yield from _parts(inner)
@@ -109,6 +111,7 @@ def made_like(loader: Any, **changed: Any) -> Any:
         "multiprocessing_context", "generator", "in_order",
     ]  # fmt: skip
     is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    # torch refuses a sampler for a stream.
     names += ["batch_size", "drop_last"] if is_stream else ["batch_sampler"]
     return torch.utils.data.DataLoader(**{**{name: getattr(loader, name) for name in names}, **changed})
 
@@ -148,6 +151,7 @@ def renew_workers(loader: Any) -> None:
     """
     real = getattr(loader, "base_dataloader", loader)
     if getattr(real, "persistent_workers", False):
+        # torch reuses this iterator, and with it the workers, as long as it exists.
         real._iterator = None
 
 
@@ -162,12 +166,15 @@ def batches_from(
     renew_workers(loader)
     if not position:
         return iter(loader)
+    # The last trained batch is created again for the comparison.
     passed = position - (last is not None)
+    # Without workers the sampler can be advanced alone, so that skipped batches are not created.
     named = _Named(loader.batch_sampler) if is_plain(loader) and not loader.num_workers else None
     batches: Iterator[Any] = iter(loader if named is None else made_like(loader, batch_sampler=named))
     for _ in range(passed):
         next(batches if named is None else named.names, None)
     if named is not None and last is not None:
+        # The skipped batches have drawn no random numbers, so the state before this one is set.
         rng.set(last.before)
     if last is not None and fingerprint_of(next(batches, None)) != last.fingerprint:
         raise SnugfitError(
@@ -258,6 +265,7 @@ class DataPosition:
         self._is_exhausted = self.epoch_is_over = False
         self.marks.clear()
         if saved is not None:
+            # The order is drawn at the epoch's beginning, so a continued epoch starts from that state.
             self.rng.resume(**_states_of(saved, "began" if skipped else "now"))
         if not skipped:
             self.rng.begin_epoch()
@@ -291,6 +299,7 @@ class DataPosition:
 
     def use(self, batches: int) -> None:
         """Count `batches` batches as used by a step."""
+        # The mark of the last trained batch stays for the comparison after a resume.
         self.marks = {index: mark for index, mark in self.marks.items() if index >= self.used - 1}
         self.used += batches
 
@@ -322,6 +331,7 @@ def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -
     """
     if "place" not in saved:
         return None
+    # If the batches have another size now, a partly trained one counts as trained.
     return saved["epoch"], math.ceil(saved["place"] * saved["rows"] * more / rows)
 
 
@@ -343,4 +353,5 @@ class _WatchedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        # `self._loader` would recurse without end in a copy that does not have the attribute yet.
         return getattr(vars(self)["_loader"], name)

@@ -92,6 +92,7 @@ def _plan_smaller(
 
     gpu = find_gpu(torch.cuda.get_device_name(device))
     needed = predict_apart(job, recipe, gpu, 1).needed_bytes
+    # The next recipe may be no less exact than the present one.
     fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
     smaller = plan(
         job,
@@ -144,6 +145,7 @@ def suits_live_model(following: Recipe, before: Recipe) -> bool:
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
     """Return the next finer split of the batch, with accumulated gradients; None without one."""
+    # Gradients of the pieces are added up, so they must not be released in the passes.
     whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {
         cut.setup().micro_batches: cut

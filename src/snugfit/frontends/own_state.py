@@ -137,10 +137,12 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
         for name, child, owner in _children(value):
             inner = f"{path}.{name}" if path else name
             if _kind_of(child) is not None:
+                # Several paths may lead to one generator, which is stored once.
                 if id(child) not in visited:
                     visited.add(id(child))
                     yield inner, _Attribute(owner, name, child)
             elif child is None or isinstance(child, bool | int | float):
+                # A None may become a generator with the first batch.
                 if owner is not None and (child is None or not _is_librarys(owner)):
                     yield inner, _Attribute(owner, name, child)
             else:
@@ -214,7 +216,9 @@ _GET: dict[str, Callable[[Any], Any]] = {
     "numpy.RandomState": lambda generator: _plain(generator.get_state(legacy=False)),
 }
 _SET: dict[str, Callable[[Any, Any], None]] = {
+    # `new_tensor` has the dtype (uint8) that torch requires of a state.
     "torch": lambda generator, state: generator.set_state(generator.get_state().new_tensor(state)),
+    # JSON has made a list of the inner tuple, which `setstate` requires.
     "python": lambda generator, state: generator.setstate((state[0], tuple(state[1]), state[2])),
     "numpy": lambda generator, state: setattr(generator.bit_generator, "state", state),
     "numpy.RandomState": lambda generator, state: generator.set_state(state),

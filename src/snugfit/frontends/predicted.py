@@ -52,6 +52,7 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
             except Exception as fault:  # of the other process: no reason to end a run that trains
                 answer.set_result(f"This run could not be predicted ({type(fault).__name__}): {fault}")
 
+        # A daemon thread does not keep a finished process alive.
         threading.Thread(target=work, name="predicts the run", daemon=True).start()
         return answer
 

@@ -128,8 +128,10 @@ def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None =
         slot: (start[slot], *_family(start[slot], job))
         for slot in OF_START
         if start and slot not in freed and (job.trains or slot not in ONLY_TRAINING)
+        # A technique without its package must not be the only choice of its slot.
         if not start[slot].missing_package()
     }
+    # A named technique replaces that of the user's own recipe.
     return Kept(slots={**own, **asked}, asked=frozenset(asked), start=start)
 
 

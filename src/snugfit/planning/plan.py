@@ -383,6 +383,7 @@ class Plan(Tabular):
             raise UsageError("This is not a plan of this version of snugfit.")
         try:
             plan = decode_fields(cls, document)
+            # The document lists fitting recipes first; a front begins with the fastest, which may not fit.
             return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))
         except (KeyError, TypeError) as damaged:
             raise UsageError(f"This plan is damaged: {damaged}.") from None

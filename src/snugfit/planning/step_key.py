@@ -95,6 +95,7 @@ def program_key(setup: Setup) -> Hashable:
     """Return the fields of a Setup that determine its compiled layers; None if it compiles none."""
     if setup.lowering is None:
         return None
+    # Recomputed layers and chunks of logits run the same programs.
     saving_nothing = setup.with_fields(checkpoint=None, logits=None)
     return _values(saving_nothing, "passes"), _values(setup, "micro_batches")
 
@@ -147,6 +148,7 @@ def launches_otherwise(setup: Setup) -> bool:
 def differ_in_launches(setup: Setup, other: Setup) -> bool:
     """Return whether the Setups differ in the launch of kernels, and in nothing else."""
     names = _names_by_part(setup)["launches"]
+    # Chained: they differ, and are equal once these fields are exchanged.
     return setup != other == setup.with_fields(**{name: getattr(other, name) for name in names})
 
 
@@ -157,6 +159,7 @@ def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
     """
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
     last = _LAST.get(part)
+    # Identity suffices for a cache and is faster than equality.
     if last is None or len(last[0]) != len(values) or not all(map(is_, last[0], values)):
         key = tuple([value if value.__class__ in SIMPLE else _hashable(value) for value in values])
         last = _LAST[part] = values, key

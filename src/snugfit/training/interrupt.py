@@ -65,8 +65,10 @@ class Interrupts:
         self._hook: Any = None
 
     def __enter__(self) -> Self:
+        # Python allows signal handlers in the main thread alone.
         if threading.current_thread() is threading.main_thread():
             for number in EXIT_CODES:
+                # nohup ignores SIGHUP, so that a run outlives its terminal.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._stop)
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
@@ -82,9 +84,11 @@ class Interrupts:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._stopping is not None:
+            # The second signal ends the process at once, without any thread or handler that could delay it.
             os._exit(AT_ONCE[signal.Signals(number)])
         self._stopping = signal.Signals(number)
         self._begin_deadline()
+        # An evaluation may be running now; its modules are watched from here on.
         self.watch_modules(self._look)
 
     def _begin_deadline(self) -> None:
@@ -136,6 +140,7 @@ class Interrupts:
         if self._trigger is None:
             return asked
         try:
+            # The removal shows that the file existed, in one operation.
             self._trigger.unlink()
         except OSError:  # usually because there is no such file
             return asked
@@ -147,6 +152,7 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def hook(module: Any, arguments: Any) -> None:
+        # A module that runs in a thread of the user's must not be stopped there.
         if threading.current_thread() is threading.main_thread():
             look(module)
 
@@ -178,6 +184,7 @@ class Stops:
     def hear(self, summed: Sequence[float]) -> None:
         """Store the signals in the sums of all processes' flags."""
         *signals, wants = summed
+        # Processes may have received different signals; all take the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
         if self._stopping is None and first is not None:
             self._stopping = first

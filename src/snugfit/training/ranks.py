@@ -125,6 +125,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
+        # Counts of tokens stay exact in float64.
         values = torch.tensor(numbers, dtype=torch.float64)
         with talking():
             dist.all_reduce(values, group=self.host)
@@ -161,6 +162,7 @@ class Ranks:
             except Exception as error:
                 fault = error
                 values[1] = (str(error), getattr(error, "exit_code", 1))
+        # The broadcast comes before the error, because the others wait for it.
         _broadcast(values, self.host)
         if fault is not None:
             raise fault
@@ -256,11 +258,14 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
 
     cuda = device.type == "cuda"
     if cuda:
+        # NCCL uses the current device, which would be the first GPU in every process.
         torch.cuda.set_device(device)
     is_ours = not dist.is_initialized()
     with talking():
         if is_ours:
+            # Exchanges of the host use gloo, so that they never wait for a GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        # Two threads must not share a group, because their exchanges could mix.
         host, writing = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     ranks = Ranks(process.rank, process.size, host=host, writing=writing)
     try:

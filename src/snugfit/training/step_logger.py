@@ -111,6 +111,7 @@ class StepLogger:
 
     def note(self, *, step: int, seconds: float, samples: int, tokens: int, **fields: Any) -> None:
         """Store a finished step (the first is 1); `write` writes it."""
+        # The prediction is computed while the run trains, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
             self._hear(self._awaited.result())
         self._steps += 1

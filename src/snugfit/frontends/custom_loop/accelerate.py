@@ -99,6 +99,7 @@ def accelerate(
     recipe.check(job, capability_of(device))
     live = live_of(model, recipe, device)
     refuse(live, optimizer, loader, scheduler, keeps=keeps)
+    # The folder is locked from here on, and is unlocked if the rest fails.
     with contextlib.ExitStack() as unless_it_begins:
         folder = None if output_dir is None else RunFolder(folder_of(output_dir))
         if folder is not None:
@@ -164,8 +165,10 @@ def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[Tr
     replacements."""
     setup, notes = live.recipe.setup(), apply(live)
     recipes = optimizer_for(live.model, optimizer, live.recipe)
+    # The loop may still refer to its own optimizer, so the replacement is announced.
     if recipes is not optimizer:
         notes.append(f"the optimizer was {_name(optimizer)} and is {_name(recipes)}: run.optimizer")
+    # Gradients of a step before this call would be added to the first one.
     recipes.zero_grad(set_to_none=True)
     set_process(setup, live.device)
     state = TrainState(
@@ -198,9 +201,11 @@ def job_of(
 ) -> Job:
     """Describe this loop's job by a copy of the model without data and an example from its loader."""
     example = _first_batch(loader, device, resumes)
+    # A loader with a batch sampler has no batch size of its own.
     size = getattr(loader, "batch_size", None) or getattr(
         getattr(loader, "batch_sampler", None), "batch_size", None
     )
+    # The copy has no data, so that predictions can build the model without its memory.
     copy = copy_without_data(model)
     return Job(
         model=Model.from_module(copy if loss is None else _with_loss(copy, loss), example, batch_dims=dims),
@@ -325,6 +330,7 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Identity counts: after some changes of a model, its optimizer still has the old parameters.
     strange = [parameter for parameter in held if id(parameter) not in own]
     if strange:
         raise UsageError(
@@ -366,6 +372,7 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
     reasons = [*objections(live, setup, user_slots(live)), *_objections(live, setup, optimizer, loader)]
     if not live.is_plain(Slot.OPTIMIZER) and is_schedule(scheduler):
         reasons.append(
+            # A schedule refers to its optimizer, so it would change the rates of the replaced one.
             f"{live.technique(Slot.OPTIMIZER)}: the scheduler belongs to the optimizer that the recipe "
             "replaces. Give a function that creates it: scheduler=lambda optimizer: LambdaLR(optimizer, "
             "...)."
@@ -373,6 +380,7 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
     refuse_for(live, "model", reasons)
     if scheduler is not None:
         of = optimizer if is_schedule(scheduler) else _trial_optimizer(optimizer, live.recipe)
+        # A schedule is created on dummies, since its constructor changes the learning rates of its optimizer.
         schedule = scheduler if is_schedule(scheduler) else scheduler(of)
         refuse_schedule(schedule)
         if keeps:
@@ -384,6 +392,7 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
     import torch
 
     trial = copy(given)
+    # A shallow copy shares its states with the user's optimizer, so it gets empty ones.
     trial.state = defaultdict(dict)
     trial.param_groups = [
         {**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in given.param_groups
@@ -395,6 +404,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
     """Yield conflicts of the recipe with the optimizer and the loader."""
     another = not live.is_plain(Slot.OPTIMIZER)
     is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
+    # States that the steps have made would not fit the cast weights or the new optimizer.
     if (another or is_cast) and _has_stepped(optimizer):
         yield "The optimizer has already taken steps. Call accelerate before the first step."
     elif is_cast and not another and optimizer.state:  # Adagrad creates its states in its constructor
@@ -415,6 +425,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
 
 def _has_stepped(optimizer: Any) -> bool:
     """Return True if a step created a state; a state with step 0 dates from the constructor."""
+    # Without a step count, any state counts as one of a step.
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
@@ -454,4 +465,5 @@ def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
 def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
     """Return the loader arguments of the recipe that this loader lacks."""
     asked = loader_arguments(setup, device)
+    # The loader's own setting stays if the recipe has none.
     return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}

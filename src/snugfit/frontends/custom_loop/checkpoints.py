@@ -50,10 +50,12 @@ class RunFolder:
     """A folder that only one run may use until it is closed."""
 
     def __init__(self, folder: Path) -> None:
+        # The deepest folder comes first, so that each one is empty when it is removed.
         above = [folder.absolute(), *folder.absolute().parents]
         self._made = [path for path in above if not os.path.lexists(path)]
         self._open = contextlib.ExitStack()
         self.store = self._open.enter_context(open_store(folder, begin_anew="without resume()"))
+        # The stack closes in reverse order: the lock's file is removed while the lock is still held.
         self._open.callback(self._remove_unused)
         self.interrupts = self._open.enter_context(Interrupts(self.store.root))
         """Signals and the trigger file."""
@@ -144,6 +146,7 @@ class RunCheckpoints:
             position = json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8"))
             self._batches.resume(position)
         self.repeated_loss = position.get("repeated_loss")
+        # A resumed run continues these checkpoints, so `begin` must not rename them.
         self._manager.saved_step, self._begun = checkpoint.step, True
         self.journal.tell("note", text=f"The run continues after step {checkpoint.step:,}.")
         return True

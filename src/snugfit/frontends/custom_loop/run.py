@@ -90,7 +90,9 @@ class HandRun:
         self._begun = self._closed = self._resumed = False
         self._evaluations = EvaluationWatch(state, batches, checkpoints)
         if checkpoints is not None:
+            # The folder is unlocked even if the loop ends without `close`.
             weakref.finalize(self, checkpoints.close)
+        # A weak reference, or `atexit` would keep the model alive until the process ends.
         atexit.register(_close, weakref.ref(self))
 
     # ---- interface of the loop ---------------------------------------------------------------------------
@@ -135,6 +137,7 @@ class HandRun:
             before = self._batches.epoch
             yield before
             self._between_steps()
+            # An epoch that was left by `break` counts as finished, if batches of it were taken.
             if self._batches.epoch == before and not self._batches.leave():
                 raise UsageError(
                     "An epoch ended without its batches. Take them from the run: `for batch in run:`."
@@ -145,6 +148,7 @@ class HandRun:
         self._refuse_closed()
         for batch in self._batches:
             yield batch
+            # The loop's code after the step ends when it requests the next batch.
             self._between_steps()
 
     def step(self, batch: Mapping[str, Any]) -> float:
@@ -154,13 +158,16 @@ class HandRun:
         before a step after a signal, and `UsageError` for an invalid batch.
         """
         self._refuse_closed()
+        # An invalid batch is refused before any state changes.
         pieces = self._cut(batch)
         self._between_steps()
         if not self._begun:
             self._begin()
+        # The step's own forward passes are no evaluation.
         self._evaluations.end()
         if self._checkpoints is not None and self._checkpoints.repeated_loss is not None:
             return self._repeat(self._checkpoints)
+        # A failed step is undone by these generators, so that the same step can be repeated.
         began, before = time.perf_counter(), rng_states(self._state.device)
         self._backward.begin(self.model)
         with run_context(self.recipe.setup()):
@@ -172,6 +179,7 @@ class HandRun:
             set_rng_states(before, self._state.device)
             raise self._out_of_memory(result)
         self._state.progress.count(result.updated, most_skipped=MOST_SKIPPED)
+        # A batch counts once its update is done; a checkpoint before this point repeats it.
         self._batches.used()
         self._log(result, pieces, time.perf_counter() - began)
         self._compare_again(batch, is_cut=len(pieces) > 1)
@@ -216,6 +224,7 @@ class HandRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # `Stopped` must not replace an error of the loop.
         if error is None and self._begun and self._checkpoints is not None:
             self._between_steps()
         self.close()
@@ -244,18 +253,21 @@ class HandRun:
         whole, count = self.job.batch_size, samples_in(batch, dims)
         if count > whole:
             raise UsageError(f"The batch has {count} samples, but the global batch of this run is {whole}.")
+        # A smaller last batch is cut into pieces of the usual size, so that it fits as others do.
         micro_batches = self.recipe.setup().micro_batches
         pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None, dims)
         return [dict(piece) for piece in pieces]
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
         """Write the batch of a step with a non-finite loss to disk, and save a checkpoint from before it."""
+        # Weights that a gradient hook updates come first: no checkpoint could undo them.
         self._backward.raise_if_updated()
         set_rng_states(before, self._state.device)
         where = ""
         if self._checkpoints is not None:
             file = write_batch(self._checkpoints.root, self.steps + 1, [batch])
             self._checkpoints.save()
+            # The error below names this checkpoint, so it must exist by then.
             self._checkpoints.wait()
             where = f" The step's batch is in {file}, next to a checkpoint from before the step."
         raise SnugfitError(
@@ -264,6 +276,7 @@ class HandRun:
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
+        # The advice may be to cut the batch, so the effect of that on the loss is compared first.
         self._recovery.job = self._step.job_with_mixing(self.job, self.model)
         smaller, why = self._recovery.replan(self.recipe, exhausted.cause)
         unplanned = f" (None could be planned: {why})" if why else ""
@@ -286,6 +299,7 @@ class HandRun:
             self._recovery.compare_again(self.recipe, self._taken, compare)
 
     def _log(self, result: StepResult, pieces: list[dict[str, Any]], seconds: float) -> None:
+        # Fetching that the backward pass hides does not delay the step.
         stalled = 0.0 if self._step.device_was_busy else self._batches.fetching_seconds
         self._logger.note(
             step=self.steps,
@@ -294,6 +308,7 @@ class HandRun:
             learning_rate=self.optimizer.param_groups[0]["lr"],
             updated=result.updated,
             seconds=seconds,
+            # The fetch may have run before the step's clock started.
             stall_seconds=min(stalled, seconds),
             samples=sum(samples_in(piece, self.job.model.batch_dims) for piece in pieces),
             tokens=sum(tokens_of(piece) for piece in pieces),
@@ -393,9 +408,11 @@ class EvaluationWatch:
         checkpoints = self._checkpoints
         if checkpoints is None or not is_evaluation(module):
             return
+        # One look per step: later modules of this evaluation are not checked again.
         self.end()
         stopping = checkpoints.interrupts.stopping
         if stopping is not None and self._batches.can_repeat and self._is_as_the_step_left_it():
+            # The evaluation may have drawn random numbers already; the repeated one must draw the same.
             restore_all_rng_states(self._generators, self._state.device)
             checkpoints.save(repeated_loss=self._loss)
             checkpoints.wait()
@@ -413,12 +430,14 @@ class EvaluationWatch:
         import torch
 
         numbers, settings = self._left
+        # A comparison of few values waits for the device, but only after a signal.
         return torch.equal(numbers, self._numbers()) and settings == _settings(self._state.optimizer)
 
     def _numbers(self) -> torch.Tensor:
         """Return the first values of some tensors, (at most TENSORS x NUMBERS,) of float32."""
         import torch
 
+        # A row of the last dimension is contiguous in most tensors, and exists in every non-empty one.
         rows = [tensor.detach()[(0,) * (tensor.dim() - 1)] for tensor in self._tensors]
         return torch.cat([row.reshape(-1)[:NUMBERS].float() for row in rows])
 
@@ -433,6 +452,7 @@ def is_evaluation(module: Any) -> bool:
 def _sampled_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
     count = min(TENSORS, len(tensors))
+    # The indices are spread evenly, with the first and the last tensor among them.
     return [tensors[index * (len(tensors) - 1) // max(1, count - 1)] for index in range(count)]
 
 
@@ -440,4 +460,5 @@ def _settings(optimizer: Any) -> str:
     groups = [
         {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
+    # Values may be tensors or lists, and their text compares them all.
     return repr(groups)

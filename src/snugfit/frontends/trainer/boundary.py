@@ -64,6 +64,7 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
     if figures.learning_rate is None:  # this process had no step in the epoch
         figures = run.checkpoints.state.last_figures or figures
     run.checkpoints.state.last_figures = figures
+    # The Trainer calls this at the end of a step, and again at the end of its epoch.
     is_of_epoch, run.last_boundary = run.last_boundary == step, step
     if is_of_epoch and run.is_stopped:
         return
@@ -101,6 +102,7 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
         interrupts.raise_if_stopping()
     interrupts.watch_modules(lambda module: interrupts.raise_if_stopping())
     try:
+        # The evaluation's collator may share a generator with the data, which must not advance.
         with run.data.rng.apart():
             return go_on()
     finally:
@@ -136,6 +138,7 @@ def begin_step(trainer: Any, step: StepState) -> None:
     """
     if step.pending_micro_batches:
         trainer.model.zero_grad(set_to_none=True)
+        # The Trainer has added their losses to its sum already.
         loss_since_log(trainer).copy_(step.logged_loss_at_start)
         count = trainer.args.gradient_accumulation_steps
         trainer.snugfit.journal.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
@@ -157,6 +160,7 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
         return
     total, tokens = step.loss_sum, run.timer.tokens
     run.backward.raise_if_updated()
+    # One transfer for all three, because each would wait for the device.
     scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
     loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
     if run.ranks.are_many:  # one NaN makes the mean NaN, in all processes

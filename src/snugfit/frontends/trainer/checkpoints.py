@@ -93,6 +93,7 @@ def train_state_of(trainer: Any) -> TrainState:
     optimizer = trainer.optimizer
     return TrainState(
         model=trainer.model,
+        # accelerate wraps the optimizer; the states are in torch's own.
         optimizer=getattr(optimizer, "optimizer", optimizer),
         scheduler=trainer.lr_scheduler,
         scaler=trainer.accelerator.scaler,
@@ -122,8 +123,10 @@ class TrainerCheckpoints:
         """Files that the trainer's subclass writes into checkpoints."""
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit, ranks=ranks)
+        # Every process must draw the same order, so the first one decides its seed.
         self._seed = ranks.first_answers(lambda: _order_seed(trainer))
         self._facts: Facts = {}
+        # The recipe may change when memory runs out; runs are compared by the requested one.
         self._asked = str(trainer.snugfit.recipe)
         self._parts = trainer_parts(trainer)
         self._begun = self._is_data_noted = False
@@ -169,9 +172,11 @@ class TrainerCheckpoints:
             self._goes_back, self.state.folder = named is not None, self.resumed.folder
             about = self.resumed.about
             self._seed = about["order_seed"]
+            # A checkpoint of this step exists already, so the next save is not to write it again.
             self._manager.saved_step = self.resumed.step
             if about["asked"] == self._asked != about["recipe"]:  # its memory ran out
                 change_recipe(self._trainer, Recipe.parse(about["recipe"]))
+        # accelerate's sampler draws each epoch's order from this seed.
         self._trainer.accelerator.dataloader_config.data_seed = self._seed
         self._manager.about = self._about()
 
@@ -193,6 +198,7 @@ class TrainerCheckpoints:
     def _refuse_another_run(self, checkpoint: Checkpoint) -> None:
         if "order_seed" not in checkpoint.about:
             raise UsageError(f"{checkpoint.folder} was not written by a fitted trainer.{CURE}")
+        # A resumed run may have another number of processes, if their global batch is the same.
         before = replace(checkpoint, about=with_global_batch(checkpoint.about))
         names, warned = ("batch_size", "samples"), ("processes", SHARDING)
         how: dict[str, Any] = {"names": names, "warned": warned, "recipe": "asked", "cure": CURE}
@@ -207,10 +213,12 @@ class TrainerCheckpoints:
         if self._begun:
             return
         self._begun = True
+        # All refusals precede the first renamed checkpoint.
         state = train_state_of(self._trainer)
         state.ranks = self._ranks
         refuse_optimizer(state.optimizer, keeps=True)
         self._parts.check(state)
+        # The schedule exists only now; `open` could not compare it.
         self._facts |= {**optimizer_facts(state.optimizer), **schedule_facts(state.scheduler)}
         if self.resumed is not None:
             wrong = compare_facts(self.resumed.about, self._about())
@@ -245,14 +253,17 @@ class TrainerCheckpoints:
         step = trainer.state.global_step
         best = trainer.state.best_global_step or None
         if best is not None and self._ranks.first_answers(lambda: self._is_kept(best)):
+            # The Trainer names the folder only after its own save, which this one replaces.
             trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
         if self._manager.saved_step == step:
             return True
         self._note_data()
+        # Recovery may have changed the recipe since `open`.
         self._manager.about["recipe"] = str(trainer.snugfit.recipe)
         self._manager.save(step, lambda staging: self._take(staging, go_on), best=best)
         if not trainer.args.push_to_hub and not calls_on_save(trainer):
             return True
+        # A callback on save may read the folder, which must therefore be complete.
         self.wait()
         is_kept = self._ranks.first_answers(lambda: self._manager.failure is None)
         if trainer.args.push_to_hub and is_kept and self._ranks.is_first:
@@ -284,8 +295,10 @@ class TrainerCheckpoints:
         """
         trainer, ranks = self._trainer, self._ranks
         is_stopped = self.interrupts.stopping is not None
+        # Every process takes part, since gathering the generators needs each of them.
         files = self.state.files(is_stopped=is_stopped)
         random = ranks.gather(all_rng_states(trainer.args.device)) if ranks.are_many else []
+        # A processor may be given through the collator alone.
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         saves = hasattr(processing, "save_pretrained")
         beside: dict[str, Any] = {"files": files, "processing": processing if saves else None}
@@ -312,6 +325,7 @@ class TrainerCheckpoints:
 
 def refuse_no_checkpoint(root: Path, resume_from: str | bool | None) -> None:
     """Raise `UsageError` for a missing checkpoint, before anything is written into `root`."""
+    # A checkpoint that was being replaced when a process ended is under `.replaced-*`.
     if resume_from is True and not [*root.glob("checkpoint-*"), *root.glob(".replaced-*")]:
         raise _no_checkpoint(root)
     if resume_from and resume_from is not True:
@@ -360,6 +374,7 @@ def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: An
     step = best or trainer.state.global_step
     if not (root / f"checkpoint-{step}").is_dir():
         return
+    # `pack` writes NaN and infinity, which JSON cannot have.
     state, _ = pack({"state": asdict(trainer.state), "loss": output.training_loss, "metrics": output.metrics})
     document = {"about": {**about, "length": _length(trainer)}, "checkpoint": step, "result": state}
     with suppress(OSError):  # a full disk: the next start resumes the last checkpoint
@@ -383,9 +398,11 @@ def finished_output(
         return None
     result, weights = finished
     parts = trainer_parts(trainer)
+    # The weights are spread first, since each process loads its own parts.
     parts.spread_model()
     parts.load_weights(trainer.model, weights, ranks)
     trainer.state = TrainerState(**result["state"])
+    # The stored state contains callbacks' states as well, which the Trainer restores only while it resumes.
     restore_callbacks(trainer)
     return TrainOutput(trainer.state.global_step, result["loss"], result["metrics"])
 
@@ -412,6 +429,7 @@ def _finished_run(
         result: dict[str, Any] = unpack(document["result"], {}, torch.device("cpu"))
         TrainerState(**result["state"])
         return result, verify(root / f"checkpoint-{step}", step).folder
+    # Any fault of this file only means that the run is resumed from its last checkpoint.
     except (BadDocument, OSError, LookupError, TypeError, ValueError, AttributeError, SnugfitError):
         return None
 
@@ -425,6 +443,7 @@ def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
         return root.resolve() not in FOLDERS_OF_THIS_PROCESS
     if isinstance(resume_from, bool):
         return resume_from
+    # Any other path than the newest continues training from there.
     newest = get_last_checkpoint(root)
     return newest is not None and Path(resume_from).resolve() == Path(newest).resolve()
 
@@ -487,6 +506,7 @@ def with_global_batch(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def _code(trainer: Any) -> Facts:
     """Return facts about the user's functions in a step: collator, loss, and the methods of a subclass."""
+    # Methods that `fit` inserts are not the user's code.
     kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("snugfit.")]
     methods = {
         name: next(vars(holder)[name] for holder in (trainer, *kinds) if name in vars(holder))
@@ -506,12 +526,15 @@ def _arguments(trainer: Any) -> Facts:
         and (value is not None or name not in OF_THE_BEST_MODEL)
     }
     if not brings_optimizer(trainer):  # so that it is refused before any weight is restored
+        # `_fused` names another kernel of the same optimizer.
         given["optim"] = getattr(args.optim, "value", args.optim).removesuffix("_fused")
     accelerators = vars(args.accelerator_config) if hasattr(args.accelerator_config, "__dict__") else {}
     given["accelerator_config"] = accelerators
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    # A schedule that does not depend on the run's length allows a longer run.
     if has_users_schedule(trainer) or not depends_on_length(schedule, args.warmup_steps):
         given = {name: value for name, value in given.items() if name not in LENGTH_OPTIONS}
+    # `max_steps` overrides the number of epochs, which then has no effect.
     elif args.max_steps > 0:
         given.pop("num_train_epochs", None)
     return flatten("", given)

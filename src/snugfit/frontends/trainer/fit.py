@@ -88,6 +88,7 @@ def fit(
         for warning in cut_warning(job, chosen.recipe) if job is not before or not is_own else ():
             journal.tell("warning", text=warning["text"])
     if not isinstance(trainer, FittedTrainer):
+        # The object stays the user's, because the script and callbacks refer to it.
         trainer.__class__ = fitted_class(type(trainer))
     trainer.snugfit = FitPlan(
         job=job,

@@ -122,6 +122,7 @@ def _tracked_tensor() -> type[Any]:
             for value in (*arguments, *(keywords or {}).values()):
                 if isinstance(value, cls):
                     value.used.append(True)
+            # Otherwise the computation of a result would record further uses.
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **(keywords or {}))
 
@@ -143,6 +144,7 @@ def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], i
     import torch
 
     tracked = track_use(torch.as_tensor(items))
+    # A forward pass may change running statistics.
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with preserve_rng(trainer.args.device), torch.no_grad():
         model(**inputs, num_items_in_batch=tracked)

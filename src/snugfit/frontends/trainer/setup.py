@@ -217,6 +217,7 @@ def optimizer_for(trainer: Any, wish: OptimizerWish) -> Any:
     decaying = set(trainer.get_decay_parameter_names(model))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            # As an index, True is the second group, without decay.
             groups[name not in decaying]["params"].append(parameter)
     betas = (args.adam_beta1, args.adam_beta2)
     numbers = known_numbers(wish, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon})

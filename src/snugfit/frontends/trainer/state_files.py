@@ -86,6 +86,7 @@ class StateFiles:
 
     def note_before_evaluation(self) -> None:
         """Record the state that an evaluation changes."""
+        # The Trainer adds its count of operations to its state only now and then.
         self._trainer.store_flos()
         self._before_evaluation = self._state_text(), all_rng_states(self._device)
 
@@ -153,6 +154,7 @@ class StateFiles:
                     restore_frozen(state._trainer.model, state.folder)
 
         callback = RestoreFrozen()
+        # A callback that is added last runs after the user's own.
         self._trainer.add_callback(callback)
         try:
             yield

@@ -38,6 +38,7 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
     predict = predict_nothing if unknown else run_predictor(device)
 
     def predict_run(job: Job, recipe: Recipe) -> RunAnswer | Future[RunAnswer]:
+        # Starting a prediction must not advance the generators of the training.
         with preserve_rng(device):
             return predict(job, recipe)
 
@@ -77,6 +78,7 @@ class StepTimer:
         """Time the creation of micro-batches within the context."""
         began = time.perf_counter()
         yield
+        # A fetch delays nothing while the device still computes.
         if self._launched is None or self._launched.query():
             self._stalled += time.perf_counter() - began
 

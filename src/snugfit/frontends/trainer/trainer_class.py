@@ -87,6 +87,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         set_process(setup, self.args.device)
         with (
             run_context(setup, self.snugfit.user_slots),
+            # The Trainer's filter would hide NaN losses. Stateful callbacks continue like the run.
             patch.multiple(
                 self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True
             ),
@@ -95,6 +96,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         ):
             if run.checkpoints.finished is not None:
                 return run.checkpoints.finished
+            # Two arguments follow `resume_from_checkpoint`: `trial` and this one.
             run.ignored_keys = keywords.get("ignore_keys_for_eval", (*arguments, None, None)[1])
             resumed, done = run.checkpoints.resumed, None
             with _name_memory_errors(self), run.checkpoints.state.train_begin_freezes_nothing():
@@ -132,6 +134,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                 return get_batch_samples(epoch_iterator, *arguments, **keywords)
 
         run.timer.begin()
+        # Each epoch has an iterator of its own.
         if run.prefetcher is None or run.epoch_iterator is not epoch_iterator:
             run.prefetcher, run.epoch_iterator = Prefetcher(fetch), epoch_iterator
         run.prefetcher.make = fetch
@@ -163,9 +166,11 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                 exhausted = memory_cause(error), str(error)
                 if exhausted[0] is None:
                     raise
+            # Out here the traceback no longer keeps the tensors of the failed pass alive.
             if exhausted is None:
                 break
             retry_step(self, run, str(exhausted[0]), exhausted[1])
+            # The gradients of the earlier micro-batches were dropped too, so all are repeated.
             step.loss_sum, todo = None, step.batches[: step.micro_batch_index]
         before, step.loss_sum = step.loss_sum, losses if step.loss_sum is None else step.loss_sum + losses
         return losses if before is not None or given is None else losses - given
@@ -257,6 +262,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         epoch, begins_at = keywords["epoch"], keywords["epochs_trained"]
         skipped = keywords["steps_trained_in_current_epoch"] if epoch == begins_at else 0
         loader = self._begin_epoch(keywords.pop("train_dataloader"), epoch, skipped)
+        # The loader starts at the run's position already, so accelerate must not skip batches again.
         with patch.object(transformers.trainer, "skip_first_batches", _skip_nothing):
             return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
 
@@ -319,6 +325,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.store_flos()
         handler: dict[str, Any] = self.callback_handler.__dict__
         handler.pop("on_save", None)
+        # An attribute of the instance hides the method of its class until the next save.
         if not self._fit_run.checkpoints.save(partial(super()._save_checkpoint, *arguments, **keywords)):
             handler["on_save"] = lambda args, state, control: control
 

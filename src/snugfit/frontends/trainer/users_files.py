@@ -98,6 +98,7 @@ class UsersFiles:
         try:
             files.mkdir(parents=True)
             self._write = lambda: self._write_own(snapshot, files)
+            # The user's methods write to this folder, which is the draft meanwhile.
             args.output_dir = str(beside)
             save()
             self.write_own()
@@ -108,6 +109,7 @@ class UsersFiles:
             return CollectedFiles(**collected, fault=fault)
         finally:
             args.output_dir = output_dir
+        # Files next to the checkpoint belong in the real output folder.
         for path in beside.iterdir():
             if path != files:
                 _move_into(path, self._root)

@@ -100,16 +100,19 @@ def rehearse_sizes(
     """
     import torch
 
+    # Clipping and groups of weights concern the update, which this step does not have.
     job = replace(job, clip=None, decay_groups=False)
     step = _StepsOfSizes(job, replace(setup, micro_batches=1, optimizer=NOTHING), torch.device("meta"))
     sizes = sorted(set(sizes))
     step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
+    # Without the whole batch, an additional first micro-batch makes the gradients to add to.
     step.sizes += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
     with settings_known():
         recording = record_step(step, policy, 1)
     optimizer: Any = step.optimizer
     profiles = list(profile_micro_batches(recording))
+    # The last update has dropped the gradients, so the bytes between steps remain.
     baseline = profiles[-1].live_after
     passes = [profile for profile in profiles if profile.number]  # the others are updates
     before, further = passes[: -len(sizes) or None], passes[len(passes) - len(sizes) :]
@@ -197,6 +200,7 @@ def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
     """
     known = Counter(map(_KernelKey.of, first.kernels))
     more = [Counter(map(_KernelKey.of, work.kernels)) - known for work in further]
+    # Only additions that all sizes have in common belong to gradients.
     common = functools.reduce(operator.and_, more)
     return Counter({key: count for key, count in common.items() if key.may_add_to_gradient})
 

@@ -134,6 +134,7 @@ class LowerBounds:
             groups[setup.micro_batches, timing_key(setup)].append(number)
         bounds: dict[int, StepBounds | UnsupportedStep] = {}
         for numbers in groups.values():
+            # Many Setups of a group share an update, which is bounded once.
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
             refused = {key: why for key, one in by_update.items() if (why := passes.why_unsupported(one))}
             by_update = {key: one for key, one in by_update.items() if key not in refused}
@@ -151,6 +152,7 @@ class LowerBounds:
 
     def update(self, setup: Setup, shallow: ShallowJob, passes: PassProfiles | None = None) -> UpdateProfile:
         """Return this Setup's update at this depth, after `passes` at the same depth, if given."""
+        # Weights that get no gradient have no optimizer state, so the update depends on the passes.
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
@@ -190,11 +192,13 @@ class _PassesBounds:
 
     def __init__(self, bounds: LowerBounds, setups: Sequence[Setup]) -> None:
         job, first = bounds.shallow_jobs.job, setups[0]
+        # A single micro-batch has other tensors than one of several, which add to existing gradients.
         sizes = {job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
         whole = any(setup.micro_batches == 1 for setup in setups)
         self.bounds, self.batch_size = bounds, job.batch_size
         written = as_written(first, padded=bool(job.padding))
         self.fit = bounds.depth_fit(written)
+        # Recomputing spans needs deeper models; an update never does, so its depths are as few as possible.
         self.update_fit = bounds.depth_fit(replace(written, checkpoint=None))
         self.by_depth = [
             rehearse_sizes(shallow.job, shallow.setup, bounds.policy, sizes, whole=whole)
@@ -246,6 +250,7 @@ class _PassesBounds:
 
     def unkept(self, setup: Setup) -> int:
         """Return live bytes at the worst moment of the passes, without the increase by each layer."""
+        # With one depth there is no line, and 0 is a valid lower bound.
         return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
 
     def outside(self, setup: Setup) -> int:
@@ -281,6 +286,7 @@ class _PassesBounds:
     def _standing(self, setup: Setup) -> float:
         """Return live bytes between steps."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
+        # Passes and update have their own depths, so each has its own line.
         standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
         return float(standing + self.update_fit.extrapolate([update.state_bytes for update in updates]))
 
@@ -301,9 +307,11 @@ class _PassesBounds:
         key, at = (setup.micro_batches, among, layers), self.fit.layers if layers is None else layers
         if key not in self._rises:
             rises = [profile.peak_increase for profile in self._profiles(setup)]
+            # Modules that exist at one depth alone have no line.
             common = set(rises[0]).intersection(*rises)
             common = {name for name in common if among is None or among(name)}
             lines = (self.fit.value_at(at, [by_module[name] for by_module in rises]) for name in common)
+            # A maximum of lines is below the convex maximum at the whole depth.
             self._rises[key] = max(lines, default=0)
         return self._rises[key]
 
@@ -317,6 +325,7 @@ class _PassesBounds:
         if isinstance(timer, ComposableTimer):
             known = self._by_segments(setups, timer)
         for number, setup in enumerate(setups):
+            # The shallowest step suffices for the start-up, of which this is a lower bound.
             works = self._works_of(setup, self._profiles(setup)[0], self.update_fit.depths[0])
             share = self.bounds.startup.least_share(setup, works)
             yield [seconds + share for seconds in known.get(number) or self._by_depth(setup)]
@@ -350,6 +359,7 @@ class _PassesBounds:
                 line(self.fit, [part(self._under(setup, getattr(one, name))) for one in profiles])
                 for name in ("first", "further")
             )
+            # Each further micro-batch costs the same, as gradients exist by then.
             self._device_s[key] = first + (setup.micro_batches - 1) * further
         updates = [self.bounds.update(setup, shallow).work for shallow in self.update_fit.depths]
         updates = [self._under(setup, work) for work in updates]
@@ -360,6 +370,7 @@ class _PassesBounds:
         """Return the kernels that compiled layers launch too. The result is cached, since timers identify
         works by id."""
         if id(work) not in self._left:
+            # The entry holds the original too, so that its id is not reused by another object.
             self._left[id(work)] = work, left_by_lowering(work)
         return self._left[id(work)][1]
 
@@ -389,9 +400,11 @@ class _PassesBounds:
         if first is None or further is None:
             return seconds
         counts = few(setup.micro_batches)
+        # Updates with equal numbers of segments are simulated together as arrays.
         for same in _by_length(updates):
             lasts = stack(list(same.values()))
             by_count = [timer.simulate(join([first, *[further] * (n - 1), lasts])) for n in counts]
+            # From some number on, each further micro-batch takes the same seconds, so two counts give a line.
             by_setup = linear_extrapolate(counts, by_count, setup.micro_batches)
             seconds |= zip(same, by_setup.tolist(), strict=True)
         return seconds

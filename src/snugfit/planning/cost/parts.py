@@ -124,10 +124,12 @@ class Parts:
         They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording
         only. Raises `SnugfitError` if one of them cannot be rehearsed.
         """
+        # A job without an update is rehearsed as a whole, which gives its exact bound.
         if not self.job.trains:
             return [self._exact_bound(setup) for setup in setups]
         bounds = self.lower_bounds.of(setups)
         self.startup.forget()
+        # A context depends on the kinds of libraries, so a trace with a mark and the attention suffices.
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
         contexts, least = self._contexts(trace), self._contexts(replace(trace, attention=()))
         return [
@@ -255,6 +257,7 @@ class Parts:
         doubts."""
         prediction = predict(self.job, recipe, gpu=self.gpus[gpu])
         footprint = prediction.footprint
+        # The first four fields of the figures are bytes.
         same = (
             footprint.requested_bytes,
             footprint.allocated_bytes,

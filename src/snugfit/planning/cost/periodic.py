@@ -152,9 +152,11 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
     begins: dict[Hashable, int] = {}
     left = times
     while left:
+        # A single replay has no period, and a state is costly to compute.
         if times > 1:
             now = state()
             if now in begins:
+                # The state has occurred before, so whole periods change nothing and are left out.
                 left %= begins[now] - left
                 begins, times = {}, 1
                 continue

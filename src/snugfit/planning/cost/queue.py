@@ -58,6 +58,7 @@ def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
     first, *rest = pieces
     segments = list(first)
     for piece in rest:
+        # No wait separates the last segment so far from the first of this piece.
         segments[-1:] = segments[-1].then(piece[0]), *piece[1:]
     return segments
 
@@ -72,10 +73,12 @@ def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int])
     nothing = np.zeros(device.shape[1])
     for start, end in pairwise(cuts):
         if start == end:
+            # -inf never delays the device: it is neutral for a maximum.
             yield QueueSegment(nothing, nothing, nothing - np.inf, nothing)
             continue
         launched, worked = np.cumsum(launches[start:end], axis=0), np.cumsum(device[start:end], axis=0)
         delays = launched.copy()
+        # A kernel starts once it is launched and all kernels before it have run.
         delays[1:] -= worked[:-1]
         yield QueueSegment(launched[-1], worked[-1], delays.max(axis=0), loading[start:end].sum(axis=0))
 
@@ -101,6 +104,7 @@ def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any
     and `wait_s` at each wait, both (GPUs,).
     """
     now = free = last = length = np.zeros_like(wait_s)
+    # In a steady step the device may still run the previous one, so several are simulated.
     for _ in range(SIMULATED_STEPS):
         now = now + begin_s
         for number, segment in enumerate(segments):
@@ -122,6 +126,7 @@ def extrapolate_depth(
     extrapolated = []
     for same in zip(*by_depth, strict=True):
         host, device, delays, loader = zip(*same, strict=True)
+        # A line through -inf would be NaN.
         delay = delays[0] if _is_empty(same[0]) else line(delays)
         extrapolated.append(QueueSegment(line(host), line(device), delay, line(loader)))
     return extrapolated

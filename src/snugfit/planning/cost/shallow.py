@@ -55,6 +55,7 @@ class ShallowJobs:
             period = math.lcm(depth.period, repeats, *further)
             alike = repeats if checkpoint and checkpoint.layers_per_span else 1  # of so many layers one
             whole_periods = math.ceil(FEWEST * alike / period) * period
+            # The remainder of the period stays, so that the last layers are of the same kinds.
             least = whole_periods + (depth.layers - whole_periods) % period
             if 2 * least + period < depth.layers:
                 asked = replace(setup, checkpoint=checkpoint)

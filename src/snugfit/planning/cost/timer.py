@@ -191,6 +191,7 @@ class GpuTimers:
         """Return the kernel's row in the table, shared by all layers."""
         number = self._numbers.get(kernel)
         if number is None:
+            # The seconds of a kernel do not depend on its module.
             alike = kernel._replace(module="")
             if alike not in self._numbers:
                 self._numbers[alike] = self._rows
@@ -201,10 +202,12 @@ class GpuTimers:
         return number
 
     def _add_row(self, number: int, kernel: Kernel) -> None:
+        # The table doubles, so that adding rows stays cheap.
         if number >= self._table.shape[1]:
             larger = np.empty((3, 2 * number + 64, len(self.rates)))
             larger[:, :number] = self._table[:, :number]
             self._table = larger
+        # Copies run beside kernels; a step with copies is simulated as a whole (`_with_copies`).
         beside = kernel.operator in COPIES
         self._table[0, number] = [0.0 if beside else clock.seconds(kernel) for clock in self._clocks]
         launches = [(launch_seconds(kernel, host), loader_seconds(kernel, host)) for host in self._hosts]
@@ -256,6 +259,7 @@ class TimersWithGaps:
 
     def _on_every(self, known: Any) -> Any:
         """Return seconds (..., GPUs) of all GPUs, from those with known rates."""
+        # The index -1 below selects this column.
         unknown = np.zeros((*known.shape[:-1], 1))
         every = np.concatenate([known, unknown], axis=-1)
         return every[..., [-1 if index is None else index for index in self.indices]]

@@ -233,6 +233,7 @@ class SearchOfGpu:
             nearly=0.0 if smallest else NEARLY_AS_SMALL,
             slowest=1 + AS_FAST,
         )
+        # If only the smallest recipe is needed, no candidate belongs on a front.
         self.state.most_bytes = 0 if smallest else self.memory_bytes - headroom_bytes
         self._kinds: RecomputingKinds | None = None
         self._found: dict[int, Figures] = {}
@@ -253,6 +254,7 @@ class SearchOfGpu:
             sizes = [state.judged[number].needed_bytes for number in front]
             miss = nearest_miss(sizes, "memory" if self._smallest else "speed")
             self.answer = front[miss] if best is None else best
+            # Corrected bytes may make another recipe the answer, so the search continues from them.
             if not self._add_own_bytes():
                 break
         if self.answer != before:
@@ -309,8 +311,10 @@ def search_each(
         one = SearchOfGpu(
             space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=tell_of
         )
+        # The searches share the workers, and so the parts that each worker has made.
         one.state.worker_of = workers
         searches.append(one)
+    # An answer that changed after its simulation is simulated again.
     while unsettled := [index for index, one in enumerate(searches) if one.verified is None]:
         for index in unsettled:
             searches[index].run()

@@ -65,6 +65,7 @@ class _PoolOfGpu(WorkerPool):
         known: list[Question] = []
 
         def ask_for_rest(worker: int) -> Question | None:
+            # A known answer is delivered before any further question.
             if known or (question := ask(worker)) is None:
                 return None
             if not (setups := self._results.unknown(question)):

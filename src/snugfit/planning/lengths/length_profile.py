@@ -184,6 +184,7 @@ class LengthProfiler:
         priced = self._timing(trace).step_seconds
         clocks = KernelClock(self.rates), KernelClock(without_alignment_cost(self.rates))
         products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
+        # If all products are aligned, both rates give the same seconds.
         if all(clocks[0].seconds(kernel) == clocks[1].seconds(kernel) for kernel in products):
             return LengthSeconds(priced, priced)
         return LengthSeconds(priced, self._timing(trace, without_alignment_cost(self.rates)).step_seconds)
@@ -210,6 +211,7 @@ class LengthProfiler:
         most, least = (rows, odd) if len(rows) > len(odd) else (odd, rows)
         knots = _spread(most if len(most) > FEW else lengths, 3)
         left = [length for length in (*least, *most) if length not in knots]
+        # The test has the other alignment if possible, where an error would show.
         proof = _spread([length for length in left if length in least] or left, 1)[0]
         try:
             interpolator = KernelInterpolator([self.sample(length, padded) for length in knots])
@@ -220,6 +222,7 @@ class LengthProfiler:
             self.off = max(self.off, off)
             known = {length: self._exact(length, padded) for length in (*knots, proof)}
             return self._by_alignment_class(lengths, interpolator) | known
+        # Kernels may depend on the alignment of a mask's rows (`ROW`).
         if rows and odd:
             return self._family(rows, padded) | self._family(odd, padded)
         return self._line(lengths, padded)

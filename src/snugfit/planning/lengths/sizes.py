@@ -153,6 +153,7 @@ def _vocabulary(at: _At) -> Iterator[Size]:
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
         other = at.with_changes(model=at.profiler.job.model.with_vocabulary(size))
         candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
+        # More padding must be clearly better than less.
         if best is None or candidate.gain > best.gain + WORTH:
             best = candidate
     if best is not None and best.gain > WORTH:
@@ -196,6 +197,7 @@ def _batch(at: _At) -> Iterator[Size]:
     low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
     steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
     seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
+    # Interpolation needs three sizes, and others between them.
     if len(steps) == 2 and high - low > 2:
         seconds |= _between(at, steps, samples)
     smaller = max((size for size in seconds if size <= samples), key=lambda size: size / seconds[size])
@@ -230,6 +232,7 @@ def _widths(at: _At) -> Iterator[Size]:
     assumption."""
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
+    # These sizes belong to the job, and only widths of the model are reported here.
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
     of_the_job |= {job.model.vocabulary, job.labels}
     slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))

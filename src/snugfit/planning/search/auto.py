@@ -138,6 +138,7 @@ def resolve(
     recomputing = [*grades_of(Slot.CHECKPOINTING, job), *_each_layer(job)]
     again = [recipe for one in recomputing if is_valid(recipe := base.with_(one), job)]
     last = base
+    # A model may have no layers to recompute, so the last of these is predicted first.
     if again and asked.is_known(again[-1]):
         last = again[-1]
         if asked.leaves_headroom(last):
@@ -149,6 +150,7 @@ def resolve(
                 because += ", and copying in the background takes less time than computing again"
             return _resolve_to(mixed or least, because, asked)
     hosts = [*grades_of(Slot.ACTIVATION_OFFLOAD, job), *_all_on_host()]
+    # Activations are sent to the host only in addition to recomputing.
     sent = [recipe for one in hosts if is_valid(recipe := last.with_(one), job)]
     if sent and asked.is_known(sent[-1]):
         if asked.leaves_headroom(sent[-1]):
@@ -218,6 +220,7 @@ class _Asked:
     @property
     def memory(self) -> int:
         """Bytes that may be used."""
+        # Every prediction has the same limit, by default the GPU's memory.
         first = next(one for one in self.known.values() if not isinstance(one, SnugfitError))
         return first.memory_bytes or 0
 
@@ -246,6 +249,7 @@ class _Asked:
         low, high, rounds = 0, len(recipes) - 1, 0
         while high - low > 1:
             above, below = self.lacking(recipes[low]), self.lacking(recipes[high])
+            # Each third guess is the middle, in case the bytes are far from a line.
             share = above / max(1, above - below) if rounds % 3 < 2 else 0.5
             middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
             if self.leaves_headroom(recipes[middle]):

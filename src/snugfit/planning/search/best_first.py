@@ -83,6 +83,7 @@ class BestFirst:
         screens, first = task.method == "screen", task.numbers[0]
         if not screens or self._is_compiled(first):
             self.state.is_for(worker, first)  # from now on reserved for this worker
+        # The complement keeps the numbers of screenings apart from those of evaluations.
         number = ~first if screens else first
         self._tasks[number] = task
         setups = [self.state.space.candidates[one].setup for one in task.numbers]
@@ -105,7 +106,9 @@ class BestFirst:
         now = min((task.seconds for task in self._tasks.values()), default=math.inf)
         judged = self._next_judged(worker, now * (1 + AHEAD_SHARE))
         most = judged.seconds if judged else now * (1 + AHEAD_SHARE)
+        # Kinds that wait can be compared only with the bounds of those that recompute nothing.
         screened = None if self._awaits_first_bounds() else self._next_screened(worker, most, now)
+        # The evaluation waits, because a kind that may be faster is screened first.
         if screened is not None and judged is not None:
             self._push_group(judged.numbers)
         return screened or judged
@@ -147,6 +150,7 @@ class BestFirst:
                     return _SearchTask("screen", seconds, self.kinds.send(numbers))
             if self._complete or math.isfinite(most):
                 return None
+            # At the end, every kind is examined once more with the latest results.
             self._stale, self._complete = set(self.kinds.waiting), True
 
     def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:

@@ -113,6 +113,7 @@ class Combinations:
 
     def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
         """Yield the checks of this technique."""
+        # Most techniques inherit these methods, which never object.
         if type(technique).objections is not Technique.objections:
             yield _PendingObjection(technique, self._objection, position)
         if type(technique).planned_without is not Technique.planned_without:
@@ -131,9 +132,11 @@ class Combinations:
             try:
                 why = question.ask(question.technique, recipe)
             except _NotYetFilledError as lacking:
+                # The check is repeated once the slot that it has read is filled.
                 still_open.append(question._replace(waits_for=lacking.position))
                 continue
             if why:
+                # The objection excludes every combination that begins with these techniques.
                 self.objections[Objection(str(question.technique), why)] += self._following[last]
                 return None
         return tuple(still_open)

@@ -108,10 +108,12 @@ def find_grades(
             between = _most_promising(state, technique.slot, tried)
             if between is None:
                 break
+            # Recipes with the same passes would give the same line.
             tried.add(state.space.candidates[between.number].sized)
             tell(f"looking for {technique.name} that fits")
             if mixture is not None:  # mostly makes grades unnecessary
                 _look_for_mixture(state, pool, between, mixture)
+            # The mixture may fit now, and grades must be faster than it.
             if between.seconds_within(state.memory_bytes) >= state.fastest_that_fits * (1 - AS_FAST):
                 continue
             if least_grade := _least_that_fits(state, pool, between, grades):
@@ -166,6 +168,7 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         base = state.space.candidates[number].recipe
         *settings, last = smaller[base[slot]]
         tell(f"looking for {last.name} with as few layers as fit")
+        # The last setting frees the most bytes; if it misses, the others do too.
         least = judge_recipe(state, pool, base.with_(last))
         if least is None or not state.fits(least[1].needed_bytes):
             continue
@@ -252,6 +255,7 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
         if other is None:
             continue
         full = state.judged.get(other) or state.bounds.get(other)
+        # Without figures for each layer recomputed, only the bytes of the update are certain.
         least = full.needed_bytes if full else bound.resting_bytes
         if state.fits(least):
             most = max(full.seconds, known.seconds) if full else known.seconds * (1 + NEVER_SEEN)
@@ -274,6 +278,7 @@ def _least_that_fits(
             break
         share = (low_bytes - memory) / max(1, low_bytes - high_bytes)
         guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        # If one of two neighbours misses and the other fits, the search ends at once.
         for grade in sorted({guess, max(guess - 1, low + 1)}):
             judged = judge_recipe(state, pool, base.with_(grades[grade - 1]))
             if judged is None:
@@ -283,6 +288,7 @@ def _least_that_fits(
                 high, high_bytes, least_grade = grade, figures.needed_bytes, judged
                 break
             low, low_bytes = grade, figures.needed_bytes
+            # Further grades recompute more, so they are slower still.
             if figures.seconds >= state.fastest_that_fits:
                 return None
     return least_grade if least_grade and least_grade[1].seconds < state.fastest_that_fits else None
@@ -294,10 +300,12 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
     Return None if it cannot be rehearsed.
     """
     space = state.space
+    # The simplest allocator comes first, and is chosen if it fits.
     allocators = sorted(space.offers(Slot.ALLOCATOR), key=lambda one: one != space.simplest[Slot.ALLOCATOR])
     stand_ins = {one: stand_in(space, one) for one in map(recipe.with_, allocators)}
     recipes = [one for one in stand_ins if stand_ins[one] is not None]
     question = Question(stand_ins[recipes[0]] or 0, "judge", ([one.setup() for one in recipes],))
+    # The worker that rehearsed these passes already has their parts.
     [(_, answer)] = pool.answers_to([question], lambda worker, one: state.is_for(worker, one.number))
     if isinstance(answer, SnugfitError):
         return None
@@ -309,6 +317,7 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
 def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = None) -> None:
     """Add this recipe to the space, with its figures if they are known."""
     space, setup, number = state.space, recipe.setup(), len(state.space.candidates)
+    # Negative numbers cannot collide with those of the space.
     update, own, like = step_key(setup).update, -number, stand_in(space, recipe)
     program = own if like is None else space.candidates[like].program
     new = Candidate(
@@ -316,6 +325,7 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
     )
     state.space = replace(space, candidates=(*space.candidates, new), graded={**space.graded, recipe: number})
     if figures is None:
+        # A bound of 0 excludes nothing.
         state.bounds[number] = Bound(0, 0.0)
     else:
         state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)

@@ -91,6 +91,7 @@ class RecipeCosts:
         groups: dict[Hashable, list[Recipe]] = defaultdict(list)
         for recipe in dict.fromkeys(recipes):
             if recipe not in self.bounds:
+                # Recipes with the same passes share the rehearsal, which dominates the cost of a bound.
                 groups[passes_key(recipe.setup())].append(recipe)
         for alike, answer in self._answers("screen", [*groups.values()]):
             for recipe, one in zip(alike, answer, strict=True):
@@ -108,6 +109,7 @@ class RecipeCosts:
     ) -> Iterator[tuple[list[Recipe], list[Any]]]:
         """Yield each group with its answers; an error is the answer for each recipe of its group."""
         questions = [
+            # The Setups are sent, since a worker needs nothing else of a recipe.
             Question(number, method, ([recipe.setup() for recipe in alike],))
             for number, alike in enumerate(groups)
         ]
@@ -138,6 +140,7 @@ class LighterRecipes:
         self._techniques: dict[Fidelity, list[Technique]] = {}
         self.costs = RecipeCosts(pool)
         allocators = self._candidates(Slot.ALLOCATOR, Fidelity.SAME) if Slot.ALLOCATOR in free else ()
+        # Another allocator alone may suffice, and its recipes share the trace of the base.
         self.costs.judge([[base, *(one.recipe for one in allocators if one.recipe != base)]])
         self._solved: set[Slot] = set()
         """Slots of which one technique alone fits."""
@@ -160,6 +163,7 @@ class LighterRecipes:
     def singles(self, fidelity: Fidelity) -> Iterator[Recipe]:
         """Yield recipes with one other technique of this fidelity that fit, the fastest of each slot."""
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
+        # `cost` extrapolates from the bound, because no exact figure exists yet.
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
         waiting += self._grades_that_fit({self._slot(one) for _, (one,) in waiting})
         waiting.sort(key=lambda one: one[0])
@@ -167,6 +171,7 @@ class LighterRecipes:
         for start in range(0, len(waiting), self.costs.workers):
             chunk = [one for _, one in waiting[start:][: self.costs.workers]]
             chunk = [one for one in chunk if self._slot(one[0]) not in self._solved]
+            # A list of several grades is evaluated by `_least_that_fits`, one grade after the other.
             self.costs.judge(one for one in chunk if len(one) == 1)
             evaluated += len(chunk)
             for settings in chunk:
@@ -186,9 +191,11 @@ class LighterRecipes:
                 by_slot[technique.slot].append(self.base.with_(technique))
         few = [_few(recipes, self.cost) for recipes in by_slot.values()]
         estimates: dict[Recipe, float] = {}
+        # A pair of techniques of one slot is impossible, so pairs come from two slots.
         for first, second in combinations(few, 2):
             for one in first:
                 for other in second:
+                    # A pair is estimated first, since each screened one may need a rehearsal of its own.
                     cost = self._estimate(one, other)
                     both = self._with_both(one, other)
                     if cost.needed_bytes <= self.memory_bytes * (1 + SLACK) and self._is_valid(both):
@@ -198,6 +205,7 @@ class LighterRecipes:
         evaluated = 0
         for start in range(0, len(waiting), self.costs.workers):
             chunk = [one for one in waiting[start:][: self.costs.workers] if most.get(self.slots(one)) != 0]
+            # All pairs with the same passes are screened with these, because they cost nothing in addition.
             self.costs.screen(one for one in waiting if any(_shares_passes(one, new) for new in chunk))
             chunk = [one for one in chunk if self._may_fit(one)]
             chunk = [one for one in chunk if self._bound_bytes(one) < most.get(self.slots(one), math.inf)]
@@ -207,6 +215,7 @@ class LighterRecipes:
                 slots = self.slots(recipe)
                 if most.get(slots) == 0:
                     continue
+                # After a miss, the next recipe of these slots is tried only if it is clearly smaller.
                 most[slots] = self._bound_bytes(recipe) * (1 - MEMORY_RESOLUTION)
                 if self._fits(recipe):
                     most[slots] = 0
@@ -261,6 +270,7 @@ class LighterRecipes:
         return self._techniques[fidelity]
 
     def _candidates(self, slot: Slot, fidelity: Fidelity) -> Sequence[Candidate]:
+        # All slots but one are fixed, so the space has only the other techniques of this slot.
         fixed = Kept(slots={one: (self.base[one],) for one in Slot if one is not slot}, start=self.base)
         try:
             space = space_of(
@@ -278,9 +288,11 @@ class LighterRecipes:
         base = self.cost(self.base)
         recipes = [
             [one for one in map(self.base.with_, grades_of(slot, self.job)) if self._is_valid(one)]
+            # Only these two techniques have grades: a number of layers that are recomputed or offloaded.
             for slot in (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
             if slot in slots
         ]
+        # If the last grade does not fit, no lesser one does, so it is evaluated first.
         self.costs.judge([settings[-1]] for settings in recipes if settings)
         for settings in recipes:
             if not settings or not self._fits(settings[-1]):
@@ -315,6 +327,7 @@ class LighterRecipes:
             return RecipeCost(math.inf, math.inf)
         if base is None or exact is None:
             return RecipeCost(bound.needed_bytes, bound.seconds)
+        # The base is known exactly, so its loss between blocks serves as an estimate for other recipes.
         loss = exact.needed_bytes / max(1, base.needed_bytes)
         return RecipeCost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
 
@@ -331,6 +344,7 @@ class LighterRecipes:
         )
         total = one.needed_bytes + other.needed_bytes - base.needed_bytes
         activations = base.needed_bytes - resting
+        # Without activations there is nothing that two savings could share.
         if activations > 0:
             share = math.prod(
                 max(0.0, cost.needed_bytes - rest) / activations
@@ -352,6 +366,7 @@ class LighterRecipes:
         losses = [
             figures.needed_bytes - self._bound_bytes(known)
             for known, figures in self.costs.figures.items()
+            # Allocators lose different shares between blocks, so only recipes with the same one are compared.
             if figures and self.costs.bounds.get(known) and known[Slot.ALLOCATOR] == recipe[Slot.ALLOCATOR]
             if known == self.base or not changed.isdisjoint(known[slot] for slot in self.slots(known))
         ]
@@ -380,13 +395,16 @@ class LighterRecipes:
         few, last = self.cost(base), self.cost(grades[-1])
         limit = self._comfortable if last.needed_bytes <= self._comfortable else self.memory_bytes
         low, high = 0, len(grades)  # numbers of grades: the most that does not fit, the fewest that does
+        # The bytes are interpolated on a line, so two or three guesses replace a search over all grades.
         low_bytes, high_bytes = few.needed_bytes, last.needed_bytes
         a_grade = abs(last.seconds - few.seconds) / len(grades)
         for number in range(GUESSES):
             no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # for one grade less
             if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
                 break
+            # The second guess is the middle: bytes may be far from a line, and the first guess near one end.
             share = (low_bytes - limit) / max(1, low_bytes - high_bytes) if number != 1 else 0.5
+            # The guess must lie strictly between both ends, or the interval would not shrink.
             guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
             figures = self._evaluate(grades[guess - 1])
             if figures is None:
@@ -408,11 +426,13 @@ class LighterRecipes:
             return recipe
         grades = [one for one in map(recipe.with_, grades_of(slot, self.job)) if self._is_valid(one)]
         least = self._least_that_fits(plain, [*grades, recipe])
+        # Grades recompute whole layers, and the recipe perhaps less of each, so both are compared.
         return min(recipe, least, key=lambda one: self.cost(one).seconds)
 
     def _without_unnecessary(self, recipe: Recipe) -> Recipe:
         """Return the recipe after changes are taken back while it fits and gets no slower, the slowest
         first."""
+        # Each round takes back one change, since savings depend on each other.
         while True:
             most = self.cost(recipe).seconds * (1 + AS_FAST)
             simpler = [recipe.with_(self.base[slot]) for slot in self.slots(recipe)]
@@ -446,6 +466,7 @@ def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], RecipeCost]) -> lis
     for recipe in sorted(recipes, key=cost):
         if not front or cost(recipe).seconds < cost(front[-1]).seconds:
             front.append(recipe)
+    # The front was built from the smallest recipe on.
     front.reverse()
     return front if len(front) <= PER_SLOT else [front[0], front[len(front) // 2], front[-1]]
 

@@ -130,6 +130,7 @@ def find_mixture(
             gone -= 1
             sent = mixture.free_copies(line, gone)
         else:
+            # The copies lengthen the step after all, so fewer are sent.
             sent //= 2
     return best
 

@@ -66,6 +66,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
+    # A program that is not lowered yet takes longest, so it starts first.
     longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.lowering is None))
     questions += [Question(number, "judge", ([candidates[number].setup],)) for number in longest_first]
     verified, doubts, timing = False, (), None

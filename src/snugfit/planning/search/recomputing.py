@@ -74,6 +74,7 @@ class RecomputingKinds:
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """Waiting candidates by kind of passes."""
         offered = self.space.offers(Slot.CHECKPOINTING)
+        # None if the space does not offer it, as next to another fixed technique.
         self._each_layer = next((o for o in offered if o.install(Setup()).checkpoint == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
@@ -117,6 +118,7 @@ class RecomputingKinds:
         )
         for number in self._lowered.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
+            # They have no counterpart without savings here; `_least_of_lowered` bounds them.
             self._without[number] = None
         self._sizes = OtherSizes(self.space, states[0].bounds)
         self._twins = Twins(
@@ -147,8 +149,11 @@ class RecomputingKinds:
             for kind in self.waiting
             if (numbers := self._needed_of(kind, may_be_needed, twins=twins))
         }
+        # Whole logits bound the memory of chunks within layers, so they come first.
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
+        # Lowering takes longest, and compiled layers without savings bound those with them.
         kinds = [kind for kind in kinds if not self._is_lowered_saving(needed[kind][0])] or kinds
+        # The fastest kind comes first: its figures exclude most of the slower ones.
         kinds.sort(key=lambda kind: min(map(self._total_seconds, needed[kind])))
         chosen = [number for kind in kinds for number in needed[kind]]
         firsts = (self._firsts_of(needed[kind]) for kind in kinds)
@@ -156,6 +161,7 @@ class RecomputingKinds:
         if not twins:  # needed in spite of the results for recomputing each layer
             left = (n for n in chosen if n not in asked and n not in self._lowered)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
+        # If one bound was wrong, the same reasoning may be wrong elsewhere, so everything is rehearsed.
         if self._is_any_below(asked):
             return [*asked, *self.screen(lambda number, least: True)]
         if asked:
@@ -216,6 +222,7 @@ class RecomputingKinds:
         taken: dict[int, OnGpus] = {}
         for kind in dict.fromkeys(sizes.values()):
             numbers = self.waiting.pop(kind, [])
+            # The previous bounds are returned for the comparison with the results (`_is_any_below`).
             taken |= {number: self._least(number) for number in numbers if candidates[number].sized in sizes}
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
@@ -292,11 +299,13 @@ class RecomputingKinds:
         """Return the candidates of a waiting kind that may be on the front by the current results."""
         if kind not in self.waiting:
             return []
+        # After a bound failed, kinds of rank 0 are needed without regard to any bound.
         if not self._bounds_hold and not self.rank(kind):
             return self._needed_of(kind, lambda number: True, twins=True)
         return self._needed_of(kind, self._may_be_on_front, twins=False)
 
     def _may_be_on_front(self, number: int) -> bool:
+        # More results never make a dominated candidate useful again, so the answer is stored until `start`.
         if number not in self._dominated and self.states[0].is_dominated(number, self._least(number)[0]):
             self._dominated.add(number)
         return number not in self._dominated
@@ -319,6 +328,7 @@ class RecomputingKinds:
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._total_seconds)
         kind, program = candidates[first].passes, candidates[first].program
+        # Programs are lowered separately for each size, so a rehearsal of compiled layers has a single one.
         compiled = candidates[first].setup.lowering is not None
         alike = [
             number
@@ -351,6 +361,7 @@ class RecomputingKinds:
         self._twins.drop_if_misleading()
         if self._is_any_below(known):
             self._bounds_hold = False
+        # If the twins or the bounds no longer count, every waiting kind may be needed.
         if not self._bounds_hold or twins != self._twins.stand:
             return {*self.waiting}
         return {self.space.candidates[number].passes for number in learned}
@@ -397,6 +408,7 @@ class RecomputingKinds:
             ]
         return [
             Bound(
+                # Chunks of logits do not change the memory within layers, so that of whole logits bounds it.
                 max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), other.needed_bytes),
                 max(known.seconds, bound.seconds * (1 - ROUNDING), other.seconds),
             )
@@ -428,8 +440,10 @@ class RecomputingKinds:
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
         """Return the least bytes of a candidate that saves memory, from the same one without savings."""
         setup, plain = self.space.candidates[number].setup, self.space.candidates[without].setup
+        # Chunks change the bytes outside layers, and copies those within: only the update's bytes are sure.
         if setup.logits != plain.logits or _has_timed_bytes(setup):
             return bound.resting_bytes
+        # Recomputing changes bytes within layers alone, but the moment of the peak may move a little.
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
     def _with_each(self, number: int) -> int | None:
@@ -449,6 +463,7 @@ class RecomputingKinds:
             return [NOTHING] * len(self.states)
         if _has_timed_bytes(setup):
             return [NOTHING] * len(self.states)
+        # Longer spans with further settings have no bound; only plain spans do.
         if wish is not None and wish.layers_per_span != 1:
             of_spans = wish == CheckpointWish(layers_per_span=0, spans=wish.spans)
             return [least_of_spans(one) if of_spans else NOTHING for one in self._bounds(full)]
@@ -469,6 +484,7 @@ class RecomputingKinds:
         whole = self._whole.get(number)
         if whole is not None and self._is_known(whole):
             return self._bounds(whole)
+        # Its counterpart still waits; of such bounds only the seconds hold for chunks as well.
         if whole in self._without:
             return [Bound(0, least.seconds) for least in self._least(whole)]
         return [NOTHING] * len(self.states)
@@ -476,6 +492,7 @@ class RecomputingKinds:
     def _saves_nothing(self, number: int) -> bool:
         """Return whether the peak is in a layer or in the update. Chunks of logits then only complicate the
         recipe."""
+        # A saving below the resolution would not be listed anyway.
         return number in self._whole and all(
             0 < bound.needed_bytes * (1 - MEMORY_RESOLUTION) <= bound.layers_bytes
             for bound in self._bounds_of_whole(number)

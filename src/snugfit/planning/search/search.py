@@ -144,6 +144,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
     bound = None if memory is None else memory - asked.headroom_bytes
+    # The answer may be a simpler recipe that is slower by up to this share.
     slowest = asked.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
@@ -156,6 +157,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         front = [n for n in front if state.judged[n].seconds <= asked.slowest * state.judged[best].seconds]
     judge_simpler(state, pool, front)
     front = simplify_front(state, front, lambda n: bound is None or state.judged[n].needed_bytes <= bound)
+    # A simpler recipe may have replaced the answer on the front, which must list it.
     front = sorted({*front, *([] if best is None else [best])}, key=state.rank)
     sizes = [state.judged[number].needed_bytes for number in front]
     shown = front[nearest_miss(sizes, asked.objective)] if best is None else best
@@ -166,6 +168,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         () if best is not None else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     )
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
+    # A technique that was tried after all is not listed as excluded.
     excluded = tuple(one for one in (*space.excluded, *state.excluded) if one.what != looked_at)
     counts = state.counts()
     ranked = _rank_few(asked, state, pool, tell, best) if asked.ranked else []
@@ -266,6 +269,7 @@ def search(
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
         most = state.smallest * (1 - state.nearly)
+        # Kinds that still wait may be smaller than every evaluated recipe.
         recomputing.screen(lambda number, least: least[0].needed_bytes <= most, twins=False)
         state.judge_smallest(pool, tell)
     if state.nothing_fits:

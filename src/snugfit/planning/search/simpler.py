@@ -95,6 +95,7 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
     for number in front:
         most = state.judged[number].needed_bytes * (1 + AS_FAST)
 
+        # Default values bind the variables of this iteration.
         def as_small(other: int, most: float = most, must_fit: bool = fits(number)) -> bool:
             return state.judged[other].needed_bytes <= most and (fits(other) or not must_fit)
 

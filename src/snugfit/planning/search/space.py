@@ -86,6 +86,7 @@ class Space:
         for technique, offered in zip(recipe, self.choices, strict=True):
             if technique not in offered:
                 return self.graded.get(recipe)
+            # The index is a number with one digit for each slot (mixed radix).
             index = index * len(offered) + offered.index(technique)
         return self.numbers.get(index)
 
@@ -96,7 +97,9 @@ class Space:
             slot = _SLOT_INDICES[technique.slot]
             digits = self._digits[slot]
             if index is None or technique not in digits:
+                # A grade has no digit, so such a recipe is searched for itself.
                 return self.number(reduce(Recipe.with_, techniques, self.candidates[number].recipe))
+            # Another technique changes one digit, so no recipe is created for the lookup.
             index += digits[technique] - digits[own[slot]]
         return None if index is None else self.numbers.get(index)
 
@@ -177,6 +180,7 @@ def space_of(
     for number, techniques, setup in combinations:
         numbers[number] = len(candidates)
         of_passes, micro_batches, update = trace_key(setup)
+        # Recorded steps fill up padded batches, which changes their passes.
         if job.padding:
             of_passes = passes_key(as_written(setup, padded=True))
         kind = passes.setdefault(of_passes, len(passes))
@@ -227,6 +231,7 @@ def _offered_in(
     technique."""
     if slot in fixed.slots:
         first, *family = fixed.slots[slot]
+        # A fixed technique stays even without its package; `Kept.refuse` reports that.
         return (first, *(other for other in family if not _missing_on(type(other), capability)))
     refused: list[Exclusion] = []
     offered = [
@@ -235,6 +240,7 @@ def _offered_in(
         if not front_end or _is_taken(technique, front_end, refused)
     ]
     choices = _best_settings(offered, capability, refused)
+    # The user's own technique remains a choice, even if another one always beats it.
     own = fixed.start[slot] if fixed.start and (job.trains or slot not in ONLY_TRAINING) else None
     if own and own not in choices and not _missing_on(type(own), capability):
         choices.append(own)

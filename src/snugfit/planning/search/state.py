@@ -131,6 +131,7 @@ class SearchState:
                     asked[group[0]] = group
                     setups = [self.space.candidates[number].setup for number in group]
                     question = Question(group[0], "judge", (setups,))
+            # Groups for other workers return to the front, in their order.
             waiting.extendleft(reversed(set_aside))
             return question
 
@@ -187,6 +188,7 @@ class SearchState:
         """Add an evaluated candidate to those that no other dominates, unless one does."""
         seconds, needed = self.judged[number].seconds, self.judged[number].needed_bytes
         start = bisect.bisect_right(self._best, (seconds, needed, number))
+        # Bytes fall along this list, so only the next faster one can dominate.
         if start and self._best[start - 1][1] <= needed:
             return
         end = start
@@ -204,6 +206,7 @@ class SearchState:
         """Evaluate candidates that may be the smallest, the smallest bound first. Raises
         `BelowLowerBound`."""
         groups = self.by_trace(number for number in self.bounds if number not in self.judged)
+        # The first two fields of a bound are bytes and seconds.
         groups.sort(key=lambda group: min(self.bounds[number][:2] for number in group))
         tell("checking")
         progress = Progress("checking", len(groups), tell)
@@ -236,6 +239,7 @@ class SearchState:
         least_seconds = least.seconds * (1 - TIME_BOUND_MARGIN)
         if least.needed_bytes > self.most_bytes or least_seconds > self.most_seconds:
             return True
+        # With infinite bytes, candidates of equal seconds count as faster.
         faster = bisect.bisect_right(self._best, (least_seconds, math.inf, 0))
         if not faster:
             return False

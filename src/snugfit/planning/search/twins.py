@@ -62,6 +62,7 @@ class Twins:
     def stand_for(self, kind: int, needed: Sequence[int]) -> bool:
         """Return whether one kind is no worse than this one for all of its candidates that are `needed`."""
         candidates = self.space.candidates
+        # Candidates with one trace have the same bytes, so one of them represents all.
         one_per_trace = {candidates[number].trace: number for number in needed}.values()
         for technique in self._other_techniques(needed[0]) if self.stand else ():
             pairs = [(number, self._with(number, technique)) for number in one_per_trace]
@@ -73,6 +74,7 @@ class Twins:
             needs = [(self._needs(number), self._needs(twin)) for number, twin in known]
             if any(_is_less(own, other) for own, other in needs):
                 continue
+            # The first of two equal kinds remains; otherwise each would exclude the other.
             if any(own != other for own, other in needs) or candidates[known[0][1]].passes < kind:
                 self._no_better[kind] = known
                 return True
@@ -97,6 +99,7 @@ class Twins:
         dtype = candidates[number].setup.weights_dtype
         for slot in DIFFER:
             for twin in self.space.variants(number, slot):
+                # Weights of another dtype also change the memory of the update.
                 if candidates[twin].setup.weights_dtype == dtype:
                     yield candidates[twin].recipe[slot]
 

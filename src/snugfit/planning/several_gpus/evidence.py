@@ -182,6 +182,7 @@ class Evidence:
             known = self._judged[key]
             for few, many in itertools.permutations(known, 2):
                 between = many.samples - few.samples
+                # Sizes that are far apart give the most exact slope.
                 if few.gpus == many.gpus and between > most:
                     fewest, most = few.samples, between
                     further = (known[many].needed_bytes - known[few].needed_bytes) / between
@@ -193,6 +194,7 @@ class Evidence:
         The step is cut as `size` or smaller. Groups of `times` as many GPUs are `times` fewer.
         """
         size = size._replace(gpus=math.ceil(size.gpus / times))
+        # Several micro-batches hold gradients next to all activations (`WITH_SUMS`).
         summed = size._replace(pieces=max(size.pieces, 2))
         bound = CLEARLY * times * self.bound
         return any(
@@ -270,6 +272,7 @@ class Evidence:
     def _relations_of(self, shared: Shared) -> _Related:
         """Return all simulated ways that are related to this way of sharing."""
         related = self._all_relations.setdefault(shared.key, _Related([], [], []))
+        # Only ways that were added since the last call are compared.
         for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
             if other.key == shared.key:
                 continue
@@ -304,5 +307,6 @@ def _takes_no_less(shared: Shared, size: CutStep, other: CutStep) -> bool:
     return (
         (size.gpus <= other.gpus or not shared.spreads_over_all)
         and size.samples >= other.samples
+        # A single micro-batch has no gradients next to its activations, so it may take less.
         and (size.pieces > 1 or other.pieces == 1)
     )

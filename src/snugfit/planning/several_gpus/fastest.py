@@ -102,6 +102,7 @@ class FastestOnGpus:
         self._ways = [
             way
             for shared in every
+            # A refusal without a mesh holds for every mesh.
             if not {str(shared.recomputing), refusable(shared)} & {*refused}
             for way in _ways_to_cut(job, shared, fixed)
         ]
@@ -127,9 +128,11 @@ class FastestOnGpus:
             left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
             if simulated or not left:
                 return False
+            # Ways come in the order of their recomputing, so the last one recomputes most.
             most = [way for way in left if way.shared.recomputing == left[-1].shared.recomputing]
             asked = self._holding_least(most)
             self._ask(asked)
+            # Ways that cannot be simulated leave no figures; then the next ones are tried.
             simulated = any(self._evidence.judgment(way.shared, way.sizes[at]) for way, at in asked)
         return True
 
@@ -155,6 +158,7 @@ class FastestOnGpus:
                 judged = self._evidence.judgment(way.shared, size)
                 if judged is not None and self._evidence.does_fit(judged):
                     yield Screened(way.recipe(at), judged, way.shared, size)
+                    # Further cuts of this way take more time.
                     break
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -191,6 +195,7 @@ class FastestOnGpus:
             elif shared.of_each not in paceless:
                 paceless[shared.of_each] = question
                 some.append(question)
+            # With stages, the bound of the largest micro-batch holds for all smaller ones.
             elif shared.stages > 1 and _samples_of(question) > _samples_of(paceless[shared.of_each]):
                 some[some.index(paceless[shared.of_each])] = question
                 paceless[shared.of_each] = question
@@ -203,6 +208,7 @@ class FastestOnGpus:
         It need not fit: smaller micro-batches take no less.
         """
         way, at = question
+        # A GPU by itself has no mesh, and some ways have no cut with the whole batch.
         if way.shared.parts == 1 or way.sizes[0].pieces > 1:
             return question
         first = self._first(way)
@@ -236,9 +242,11 @@ class FastestOnGpus:
         """Return the index of the cut to simulate next; None if the fewest micro-batches are known."""
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
+            # If the fewest micro-batches probably miss, the smallest ones show first if anything fits.
             is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
             was_asked = self._evidence.judgment(way.shared, way.sizes[last]) is not None
             return last if is_hopeless and not was_asked else first
+        # A cut that fits by evidence alone has no seconds yet, so it is simulated.
         if fitting == first or self._evidence.judgment(way.shared, way.sizes[fitting]) is None:
             is_known = self._evidence.judgment(way.shared, way.sizes[first]) is not None
             return None if is_known else fitting
@@ -258,6 +266,7 @@ class FastestOnGpus:
         for other in self._ways:
             if other is way:
                 break
+            # With stages each cut is a way of its own, and only equal cuts can be compared.
             if way.shared.stages > 1 and way.sizes != other.sizes:
                 continue
             if way.shared.is_slower_than(other.shared):
@@ -305,6 +314,7 @@ class FastestOnGpus:
             (way, len(way.sizes) - 1)
             for at, way in enumerate(ways)
             if not any(
+                # The earlier of two ways that hold the same remains.
                 self._is_leaner(other, way) and not (index > at and self._is_leaner(way, other))
                 for index, other in enumerate(ways)
                 if index != at
@@ -323,6 +333,7 @@ class FastestOnGpus:
     def nearest_miss(self) -> Screened | None:
         """Return the smallest evaluated recipe. Evaluate one that holds little if there is none."""
         if self._ways and not any(True for _ in self._misses()):
+            # `max` returns the first of equal ones, which recomputes most in this order.
             leanest = max(reversed(self._ways), key=self._held_more)
             self._ask([(leanest, len(leanest.sizes) - 1)])
         return smaller_miss(*self._misses())

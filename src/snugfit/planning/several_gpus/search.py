@@ -147,6 +147,7 @@ class _Search:
             if answer is None:  # it cannot be simulated: the next one may
                 fitting.pop(0)
                 continue
+            # After a second round with the same first recipe, further rounds would never end.
             if answer.fits or one.recipe in missed:
                 return replace(answer, why=self._why_mesh(one, answer))
             missed.add(one.recipe)

@@ -61,6 +61,7 @@ def smaller_on_several(
     if not is_picklable(make):
         raise SnugfitError("A model that was made in Python cannot be sent to the processes that simulate.")
     slots = {slot: (recipe[slot],) for slot in Slot if slot not in searched}
+    # A scheduler or a container may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = max(2, min(MOST_WORKERS, cores))
     with worker_pool(make, workers=workers, preload=modules_of(job)) as pool:
@@ -89,6 +90,7 @@ class _Smaller:
         self._evidence.learn_limit(at_most(share * needed, gpu), needed / before.needed_bytes)
         self._evidence.hear(self._own, size, before)
         for _ in range(MOST_IN_FULL):
+            # The way of the broken recipe comes first, because a finer cut is often enough.
             best = self._fastest(self._ways[:1])
             if best is None or best.judged.step_seconds > ENOUGH * before.step_seconds:
                 best = self._fastest(self._ways)

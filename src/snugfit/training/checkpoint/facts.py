@@ -88,8 +88,10 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     names = [name for name in names if not name.startswith(left_out)]
     wrong = differences(before, now, names) if names else []
     wrong = [f"{text}{TO_GO_ON}" if text.startswith(CODE) else text for text in wrong]
+    # Another schedule differs at many steps, so only the first is named.
     factors = [text for text in wrong if _FACTOR in text]
     wrong = [text for text in wrong if text not in factors[1:]]
+    # A side without this fact counts as equal.
     if before.get(CONTENT, now.get(CONTENT)) != now.get(CONTENT, before.get(CONTENT)):
         wrong.append("the dataset has other samples")
     return wrong
@@ -118,6 +120,7 @@ def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(model, FSDPModule):
+            # FSDP2 inserts its classes before the original one.
             kinds = type(model).__mro__
             return kinds[kinds.index(FSDPModule) + 1]
     return type(model)
@@ -169,6 +172,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
     names = dict.fromkeys(name for group in optimizer.param_groups for name in group)
     for name in (name for name in names if name not in _NO_GROUP_FACTS):
         source = [
+            # A schedule changes `lr` when it is created.
             group.get("initial_lr", group.get("lr")) if name == "lr" else group.get(name)
             for group in optimizer.param_groups
         ]

@@ -77,7 +77,9 @@ class Holder:
         """True if the process still runs; None for a process of another machine."""
         if self.host != socket.gethostname():
             return None
+        # After a restart of the machine, the number may belong to another process.
         started = _start_seconds(self.pid) if self.boot == _boot_id() else None
+        # A later process may have the same number, but not the same start.
         return started is not None and abs(started - self.started) < 1
 
     def __str__(self) -> str:
@@ -90,6 +92,7 @@ def _start_seconds(pid: int) -> float | None:
 
     try:
         process = psutil.Process(pid)
+        # A zombie has ended; only its parent has not read that yet.
         if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return None
         return process.create_time() - psutil.boot_time()
@@ -125,6 +128,7 @@ def hold_folder(root: Path) -> Iterator[None]:
         if os.getpid() == current.pid:  # a forked child that leaves this block has nothing to release
             with suppress(OSError):
                 if _read(path) == current:
+                    # The file stays: after its removal, two processes could lock different files.
                     _write(path, None)
             lock.release(force=True)
 
@@ -146,6 +150,7 @@ def _take(lock: FileLock, path: Path, current: Holder) -> None:
     except OSError as refusal:
         if refusal.errno not in _NO_FLOCK:
             raise
+        # Without the kernel's lock, the guard makes one operation of reading and writing the line.
         with SoftFileLock(path.with_name(GUARD), timeout=GRACE_SECONDS, poll_interval=POLL_SECONDS):
             if holder_lives():
                 raise _held_by(path, _read(path)) from None

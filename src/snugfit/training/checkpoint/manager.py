@@ -103,6 +103,7 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
             f"The checkpoint to resume from is {str(folder)!r}; it must be a folder checkpoint-N. "
             f"{root} has {names or 'none'}."
         )
+    # Only the parent is resolved: a linked checkpoint belongs to the folder with the link.
     if in_root and folder.absolute().parent.resolve() != root.resolve():
         raise UsageError(
             f"The checkpoint to resume from is {str(folder)!r}, and the run's folder is {root}. "
@@ -164,12 +165,15 @@ class CheckpointManager:
         if step == self.saved_step:
             return
         begun = time.perf_counter()
+        # The next snapshot reuses the host memory of the previous one.
         self.wait()
         snapshot = take(self._staging)
+        # This is set before the write ends, so that no second save of this step starts.
         self.saved_step = step
         if snapshot is None:
             return
         keep = frozenset(() if best is None else (best,))
+        # The thread gets a copy, because the run may change its description meanwhile.
         work = (snapshot, dict(self.about), keep, time.perf_counter() - begun)
         write = self._write if self._ranks.is_first else _write_share
         thread = threading.Thread(target=write, args=work, name="snugfit-save")
@@ -219,6 +223,7 @@ class CheckpointManager:
             if refused:
                 self._journal.tell("warning", text=f"{refused} The run continues.")
         finally:
+            # The other processes wait for this, even after a failure.
             if isinstance(snapshot, WrittenByAll):
                 snapshot.close()
 
@@ -264,6 +269,7 @@ class CheckpointManager:
         self.wait()
         known = len(self.store.broken)
         checkpoint = self.store.newest()
+        # Earlier broken ones were reported already.
         for broken in self.store.broken[known:]:
             self._journal.tell("warning", text=f"ignored {broken}")
         return checkpoint

@@ -52,6 +52,7 @@ class ModelBeginning:
     """Numbers in its modules' attributes."""
 
 
+# Weak keys: the record of a model must not keep it alive.
 _BEGINNINGS: WeakKeyDictionary[torch.nn.Module, ModelBeginning] = WeakKeyDictionary()
 
 
@@ -105,6 +106,7 @@ class ModelState:
                 places[id(value)] = (MODEL_TENSORS, _WEIGHT + name)
             if location := places[id(value)]:
                 kept_in[name] = location
+        # A plain model has no state beside its files, so no file is written.
         if not kept_in and not self.frozen and not self.extra:
             return
         tensors = {**rest, **{_EXTRA + name: value for name, value in self.extra_tensors.items()}}
@@ -131,6 +133,7 @@ def model_state_of(
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     frozen: dict[str, int] = {}
     if among is not None:
+        # Tied weights have different names and one address.
         addresses = {adapters.address_of(tensor) for tensor in among}
         left_out = {
             name: value
@@ -138,6 +141,7 @@ def model_state_of(
             if adapters.address_of(value) not in addresses and not adapters.is_of_adapter(model, name)
         }
         before, now = beginning_of(model).frozen, _checksums(left_out)
+        # A tensor that equals its checksum at the start is built again by a resumed run.
         frozen = {name: now[name] for name in left_out if now[name] == before.get(name)}
         tensors = {name: value for name, value in tensors.items() if name not in frozen}
     extra, extra_tensors = _extra_state(model)
@@ -164,6 +168,7 @@ def _extra_state(model: torch.nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
     if not states and not allocators and not attributes:
         return None, {}
     try:
+        # `pack` raises for values that no JSON or safetensors file can have.
         return pack({"modules": states, "allocators": allocators, "attributes": attributes})
     except SnugfitError as fault:
         raise SnugfitError(f"get_extra_state of {', '.join(states)}: {fault}") from None
@@ -179,6 +184,7 @@ def beginning_of(model: torch.nn.Module) -> ModelBeginning:
     """Return the state of the model at the first call: before its weights are loaded, or before its first
     step."""
     if model not in _BEGINNINGS:
+        # Only adapted models leave frozen weights out of their checkpoints.
         frozen = _frozen_tensors(model, set(model.state_dict())) if adapters.is_adapted(model) else {}
         _BEGINNINGS[model] = ModelBeginning(frozen=_checksums(frozen), numbers=numbers_of(model))
     return _BEGINNINGS[model]
@@ -201,6 +207,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     try:
         flat = tensor.contiguous().reshape(-1)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        # `view` needs an aligned address and a whole number of elements.
         is_aligned = flat.nbytes % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0
         bits = flat.view(torch.int32 if is_aligned else torch.uint8)
         return bits.sum(dtype=torch.int64) if not tensor.is_meta else torch.zeros((), dtype=torch.int64)
@@ -232,10 +239,12 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
     """
     from safetensors.torch import load_file
 
+    # Checksums must be of the weights as built, so this precedes the loading.
     beginning_of(model)
     if not has_model_state(folder):
         return
     document = _read(folder)
+    # Each file is read once, even if many tensors refer to it.
     files = {file: load_file(folder / file) for file in {file for file, _ in document["kept_in"].values()}}
     values = {name: files[file][key] for name, (file, key) in document["kept_in"].items()}
     if document["frozen"] or adapters.is_adapted(model):
@@ -266,6 +275,7 @@ def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tens
     import torch
 
     if own.shape == value.shape:
+        # The value is copied in place, since optimizers and tied weights refer to the parameter.
         with torch.no_grad():
             own.copy_(value)
         return
@@ -285,6 +295,7 @@ def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None
     if module is None:
         return
     placed = value.to(next(model.parameters()).device)
+    # A buffer that is None at construction is registered already.
     if leaf in module._buffers:
         setattr(module, leaf, placed)
     elif not hasattr(module, leaf):
@@ -300,6 +311,7 @@ def _refuse_another_base(
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in values]
     unknown = [name for name in due if name not in own and name not in document["transient"]]
     before, active = beginning_of(model).frozen, adapters.active_adapters(model)
+    # A weight without a checksum of this run is not compared.
     changed = [name for name, bits in document["frozen"].items() if before.get(name, bits) != bits]
     faults = {
         f"it does not contain {_first(lost)}, which train in this run": lost,
@@ -343,6 +355,7 @@ def numbers_of(model: torch.nn.Module) -> Numbers:
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
+        # `type`, since a subclass such as an enum would be restored as a plain number.
         if type(value) in (bool, int, float) and _is_memory(name)
     }
 
@@ -361,9 +374,11 @@ def attributes_to_keep(model: torch.nn.Module, before: Numbers) -> dict[str, dic
 def _plain_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     import torch
 
+    # A parameter under a second name would be restored twice.
     addresses = {address_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
+            # A result with a graph is a cache of the last forward pass, not a state.
             is_left_out = type(value) is not torch.Tensor or not value.is_leaf or value.is_meta
             if not is_left_out and value.layout == torch.strided and value.data_ptr() not in addresses:
                 yield path, name, value
@@ -382,6 +397,7 @@ def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[
             if path not in modules or not _is_memory(name):
                 continue
             own = vars(modules[path]).get(name)
+            # A tensor of the same shape is filled in place, because other modules may refer to it.
             if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and own.shape == value.shape:
                 with torch.no_grad():
                     own.copy_(value)

@@ -68,10 +68,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
         )
     local = state_parts().local_optimizer(optimizer)
     elsewhere = {id(weight) for weight in updated_elsewhere(optimizer)}
+    # States of the constructor (Adagrad's) must not remain next to the saved ones.
     local.state.clear()
     for index, state in saved["states"].items():
         if id(weight := parameters[index]) not in elsewhere:
             local.state[weight] = dict(state)
+            # A feature puts paged states back into managed memory.
             for place_state in hooks("place_state"):
                 place_state(local, weight)
     local.state.update(saved.get("named_states", {}))
@@ -105,6 +107,7 @@ def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
     If the run `keeps` checkpoints, an optimizer that contains others is refused too.
     """
     kind = type(optimizer).__name__
+    # transformers' layerwise optimizers have the first attribute, and LOMO the second.
     if hasattr(optimizer, "optimizer_dict") or hasattr(optimizer, "fused_backward"):
         raise UsageError(
             f"{kind} updates weights during the backward pass. Then no step can be stopped before its "

@@ -65,6 +65,7 @@ class _Packer:
             return {TUPLE: self._each(value)}
         if isinstance(value, list):
             return self._each(value)
+        # JSON's keys are text; pairs preserve the type of each key.
         if isinstance(value, Mapping):
             return {PAIRS: [[self._key(key), self.tree(item)] for key, item in value.items()]}
         return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
@@ -109,9 +110,11 @@ def _plain(value: Any) -> Any:
 
     if isinstance(value, torch.dtype):
         return {DTYPE: str(value).removeprefix("torch.")}
+    # A bool is an int as well, so it comes first.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
+        # A subclass such as IntEnum becomes a plain int.
         return int(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: repr(value)}

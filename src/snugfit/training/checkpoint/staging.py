@@ -58,6 +58,7 @@ class Staging:
         A copy from a GPU is complete after a synchronization with the device.
         """
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        # Empty tensors have no address that identifies them.
         copied = self._copies.get(key) if tensor.numel() else None
         if copied is None:
             copied = self._copies[key] = self.copy_passing(tensor)
@@ -90,6 +91,7 @@ class Staging:
     def _take(self, size: int) -> bool:
         import torch
 
+        # torch rounds page-locked memory up to a power of two anyway.
         whole = max(CHUNK_BYTES, 1 << (size - 1).bit_length())
         try:
             self._chunks.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))

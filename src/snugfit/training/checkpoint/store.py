@@ -113,9 +113,11 @@ class Store:
             if not (mark := _HIDDEN.fullmatch(path.name)):
                 continue
             step, final = int(mark[2]), self._folder(int(mark[2]))
+            # A replaced checkpoint is needed only if its successor is not whole.
             if mark[1] != "replaced" or _looks_whole(final, step):
                 _remove(path)
                 swept.append(path)
+            # A broken successor keeps its name; `newest` then returns the replaced one.
             elif not os.path.lexists(final):
                 path.rename(final)
         return swept
@@ -134,6 +136,7 @@ class Store:
         An existing one of the same step is replaced. `about` may have any JSON values. Raises `SaveFailed` if
         the system refuses, and `SaveStopped` soon after `stop` returns True.
         """
+        # Values without a JSON form raise here, before anything is written.
         about = json.loads(json.dumps(dict(about), allow_nan=False))
         draft = self._hidden_name("draft", step)
         try:
@@ -143,6 +146,7 @@ class Store:
             if stop():
                 raise SaveStopped(f"The save of step {step} was stopped.")
             self._show(draft, step)
+        # torch's CheckpointException is a BaseException, and no draft may be left over.
         except BaseException as fault:
             reason = why(fault, draft)
             _remove(draft)
@@ -155,9 +159,11 @@ class Store:
         """Give a finished draft its name. Until then the store keeps the folder that had the name before."""
         final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
+            # No folder can be renamed to the name of a folder with files.
             final.rename(before)
         try:
             draft.rename(final)
+            # The new name must be on the disk before the old checkpoint is removed.
             sync(self.root)
         except BaseException:
             with suppress(OSError):
@@ -245,10 +251,12 @@ class Store:
             if _NAME.fullmatch(folder.name) and _looks_whole(folder, step)
         ]
         surplus = len(whole) - limit if limit is not None and limit > 0 else 0
+        # `newest` counts as 1 or 0: `whole[1:]` leaves out the newest.
         spare = [(step, folder) for step, folder in reversed(whole[newest:]) if step not in keep]
         spare = spare[: max(0, surplus)]
         gone = [self._hidden_name("gone", step) for step, _ in spare]
         try:
+            # All are renamed first, so that an interrupted removal leaves no partial checkpoint.
             for (_, folder), hidden in zip(spare, gone):
                 folder.rename(hidden)
             if gone:
@@ -275,6 +283,7 @@ class Store:
             raise SnugfitError(
                 f"{self.root} cannot be read: {refusal.strerror}. Name another folder."
             ) from None
+        # In this order, reversed, a checkpoint precedes the one that it replaced.
         by_age = [(int(mark[1]), True, path) for path in paths if (mark := _NAME.fullmatch(path.name))]
         for path in paths:
             if (mark := _HIDDEN.fullmatch(path.name)) and mark[1] == "replaced":
@@ -309,6 +318,7 @@ def _looks_whole(folder: Path, step: int) -> bool:
 def _remove(path: Path) -> None:
     """Remove a file or folder and ignore errors: the next sweep tries again."""
     with suppress(OSError):
+        # A link is removed itself, and not the folder behind it.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -130,6 +130,7 @@ class ModelWeights:
         weights, written = self.files[WEIGHTS], self._tensors_to_write()
         with no_progress_bars():
             model.save_pretrained(folder, state_dict=written)
+        # transformers may omit or rename tensors, so the names are read from its files.
         names = _names_in(folder)
         is_renamed = not names <= set(weights)
         in_files = [
@@ -161,9 +162,11 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     """
     import torch
 
+    # A `state_dict` may have extra state that is no tensor.
     named = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if not adapters.is_adapted(model):
         state, parts = model_state_of(model, set(named)), held_parts(optimizer)
+        # A tied weight needs its residual under each of its names.
         with_names = model.named_parameters(remove_duplicate=False)
         residuals = {name: parts[weight] for name, weight in with_names if weight in parts}
         return ModelWeights(
@@ -197,6 +200,7 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     first_names: dict[int, str] = {}
     for name, value in tensors.items():
         first_names.setdefault(id(value), name)
+    # safetensors refuses two names for the same memory.
     copies = {
         name: value if first_names[id(value)] == name else value.clone() for name, value in tensors.items()
     }
@@ -255,6 +259,7 @@ def _load_module(model: torch.nn.Module, folder: Path) -> None:
     """Load a module that is not of transformers; extra state without tensors is in the model's state."""
     from safetensors.torch import load_file
 
+    # Extra state is missing from the file on purpose, so strictness is checked below.
     left = model.load_state_dict(load_file(folder / WEIGHTS), strict=False)
     missing = [name for name in left.missing_keys if not name.endswith("_extra_state")]
     for name in (*missing, *left.unexpected_keys):
@@ -272,6 +277,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
     beside = names_kept_beside(folder)
     tied = {name for name in own if name not in saved and name not in beside}
     addresses = {own[name].data_ptr() for name in saved if name in own}
+    # A name that the file does not have must share its memory with a saved one.
     if set(saved) <= set(own) and all(own[name].data_ptr() in addresses for name in tied):
         model.load_state_dict(saved, strict=False)
         return
@@ -281,6 +287,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
     if missing := set(info["missing_keys"]) - beside:
         raise KeyError(f"{min(missing)} is missing")
     loaded = again.state_dict()
+    # The new model has one dtype; values that this rounded come from the file.
     exact = {
         name: value for name, value in saved.items() if name in loaded and _is_rounded(value, loaded[name])
     }

@@ -129,6 +129,7 @@ class ActiveRun:
         try:
             result = self.step.attempt(self.state, micro_batches, meanwhile)
         except StepRejected as fault:
+            # The line of the step before comes first in the journal.
             self._logger.write(self.step.norm)
             self._stop_or_skip(fault)
             self.step.norm = fault.norm
@@ -166,6 +167,7 @@ class ActiveRun:
         if getattr(self._run.options, fault.option) == "skip":
             self._journal.tell("warning", text=f"Step {step + 1}: {fault} It was skipped; see {file.name}.")
             return
+        # After a resume, the rejected step draws the same random numbers again.
         self.rewind_rng()
         self.save()
         self._checkpoints.wait()

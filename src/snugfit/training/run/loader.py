@@ -74,6 +74,7 @@ def feed(
     """
     import torch
 
+    # The number is per worker and counts micro-batches; torch's own default is 2.
     ahead = max(2, -(-PREFETCH_STEPS * order.micro_batches // workers)) if workers else None
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         cast("torch.utils.data.Dataset[Any]", _EpochDataset(samples, collate)),
@@ -83,6 +84,7 @@ def feed(
         pin_memory=pinned,
         prefetch_factor=ahead,
         worker_init_fn=_ignore_signals_of_others if workers else None,
+        # The loader draws a seed for its workers; from the default generator it would change the dropout.
         generator=torch.Generator().manual_seed(0),
     )
     batches = iter(loader)
@@ -153,6 +155,7 @@ class _EpochDataset:
     ) -> None:
         self._samples, self._collate = samples, collate
 
+    # torch calls this once per batch, so a worker collates whole micro-batches.
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | SnugfitError:
         try:
             return self._collate([self._sample(*key) for key in keys])

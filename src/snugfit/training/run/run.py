@@ -101,6 +101,7 @@ def _raw_bytes(value: Any) -> bytes:
     """Return the bytes of an array or tensor of any dtype and shape."""
     import torch
 
+    # A scalar has no dimension that could be viewed as bytes.
     flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
     raw: bytes = flat.view(torch.uint8).numpy().tobytes()
     return raw
@@ -159,6 +160,7 @@ class Run:
     def steps(self, order: SampleOrder) -> int:
         """Return the number of optimizer steps of the whole run."""
         options = self.options
+        # `max_steps` overrides the epochs, as in the Trainer.
         return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
@@ -215,6 +217,7 @@ def lengthens(run: Run, before: Mapping[str, Any], step: int) -> str:
     options = run.options
     if not length or not depends_on_length(options.lr_scheduler_type, options.warmup_steps):
         return ""
+    # The number of steps does not depend on the cut of a batch.
     order = run.order(1)
     finished_at = replace(run, options=replace(options, **length)).steps(order)
     if not finished_at <= step < (steps := run.steps(order)):
@@ -232,11 +235,13 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     Errors would change a number, so the run cannot be resumed. Warnings only prevent numbers that are
     identical bit for bit. A finished run may be lengthened.
     """
+    # The round trip through JSON makes lists of tuples, as in the stored description.
     now = {"gpus": 1, **json.loads(json.dumps(run.about(run.recipe)))}
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
     another_mesh = _on_another_mesh(before, run)
+    # A description without a number of GPUs is that of a single one.
     as_asked = {"gpus": 1, **before}
     before, asked = _on_these_gpus(as_asked, run)
     if before.get("asked") != now.get("asked"):  # another recipe: name it as requested
@@ -250,6 +255,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     wrong += differences(
         options, now["options"], [name for name in {**now["options"], **options} if name not in free]
     )
+    # Another number of samples is an error of its own.
     if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
         wrong.append("data has the same number of samples, but other samples")
     changed = differences(before.get("versions", {}), now["versions"])

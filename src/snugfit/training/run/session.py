@@ -78,6 +78,7 @@ class Session:
         self._sync_to = self._taken = 0
         self._is_compared = False
         self._ran_out: Any = None
+        # After a stop's time limit, a save that is waited for is abandoned.
         checkpoints.is_too_late = lambda: stops.too_late
 
     def train(self, checkpoint: Checkpoint | None, ran_out: Any = None) -> Trained:
@@ -98,8 +99,10 @@ class Session:
             samples=len(run.data.samples),
             resumed_from=checkpoint.step if checkpoint else None,
         )
+        # An uncut batch needs no comparison yet; `_recover` compares before it cuts one.
         if self._active.setup.micro_batches > 1:
             self._compare_cut()
+        # A finished run is resumed to give its result, unless its last evaluation is still due.
         if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
             text = f"This run is {outcome}, so nothing is trained. Its result is returned. {TO_TRAIN_ANEW}"
             self._journal.tell("note", text=text)
@@ -150,6 +153,7 @@ class Session:
         active = self._active
         samples = active.first_samples()
         after = self._compare(job, active.step, active.state.model, samples, self._taken > 0)
+        # Its passes were outside of a step, so handlers clean up as after an evaluation.
         after_evaluation(active.setup, active.state.model)
         return after
 
@@ -177,12 +181,15 @@ class Session:
         That step then stops before its update.
         """
         step = self._progress.step
+        # A pending checkpoint may be the newest one.
         self._checkpoints.wait()
         checkpoint = self._run.ranks.first_answers(self._checkpoints.newest)
         begin = checkpoint.step if checkpoint else 0
         text = f"Step {step}: a gradient was not a number. The run goes back to step {begin}."
         self._journal.tell("warning", text=text)
+        # Steps up to the wrong one wait for their gradients, so that it is rejected before its update.
         self._sync_to = step
+        # The old model is freed before the new one is built; both may not fit.
         self._close()
         self._open(self._recipe, checkpoint)
 
@@ -219,17 +226,21 @@ class Session:
     def _take_steps(self) -> str | Exhausted:
         """Take steps until the run's end, a stop, or the end of memory."""
         active = self._active
+        # The evaluation that a signal abandoned comes first.
         if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
             return outcome
         with contextlib.closing(active.batches()) as batches:
             prefetcher = Prefetcher(functools.partial(next, batches, None))
+            # The time of loading counts, so the clock starts before the batch is taken.
             began = time.perf_counter()
             while (micro_batches := self._next(prefetcher)) is not None:
+                # The scheduler steps within the step, so the rate is read before.
                 rate = active.state.scheduler.get_last_lr()[0]
                 result = active.take_step(micro_batches, lambda: self._meanwhile(prefetcher))
                 if isinstance(result, Exhausted):
                     return result
                 self._last = result
+                # Loading delays a step only if the device had nothing to do meanwhile.
                 stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
                 for watch in self._rank_watches:
                     watch.note(self._progress.step, self._exchange.own_seconds + stalled)
@@ -264,6 +275,7 @@ class Session:
             samples=len(order.batch(step - 1)),
             tokens=self._exchange.tokens if self._run.ranks.are_many else sum(map(tokens_of, micro_batches)),
         )
+        # A norm that is still unread is written with it in `_meanwhile` of the next step.
         if not self._active.step.unread:
             self._logger.write(self._active.step.norm)
 
@@ -272,6 +284,7 @@ class Session:
         try:
             return prefetcher.take()
         except Exception:
+            # Other processes are not here, so one alone cannot save.
             keeps = self._run.options.save_strategy != "no" and not self._run.ranks.are_many
             if self._progress.step and keeps:
                 self._active.save()
@@ -288,6 +301,7 @@ class Session:
         An evaluation that a signal abandons is repeated when the run is resumed.
         """
         options, better = self._run.options, False
+        # A resumed run comes here first with this flag, and repeats the evaluation below.
         self._progress.unevaluated = False
         if self._is_due(options.eval_strategy, options.eval_steps or options.logging_steps):
             try:
@@ -296,9 +310,11 @@ class Session:
                 self._progress.unevaluated = True
         asked = self._stops.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
+        # The best weights exist only now; no later checkpoint would contain them.
         if asked or due or (better and options.load_best_model_at_end):
             self._active.save()
         outcome = self._outcome()
+        # Wrong weights must not leave the run as its result.
         if outcome:
             self._active.check_weights()
         return outcome
@@ -321,6 +337,7 @@ class Session:
         self._active.check_weights()
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
+        # Without its own setting, an evaluation uses the size that is known to fit.
         micro_batch = self._run.job.batch_size // ranks.data_ranks // self._active.setup.micro_batches
         passes = self._active.step.passes
         try:
@@ -341,6 +358,7 @@ class Session:
                 ranks,
                 functools.partial(evaluation_context, self._active.setup, self._active.state.model),
             )
+        # An abandoned evaluation must restore the model as well.
         finally:
             after_evaluation(self._active.setup, self._active.state.model)
         progress.evaluated = asdict(evaluated)
@@ -363,8 +381,10 @@ class Session:
                 .restarts()
                 .end_of_several(self._run, exhausted, before, step, self._ran_out)
             )
+        # A failed update goes back to a checkpoint, so only other phases check the weights.
         if exhausted.phase != "update":
             self._active.check_weights()
+        # The next recipe may cut the batch, so the comparison comes before it is chosen.
         self._compare_cut()
         chosen = self._recovery.next_recipe(exhausted, before, step)
         if chosen is None:
@@ -399,6 +419,7 @@ class Session:
         if phase == STEP_BOUNDARY:
             self._active.save()
         elif phase != "update" and self._progress.step:
+            # The failed step has drawn random numbers, and its repetition must draw the same.
             self._active.rewind_rng()
             self._active.save()
         return self._checkpoints.newest()
@@ -408,6 +429,7 @@ class Session:
         options, progress = self._run.options, self._progress
         signal = self._stops.stopping
         if outcome == STOPPED:
+            # A single long step may have used up the time limit; the save then gets a new one.
             self._stops.begin_last_save()
         if outcome == STOPPED:
             self._active.save()

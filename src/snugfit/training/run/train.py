@@ -102,6 +102,7 @@ def train(
                 trained = session.train(
                     checkpoint, ranks.first_answers(lambda: _memory_record(run, checkpoint))
                 )
+            # Trackers are closed after an error too.
             finally:
                 for report in reports:
                     report.end(None)
