@@ -333,6 +333,7 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
         return replace(rates, host=replace(rates.host, shard_hook=hook, sharded_operand=operand))
     if corrects == HOST:
         earlier = [reading for reading in readings[:-1] if reading.probe.corrects == HOST and reading.factor]
+        # This factor is relative to the earlier corrections, so its root yields the geometric mean of all.
         factor = math.exp(math.log(factor) / (len(earlier) + 1))
         return replace(rates, host=rates.host.slower(factor))
     if corrects == BANDWIDTH:
@@ -395,6 +396,7 @@ class Probe:
 
 def probes(precisions: tuple[str, ...], gpus: int = 1) -> tuple[Probe, ...]:
     """Return the probes for this number of GPUs with these precisions, in the order of correction."""
+    # `small` has many short kernels, `table` nearly only parameters, `wide` large products.
     small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
     wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)

@@ -45,6 +45,7 @@ def oom_kills(root: Path = Path("/")) -> int:
             hierarchy, counter = root / "sys/fs/cgroup/memory", "memory.oom_control"
         else:
             continue
+        # In a container, the group's path may be the host's, and its files are at the root.
         counters += [hierarchy / path.strip("/") / counter, hierarchy / counter]
     return sum(_number(r"^oom_kill (\d+)$", path) or 0 for path in dict.fromkeys(counters))
 
@@ -60,6 +61,7 @@ def peak_resident_bytes() -> int:
     if kibibytes is not None:
         return kibibytes * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux kibibytes.
     return largest if sys.platform == "darwin" else largest * 1024
 
 
@@ -108,6 +110,7 @@ def host_load(family: int | None = None) -> HostLoad | None:
     except (OSError, RuntimeError, ValueError):
         return None
     busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    # The fifth value is not CPU time, but the wall clock.
     own = sum(os.times()[:4]) if family is None else 0.0
     for process in psutil.Process(family).children(recursive=True):
         try:

@@ -250,6 +250,7 @@ def _processes(answer: Any) -> list[GpuProcess]:
     processes = []
     for process in answer or ():
         used = getattr(process, "usedGpuMemory", None)
+        # An unknown size is None, 0 or the largest number of 64 bits.
         is_known = type(used) is int and 0 < used < 1 << 50
         processes.append(GpuProcess(pid=int(process.pid), bytes=used if is_known else None))
     return processes

@@ -256,6 +256,7 @@ def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str,
     """Return the environment of a new process: `inherited`, with the variables that replace `set_process`."""
     wished = _merge(handler.environment(value) for handler, value in _wishes(setup))
     variables = {**inherited, **wished}
+    # None removes an inherited variable.
     return {name: value for name, value in variables.items() if value is not None}
 
 

@@ -130,6 +130,7 @@ def _checkpoint_single(
         for layer in layers:
             layer.forward = _recompute(forward_of(layer), more)
         return
+    # Layers of an earlier stack are switched on already, and stay so.
     before = {id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
     for holder in holders:
         try:
@@ -138,6 +139,7 @@ def _checkpoint_single(
             raise RecipeError(
                 f"{str(error).rstrip('.')}, says transformers. Try {roster.plain(Slot.CHECKPOINTING).name!r}."
             ) from None
+    # The switch also turns on layers that were not chosen, such as every second one.
     chosen = {id(layer) for layer in layers}
     own = {id(layer) for stack in layer_stacks(model) for layer in stack}
     for module in model.modules():
@@ -253,6 +255,7 @@ class _Span:
         """Return the forward pass of layer `index` of the span."""
 
         def run(*given: Any, **keywords: Any) -> Any:
+            # A pass that failed midway may have left calls.
             if index == 0:
                 self.noted.clear()
             if not given or len(self.noted) != index or (index and id(given[0]) != self.handed_on):
@@ -263,6 +266,7 @@ class _Span:
             self.noted.append(without_cache(tuple(arguments), keywords))
             if index < len(self.forwards) - 1:
                 return hidden
+            # A copy, because the recomputation needs the calls after the list is cleared.
             calls = list(self.noted)
             self.noted.clear()
             return self._run(hidden, calls)
