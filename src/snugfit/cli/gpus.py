@@ -181,6 +181,7 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
+    # On one kind of GPU the fastest recipe is also the cheapest.
     objective = "speed" if asked["objective"] == "cost" else asked["objective"]
     fixed = _fixed_recipe(request, asked)
     question: dict[str, Any] = {
@@ -314,4 +315,5 @@ def _pair(text: str) -> tuple[str, Any]:
     try:
         return name.strip(), float(price)
     except ValueError:
+        # `Prices.of` raises the error for a price that is no number.
         return name.strip(), price.strip()

@@ -182,6 +182,7 @@ class _Loader(LimitedLoader):
     """YAML 1.2's plain scalars in flat documents."""
 
     deepest = DEEPEST
+    # PyYAML's resolvers follow YAML 1.1, in which `no` is False and `1:30` a number.
     yaml_implicit_resolvers: typing.ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}  # type: ignore[misc]
 
 

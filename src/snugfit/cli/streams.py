@@ -132,6 +132,7 @@ def open_all() -> None:
 
 
 def _reopen(kind: type[io.TextIOWrapper], number: int, before: TextIO | None) -> io.TextIOWrapper:
+    # The descriptor belongs to the process, and must outlive this object.
     raw = io.FileIO(number, "w", closefd=False)
     return kind(
         io.BufferedWriter(raw),

@@ -164,6 +164,7 @@ def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, .
     return tuple(
         ErrorLine(figure=figure, predicted=before, measured=after)
         for figure, before, after in pairs
+        # A measured 0 has no relative error.
         if before is not None and after
     )
 

@@ -46,6 +46,7 @@ def open_ledger(root: Path) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(OSError):  # a folder with contents stays, and so do those above it
+            # The deepest folder is the first, and `rmdir` removes only empty ones.
             for folder in absent:
                 folder.rmdir()
         raise

@@ -161,6 +161,7 @@ def _training_command(words: list[str], where: str) -> list[str]:
         return []
     if names[first] in ("axolotl", "llamafactory-cli") and names[first + 1 : first + 2] != ["train"]:
         return []
+    # A launcher's name far behind another command is an argument of that command.
     if first > 3 and names[0] not in _SCHEDULERS:
         return []
     return words[first:]
@@ -175,11 +176,14 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
         or word in ("sft", "train")
         or (word == "-m" and words[at + 1 : at + 2] != [] and words[at + 1] not in LAUNCHER_MODULES)
     ]
+    # Here `-m` comes before the name of the module.
     start = scripts[0] + (words[scripts[0]] == "-m") if scripts else 0
     name = words[start].rpartition("/")[2].removesuffix(".py")
     launcher = _flags(words[:start])
+    # DeepSpeed names its GPUs as `--include localhost:0,1`.
     if type(include := launcher.get("include")) is str and ":" in include:
         launcher["num_gpus"] = len(include.partition(":")[2].split(","))
+    # Plain Python starts one process, however many GPUs are visible.
     alone = words[0] in ("python", "python3") and not {"nproc_per_node", "nproc-per-node"} & set(launcher)
     if visible and not alone and not set(_NUMBERS) & set(launcher):
         launcher["visible"] = len(visible.split(","))
@@ -246,6 +250,7 @@ def _scalar(name: str, text: str) -> Any:
     if _is_switch(name):
         return text.lower() in ("true", "1", "yes")
     try:
+        # NaN and Infinity, which `json` accepts, stay text.
         return json.loads(text.lower() if text in ("True", "False") else text, parse_constant=str)
     except ValueError:
         return text

@@ -170,7 +170,9 @@ def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: i
         return
     target, folder = flags["export"]
     exported = write(job, Parsed.parse(recipe), target, gpus)
+    # The folder may have changed since the check before the search.
     _check_folder(job, target, folder)
+    # Existing files are of an earlier export for this target (`_check_folder`).
     write_new({folder / name: text for name, text in exported.files.items()}, force=True)
     _tell(exported, folder)
 

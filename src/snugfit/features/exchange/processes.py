@@ -99,6 +99,7 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
     elif by == "ddp" and gpus is None:
         processes.refused.append((BY, NOT_SAID))
     elif processes.gpus > 1 and STAGE not in arguments:
+        # As DDP's default, gradients are no views of the buckets.
         processes.words, processes.asked_by = {BY: "ddp", "parallel.bucket_views": False}, BY if by else ""
     return processes
 

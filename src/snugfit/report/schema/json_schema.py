@@ -122,6 +122,7 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
     names: list[str] = []
     docs: dict[str, str] = {}
     if is_dataclass(owner):
+        # Annotations may name `nn.Module`, and a schema needs no import of torch.
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
     is_document = owner in documents().values()

@@ -115,6 +115,7 @@ class PlainTable:
     def _with_lines_under_rows(self, width: int) -> RenderResult:
         """Yield the columns for which there is room, and under each row the contents of its other cells."""
         beside, under = list(self.columns), []
+        # Recipes move first, then texts, then figures; the first column always stays.
         for column in sorted(self.columns[:0:-1], key=lambda one: (not one.recipe, one.figures)):
             if sum(one.narrowest + 1 for one in beside) - 1 > width:
                 beside.remove(column)
@@ -154,6 +155,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
     widths = [min(column.narrowest, width) for column in columns]
     left = width - sum(widths)
     wants = sorted((column.longest - column.narrowest, number) for number, column in enumerate(columns))
+    # The smallest wish comes first, so that its unused share goes to the rest.
     for done, (want, number) in enumerate(wants):
         more = min(left // (len(wants) - done), want)
         widths[number] += more
