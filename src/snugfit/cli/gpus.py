@@ -107,6 +107,7 @@ def gpus(**asked: Any) -> int:
     from snugfit.job.gpu import all_gpus, find_gpus
 
     named = [gpu for name in asked["names"] or () for gpu in find_gpus(name)]
+    # One name may mean several GPUs, and two names the same one.
     listed = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
     if asked["for_model"] or asked["job_file"] or any(asked[name] for name in _OF_FEATURES):
         return _plan(listed, asked)

@@ -311,6 +311,7 @@ def _measure_on(gpus: int) -> MeasureSeconds:
             warmup=WARMUP,
             steps=steps,
             deadline_seconds=DEADLINE_SECONDS,
+            # Probes are no measurements of the user's own.
             ledger=None,
         )
         if run.timing is None:

@@ -173,6 +173,7 @@ def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
 def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
     """Return a sentence on the device's bytes less ours, where the driver reports the bytes of each
     process."""
+    # Some drivers list a process without its bytes.
     own = [process.bytes for process in census.own if process.bytes is not None]
     # With a process of unknown size, the difference proves nothing.
     if not census.own or len(own) < len(census.own) or baseline.used_bytes is None:

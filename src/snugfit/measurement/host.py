@@ -109,6 +109,7 @@ def host_load(family: int | None = None) -> HostLoad | None:
         times = psutil.cpu_times()
     except (OSError, RuntimeError, ValueError):
         return None
+    # `steal` is the time that a hypervisor gave to other guests.
     busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
     # The fifth value is not CPU time, but the wall clock.
     own = sum(os.times()[:4]) if family is None else 0.0

@@ -153,6 +153,7 @@ class Card:
         if not current:
             return self
         library = self._library
+        # A partitioned GPU need not have a device at every index.
         for index in range(_ask(library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)):
             try:
                 return Card(

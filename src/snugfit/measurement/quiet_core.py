@@ -124,6 +124,7 @@ class QuietCore:
         if best is not None:
             with suppress(OSError):
                 os.sched_setaffinity(0, {best})
+        # At the first check nothing shows if the best core is disturbed, so it counts as quiet.
         return len(self._samples) == 1
 
     def _pin_autograd(self) -> None:

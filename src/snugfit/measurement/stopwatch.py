@@ -150,6 +150,7 @@ class Stopwatch(Observer):
         import torch
 
         torch.cuda.synchronize(self._device)
+        # CUDA's events count milliseconds.
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
     def _add_boundary(self) -> None:

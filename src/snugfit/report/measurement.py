@@ -51,6 +51,7 @@ def short(measurement: Measurement) -> Page:
         [Facts((*_bytes(footprint), *_seconds(timing)))],
         (
             Sentence(note, "uncertain" if style else "")
+            # The first note of a failed run is its outcome, which the first line has already.
             for note, style in _notes(measurement)[not measurement.ok :]
         ),
     )

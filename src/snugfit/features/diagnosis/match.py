@@ -41,6 +41,7 @@ def tensor_sizes(least: int, most: int) -> tuple[int, int]:
     if least <= LARGE_SEGMENT <= most:
         # 20 MiB may also be one large tensor, rounded up, so the upper bound is not 10 MiB.
         return SMALL + 1, most
+    # The range covers a rounded figure, and only multiples of 2 MiB are sizes of segments.
     first, last = -(-least // LARGE_ROUND) * LARGE_ROUND, most // LARGE_ROUND * LARGE_ROUND
     return (first - LARGE_ROUND + 1, last) if 0 < first <= last else (max(1, least), most)
 

@@ -98,6 +98,7 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     for line in _lines(text):
         words = [word for word in _split(line, where) if word != "export"]
         words = [one for word in words for one in _expand(word, variables, where)]
+        # Assignments may precede a command on its line.
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
             variables[assigned[1]] = assigned[2]
             words.pop(0)
@@ -243,6 +244,7 @@ def _is_switch(name: str) -> bool:
 
 def _scalar(name: str, text: str) -> Any:
     """Return the value of a word on the command line."""
+    # Only variables without a plain value in the file are left.
     if "$" in text:
         return Unknown(text)
     if name in SEVERAL and " " in text:

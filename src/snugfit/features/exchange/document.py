@@ -112,6 +112,7 @@ def _named_files(document: Document) -> Iterator[Document]:
 def _beside(document: Document, name: str) -> Path | None:
     """Return the file of this name beside a document, or beside one of its folders; None without one."""
     folders = document.path.absolute().parents
+    # A path of another machine is searched by its last part too.
     places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
     return next((one for one in places if one.is_file()), None)
 

@@ -159,6 +159,7 @@ class _Reader:
         self._unquantized_model()
         self._accumulation()
         self._fill_defaults(table)
+        # Before the recipe: some techniques follow from the processes.
         self._processes()
         decided = self._recipe()
         self._job()

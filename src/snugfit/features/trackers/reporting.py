@@ -101,6 +101,7 @@ class Reports:
         if not self._begun:
             self._begun = True
             self._call("on_train_begin", model=model)
+        # The mean of the next line includes losses from before the resume.
         self._losses = self._since_the_last_line(step)
 
     def _resume_log(self, callback: Any, step: int) -> None:

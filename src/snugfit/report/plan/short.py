@@ -178,6 +178,7 @@ def _uncertain(plan: Plan, configuration: Configuration | None) -> Iterator[Sent
     if not doubts:
         return iter(())
     widest = doubts[0]
+    # Doubts of the configuration were added last.
     if plan.verified is not False and configuration and configuration.doubts:
         widest = doubts[-1]
     elif plan.verified is not False and plan.timing and not plan.timing.measured_rates:

@@ -100,6 +100,7 @@ def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
     `bfloat16` is the GPU's support for it; None if no GPU is named.
     """
     evaluator = _Evaluator(bfloat16)
+    # Code below `if __name__ == "__main__"` runs too.
     names: Environment = {"__name__": "__main__"}
     for statement in tree.body:  # a script that ends early is read to its end
         with contextlib.suppress(_Return):
@@ -153,6 +154,7 @@ class _Evaluator:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
         }
         first = [one for one in self.functions if getattr(one.node, "name", "") not in used]
+        # Functions that only call each other are in the second list alone.
         for function in [*first, *self.functions]:
             if function.node not in self.called:
                 self.call_own(function, (), {})
@@ -179,6 +181,7 @@ class _Evaluator:
         names[node.name] = script_class
         for one in node.body:
             if isinstance(one, ast.FunctionDef):
+                # Libraries call methods, so they run like functions that the script calls nowhere.
                 self.functions.append(Function(one, names))
 
     def run_Assign(self, node: ast.Assign, names: Environment) -> None:
