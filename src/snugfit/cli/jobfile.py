@@ -127,6 +127,7 @@ def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
         raise UsageError(
             f"{where}: {key} is {value}, which YAML reads as octal. Write {int(value.replace('_', ''))}."
         )
+    # Values such as `vocab_size: 32064` are numbers in YAML.
     if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):

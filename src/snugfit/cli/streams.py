@@ -138,5 +138,6 @@ def _reopen(kind: type[io.TextIOWrapper], number: int, before: TextIO | None) ->
         io.BufferedWriter(raw),
         encoding=before.encoding if before else "utf-8",
         errors=SIMILAR,
+        # Messages appear at once, in a log file too.
         line_buffering=raw.isatty() or number == 2,
     )

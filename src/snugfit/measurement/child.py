@@ -69,6 +69,7 @@ def main() -> None:
     write_document(result_path, result.to_json())
     sys.stdout.flush()
     sys.stderr.flush()
+    # The interpreter's own end would free the heap object by object.
     os._exit(0 if result.outcome == causes.OK else 1)
 
 

@@ -140,6 +140,7 @@ def is_adapted(setup: Setup) -> bool:
     """Return whether a wish replaces the model that is built."""
     return any(
         handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
+        # A handler that inherits the method replaces no model.
         and type(handler).replace_model is not Handler.replace_model
         for handler, _ in _used(setup)
     )

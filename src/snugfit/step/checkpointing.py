@@ -96,6 +96,7 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
         if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
         layers = [layer for layer in module if not hasattr(layer, ELSEWHERE)]
+        # A pipeline stage may have a single layer of a longer stack.
         if len(module) < 2 or not layers or not _are_alike(layers):
             continue
         inside.update(id(child) for layer in layers for child in layer.modules())
@@ -174,6 +175,7 @@ def _recompute(forward: Callable[..., Any], more: Mapping[str, Any]) -> Callable
         import torch
         from torch.utils.checkpoint import checkpoint
 
+        # Without gradients nothing is saved, so there is nothing to recompute.
         if not torch.is_grad_enabled():
             return forward(*arguments, **keywords)
         arguments, keywords = without_cache(arguments, keywords)

@@ -215,6 +215,7 @@ def _place(frames: Sequence[Any]) -> str:
     ]
     if not named:
         return UNKNOWN
+    # torch records frames of C++ too, unless `stacks="python"` is set.
     python = [frame for frame in named if frame[1].endswith(".py")] or named
     own = [frame for frame in python if not any(part in frame[1] for part in _OF_TORCH)]
     name, file, line = (own or python)[0]

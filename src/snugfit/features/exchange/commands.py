@@ -149,6 +149,7 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
     check_target(job, target)
     writable_folder(folder)
     existing = [folder / name for name in FILES[target] if (folder / name).exists()]
+    # The head of an exported file names its target.
     head = existing[0].read_bytes()[:4000].decode(errors="replace") if existing else ""
     if existing and (existing[0].name != FILES[target][0] or f"(--export {target})" not in head):
         raise UsageError(

@@ -74,6 +74,7 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
     opened = [open_document(path, bfloat16=bfloat16) for path in paths]
     beside = [other for document in opened for other in _named_files(document)]
     documents = [*opened, *beside]
+    # A script with an `Accelerator` has a launcher's dialect, but describes a run.
     runs = [one for one in documents if one.dialect not in LAUNCHERS or one.format == "python"]
     if len(runs) > 1:
         names = " and ".join(str(one.path) for one in runs[:2])

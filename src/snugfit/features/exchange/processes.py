@@ -112,6 +112,7 @@ def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mappi
         return numbers.get(PER_HOST, 1) * numbers.get(HOSTS, 1)
     if COPIES in numbers or SHARDS in numbers:
         return numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
+    # Defaults do not count: the file must have all three.
     values = (arguments.get(key) for key in (BATCH, MICRO, PIECES) if key in said)
     parts = [value for value in values if isinstance(value, int) and value > 0]
     if len(parts) < 3:
