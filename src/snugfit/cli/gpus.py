@@ -205,6 +205,7 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         **question,
     )
     plans = tuple(replace(one, doubts=(*one.doubts, *request.doubts)) for one in answers.answers)
+    # The requested objective orders the table, also where it did not guide the search.
     return replace(answers, objective=asked["objective"], answers=plans)
 
 

@@ -286,6 +286,7 @@ def _setup_of(probe: Probe) -> Setup:
 def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepSeconds) -> float:
     """Return the seconds of the predicted step that depend on the rate that a probe corrects."""
     if corrects == HOST:
+        # The host bounds such a probe, so the whole step depends on its rate.
         return predicted.step_seconds
     if corrects == SHARDING:
         of_shards = (SHARD_HOOKS, SHARDED_OPERANDS)

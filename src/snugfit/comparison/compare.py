@@ -96,6 +96,7 @@ def compare(
     """
     if isinstance(prediction, Prediction) and isinstance(measurement, Measurement):
         return _beside(prediction, measurement)
+    # A text is iterable, but no list of recipes.
     no_list = isinstance(measurement, Measurement | str | Recipe)
     if not isinstance(prediction, Job) or no_list or not isinstance(measurement, Iterable):
         kinds = " and ".join(type(given).__name__ for given in (prediction, measurement))

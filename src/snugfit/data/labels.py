@@ -160,6 +160,7 @@ def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored
     hint = f" Set labels: {most + 1}."
     if number < 0:
         hint = " A test set with secret labels has -1 for each." if number == -1 else ""
+    # These labels go from 1 to the number of classes.
     elif most == labels and int(numbers[~wrong].min(initial=most)) > 0:
         hint = f" Classes count from 0. Subtract 1 from each label, or set labels: {most + 1}."
     raise UsageError(f"{where(index)}: label {number}; {_class_range(labels)}{hint}")

@@ -78,6 +78,7 @@ def _rows_at(path: Path) -> Rows:
             return load_saved(path)
         if path.is_dir():
             return _folder(path)
+        # The name of a file may itself contain characters of a pattern.
         if not path.exists() and glob.has_magic(str(path)):
             return _join(_matching_files(path), str(path))
         return _file(path)

@@ -158,6 +158,7 @@ def _json(path: Path) -> Rows:
         values = load_json(read_text(path), str(path), constants=True)
         rows = [_object(value, f"{path}, row {number}") for number, value in enumerate(values, start=1)]
         return MemoryRows(rows, str(path), path.parent)
+    # An empty file has no rows, which `read_rows` refuses.
     if begins in (b"{", b""):
         return LineRows(path, _object_row)
     raise UsageError(

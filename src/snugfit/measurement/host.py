@@ -39,6 +39,7 @@ def oom_kills(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
+        # In version 2 the list of controllers is empty.
         if not controllers:
             hierarchy, counter = root / "sys/fs/cgroup", "memory.events"
         elif "memory" in controllers.split(","):

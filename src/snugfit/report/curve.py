@@ -38,6 +38,7 @@ def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[R
 
 def bars(heights: Sequence[float], *, rows: int = 4) -> list[str]:
     """Return columns of the given heights (0 to 1) as `rows` lines of text, the highest first."""
+    # A letter of `_EIGHTHS` has eight levels.
     levels = [round(max(0.0, min(1.0, height)) * rows * 8) for height in heights]
     return [
         "".join(_EIGHTHS[max(0, min(8, level - 8 * row))] for level in levels)

@@ -215,6 +215,7 @@ class _Bar:
 
     def say(self, text: str) -> None:
         if self._progress is not None:
+            # The bar's own console prints above the bar.
             self._progress.console.print(text)
         else:
             print(text, file=sys.stderr, flush=True)

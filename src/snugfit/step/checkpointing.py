@@ -227,6 +227,7 @@ def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..
         except RecipeError:
             raise
         except Exception:
+            # A span with noted calls has not reached its last layer, so the model failed between its layers.
             half_done = [span for span in spans if span.noted]
             for span in half_done:
                 span.noted.clear()

@@ -141,6 +141,7 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         def training_step(self, *arguments: Any, **keywords: Any) -> Any:
             self.observer.phase("forward")
             loss = super().training_step(*arguments, **keywords)
+            # Until its next callback the Trainer at most clips.
             self.observer.phase("clip")
             if self.losses is not None:
                 self.losses.append(loss.detach())

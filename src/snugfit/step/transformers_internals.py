@@ -75,6 +75,7 @@ def place_state(accelerator: Any, device: torch.device) -> None:
     for kind in (PartialState, AcceleratorState):  # the second copies the first whenever it is made
         kind._shared_state["device"] = device
     if accelerator.scaler is not None:
+        # The scaler was made for CUDA, the device during set-up.
         accelerator.scaler = torch.amp.GradScaler("meta")
 
 

@@ -299,6 +299,7 @@ def chosen_by_peft(model: Model) -> bool:
 
 def _pefts_choice(model: Any) -> str | list[str] | None:
     """Return the entry of peft's table for a built module or for a `Model`; None without an entry."""
+    # A `Model` has `facts`, and a module of torch has none.
     if hasattr(model, "facts") and model.module is None:
         config = model.config
         names = _names(config.get("model_type"), (config.get("text_config") or {}).get("model_type"))

@@ -160,6 +160,7 @@ def _training_command(words: list[str], where: str) -> list[str]:
     first = next((at for at, name in enumerate(names) if name in LAUNCHERS), None)
     if first is None or not any(word.startswith("--") or _is_file(word) for word in words[first:]):
         return []
+    # Their further commands, such as `preprocess`, train nothing.
     if names[first] in ("axolotl", "llamafactory-cli") and names[first + 1 : first + 2] != ["train"]:
         return []
     # A launcher's name far behind another command is an argument of that command.
@@ -174,6 +175,7 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
         at
         for at, word in enumerate(words)
         if word.endswith(".py")
+        # TRL, axolotl and LLaMA-Factory have a command in the place of a script.
         or word in ("sft", "train")
         or (word == "-m" and words[at + 1 : at + 2] != [] and words[at + 1] not in LAUNCHER_MODULES)
     ]

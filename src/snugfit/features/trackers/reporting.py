@@ -183,6 +183,7 @@ class Reports:
             self._pass_on_saved()
             self._call(
                 "on_train_end",
+                # At the end other trackers may store the model; TensorBoard's only closes its file.
                 only=lambda tracker: model is not None or hasattr(tracker, "tb_writer"),
                 model=model,
             )
