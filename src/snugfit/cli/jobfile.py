@@ -104,6 +104,7 @@ def training_keys() -> dict[str, type]:
 def _kinds_of(owner: type) -> dict[str, type]:
     key_types: dict[str, type] = {}
     for name, hint in typing.get_type_hints(owner).items():
+        # An optional field has the form `kind | None`.
         plain = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         key_types[name] = plain if plain in (int, float, bool) else str
     return key_types

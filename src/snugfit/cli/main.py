@@ -108,6 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     COMMAND_LINE.set(tuple(arguments))
     try:
         with one_of_several():
+            # Before the parsing, because plugins may add options.
             use_plugins(named_plugins(arguments))
             arguments = without_plugins(arguments)
             code = app(args=arguments, prog_name="snugfit", standalone_mode=False)

@@ -117,7 +117,7 @@ class ComparedRun:
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
         if self.outcome != "ok":
-            # A run that was predicted not to fit is right to run out of memory.
+            # Out of memory is the expected end of a run that was predicted not to fit.
             expected = self.fits is False and self.outcome.startswith("oom")
             return None if expected else f"the run ended with {self.outcome}"
         if self.predicted is None:

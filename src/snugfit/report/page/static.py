@@ -238,6 +238,7 @@ def _memory(axes: Axes, curve: MemoryCurve, colours: dict[str, str]) -> None:
     if curve.limit:
         axes.axhline(curve.limit / unit, **_line_style(LIMIT))
     axes.set_xlim(0.0, 1.0)
+    # The left edge of this chart's block is 0.5 inches wide.
     room = WIDTH - 2 * MARGIN - 0.5
     _passages(axes, curve.phases, room, minor=False)
     _passages(axes, curve.micro_batches, room, minor=True)
@@ -360,6 +361,7 @@ def _timeline(axes: Axes, shape: Timeline) -> None:
 def _front(axes: Axes, shape: Front) -> None:
     """Draw the recipes of a front. A point too close to a numbered one has no number; the best has one."""
     unit = _byte_axis(axes, max(*(point.bytes for point in shape.points), shape.limit or 0))
+    # Without seconds all speeds are 0, and the axis still needs a length.
     fastest = 1.08 * max(point.speed for point in shape.points) or 1.0
     axes.set_xlim(0.0, fastest)
     axes.set_xlabel("samples per second", fontsize=SIZE)

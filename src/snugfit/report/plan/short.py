@@ -71,6 +71,7 @@ def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
         condition=UNREAD if unread else "",
         limit="the limit is" if is_limited else "the card has",
     )
+    # The verdict replaces the words of `show_fit` before the colon.
     fit = fit if plan.fits else f"no recipe fits. The nearest {fit.partition(': ')[2]}"
     role = "bad" if not plan.fits else "tight" if plan.tight or unread else "good"
     about = subject(plan.job, Recipe.parse(shown.recipe), plan.gpu, memory=plan.memory_bytes)

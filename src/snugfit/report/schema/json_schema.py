@@ -105,6 +105,7 @@ def _schema_of_parts(kind: Any) -> dict[str, Any]:
 
 def _nullable(choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of a value that matches one of these or is null."""
+    # Keywords other than `type` would not allow null.
     if len(choices) == 1 and set(choices[0]) == {"type"}:
         return {"type": [choices[0]["type"], "null"]}
     return {"anyOf": [*choices, {"type": "null"}]}

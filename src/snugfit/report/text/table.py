@@ -47,6 +47,7 @@ class _Column:
             word = max(len(word) for text in [self.name, *cells] for word in [*str(text).split(), ""])
             readable = longest if self.recipe else READABLE_FIRST if first else READABLE
             self.head, self.narrowest = self.name, max(word, min(longest, readable))
+        # Figures are never broken, so their column has one width.
         self.longest = longest if not self.figures else self.narrowest
 
     def add_to(self, table: Table, width: int) -> None:
@@ -72,6 +73,7 @@ class PlainTable:
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # Without padding, more columns have room side by side.
         for padding in (1, 0):
             gaps = 2 + (1 + 2 * padding) * (len(self.columns) - 1)  # with the edges
             room = options.max_width - gaps
