@@ -233,6 +233,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the words after those that are declared. Raises `UsageError` for two forms of output, and
         for an empty value, which a shell makes of a variable that it lacks."""
+        # After a command, `--version` counts before any mistake in its arguments.
         show_version(not {"-V", "--version"}.isdisjoint(args))
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         args = [_with_dashes(word, own) for word in args]
@@ -273,6 +274,7 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
         request = read_request(given, command.__name__)
         return command(request, **{parameter.name: given[parameter.name] for parameter in own})
 
+    # typer reads the name, the help and the signature of a function.
     with_job.__name__, with_job.__doc__ = command.__name__, command.__doc__
     with_job.__signature__ = inspect.Signature([*job_parameters(command.__name__), *own])  # type: ignore[attr-defined]
     return with_job

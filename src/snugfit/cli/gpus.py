@@ -107,6 +107,7 @@ def gpus(**asked: Any) -> int:
     from snugfit.job.gpu import all_gpus, find_gpus
 
     named = [gpu for name in asked["names"] or () for gpu in find_gpus(name)]
+    # One name may mean several GPUs, and two names the same one.
     listed = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
     if asked["for_model"] or asked["job_file"] or any(asked[name] for name in _OF_FEATURES):
         return _plan(listed, asked)
@@ -181,6 +182,7 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
+    # On one kind of GPU the fastest recipe is also the cheapest.
     objective = "speed" if asked["objective"] == "cost" else asked["objective"]
     fixed = _fixed_recipe(request, asked)
     question: dict[str, Any] = {
@@ -203,6 +205,7 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         **question,
     )
     plans = tuple(replace(one, doubts=(*one.doubts, *request.doubts)) for one in answers.answers)
+    # The requested objective orders the table, also where it did not guide the search.
     return replace(answers, objective=asked["objective"], answers=plans)
 
 
@@ -314,4 +317,5 @@ def _pair(text: str) -> tuple[str, Any]:
     try:
         return name.strip(), float(price)
     except ValueError:
+        # `Prices.of` raises the error for a price that is no number.
         return name.strip(), price.strip()

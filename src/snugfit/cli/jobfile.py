@@ -104,6 +104,7 @@ def training_keys() -> dict[str, type]:
 def _kinds_of(owner: type) -> dict[str, type]:
     key_types: dict[str, type] = {}
     for name, hint in typing.get_type_hints(owner).items():
+        # An optional field has the form `kind | None`.
         plain = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         key_types[name] = plain if plain in (int, float, bool) else str
     return key_types
@@ -127,6 +128,7 @@ def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
         raise UsageError(
             f"{where}: {key} is {value}, which YAML reads as octal. Write {int(value.replace('_', ''))}."
         )
+    # Values such as `vocab_size: 32064` are numbers in YAML.
     if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -182,6 +184,7 @@ class _Loader(LimitedLoader):
     """YAML 1.2's plain scalars in flat documents."""
 
     deepest = DEEPEST
+    # PyYAML's resolvers follow YAML 1.1, in which `no` is False and `1:30` a number.
     yaml_implicit_resolvers: typing.ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}  # type: ignore[misc]
 
 

@@ -108,6 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     COMMAND_LINE.set(tuple(arguments))
     try:
         with one_of_several():
+            # Before the parsing, because plugins may add options.
             use_plugins(named_plugins(arguments))
             arguments = without_plugins(arguments)
             code = app(args=arguments, prog_name="snugfit", standalone_mode=False)
@@ -184,6 +185,7 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
     if not message:  # no arguments at all: typer has printed the help already
         return 2
+    # Of typer's usage errors, only that of an unknown option has this attribute.
     if hasattr(mistake, "possibilities"):
         removed = REMOVED_OPTIONS.get((command, mistake.option_name), "")
         similar = _similar_options(mistake.option_name, context)

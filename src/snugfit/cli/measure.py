@@ -59,6 +59,7 @@ def measure(
     from snugfit.prediction.device import policy_for
     from snugfit.prediction.profile import Software
 
+    # Called for its error about a GPU that cannot be predicted.
     policy_for(request.gpu, Software())
     if target_here(device).type == "cpu" and device is None:
         typer.echo(

@@ -149,6 +149,7 @@ def plan(
     chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
     given.write_pictures(html, plot, chosen, open_page=open)
     more_follows = bool(chosen.fits and (lengths or verify))
+    # JSON output is one document, which is then printed by what follows.
     if not more_follows or form != "json":
         _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
     if more_follows:

@@ -58,6 +58,7 @@ LARGEST_FOLDER = 64 << 20
 def folder() -> Path:
     """Return the folder of all answers."""
     given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification ignores a relative path.
     root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return root / "snugfit" / "answers"
 
@@ -88,6 +89,7 @@ def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | Non
         answer = read(read_document(file, limit=LARGEST_FILE))
     except (OSError, BadDocument, ValueError, KeyError, TypeError, AttributeError, SnugfitError):
         return None
+    # `_prune` removes answers by the time of their last use.
     with contextlib.suppress(OSError):
         os.utime(file)
     return answer
@@ -143,6 +145,7 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
         return search.plan(job, **asked)
     gpu = find_gpu(asked["gpu"])
     bound.apply_defaults()
+    # These change no answer, or are in the key by themselves.
     left_out = ("job", "gpu", "clock", "once", "tell", "workers")
     question = {name: value for name, value in bound.arguments.items() if name not in left_out}
     return answer(
@@ -188,5 +191,6 @@ def _source() -> str:
     """Return a digest of snugfit's own files. Another version of them has its own answers."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json"))
+    # Sizes and times are read much faster than the contents.
     stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()

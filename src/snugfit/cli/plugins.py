@@ -24,6 +24,7 @@ def without_plugins(arguments: Sequence[str]) -> list[str]:
             "--plugin needs a value: the name of an installed plugin, or the path of its folder."
         )
     words = iter(arguments)
+    # `next` skips the value of the option.
     return [word for word in words if not (word == OPTION and next(words)) and not _is_joined(word)]
 
 

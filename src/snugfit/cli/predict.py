@@ -168,6 +168,7 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
         first=first,
         what="prediction",
         recipe=str(recipe),
+        # `key_of` stores the rates for each number in this list.
         gpus=[request.gpus],
         **how,
     )

@@ -103,6 +103,7 @@ class Request:
         settings |= _on_mesh(settings)
         if isinstance(settings.get("gpu"), str) and (chosen := choice_of(settings["gpu"])):
             typer.echo(chosen, err=True)
+        # Plugins may add techniques, so they are loaded before the recipe is parsed.
         use_plugins(words_in(settings.get("plugin", "")))
         lengths = _lengths(flags)
         text = settings.get("recipe", "plain")
@@ -228,6 +229,7 @@ def _on_mesh(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
+    # A YAML file in the place of the model is a job file.
     if str(flags.get("model") or "").endswith((".yaml", ".yml")) and not flags.get("job_file"):
         flags = {**flags, "job_file": Path(flags["model"]), "model": None}
     if flags.get("job_file") or flags.get("settings"):

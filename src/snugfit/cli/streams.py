@@ -132,10 +132,12 @@ def open_all() -> None:
 
 
 def _reopen(kind: type[io.TextIOWrapper], number: int, before: TextIO | None) -> io.TextIOWrapper:
+    # The descriptor belongs to the process, and must outlive this object.
     raw = io.FileIO(number, "w", closefd=False)
     return kind(
         io.BufferedWriter(raw),
         encoding=before.encoding if before else "utf-8",
         errors=SIMILAR,
+        # Messages appear at once, in a log file too.
         line_buffering=raw.isatty() or number == 2,
     )

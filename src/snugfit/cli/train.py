@@ -109,6 +109,7 @@ def train(
     from snugfit.report.watching import Watching
 
     _refuse(request)
+    # Before the search: `auto` is refused for several processes.
     processes = _processes(request, gpus)
     asked = request.training
     request = request.with_least(lambda: gpu_here(asked.get("device")))

@@ -286,6 +286,7 @@ def _setup_of(probe: Probe) -> Setup:
 def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepSeconds) -> float:
     """Return the seconds of the predicted step that depend on the rate that a probe corrects."""
     if corrects == HOST:
+        # The host bounds such a probe, so the whole step depends on its rate.
         return predicted.step_seconds
     if corrects == SHARDING:
         of_shards = (SHARD_HOOKS, SHARDED_OPERANDS)
@@ -311,6 +312,7 @@ def _measure_on(gpus: int) -> MeasureSeconds:
             warmup=WARMUP,
             steps=steps,
             deadline_seconds=DEADLINE_SECONDS,
+            # Probes are no measurements of the user's own.
             ledger=None,
         )
         if run.timing is None:
@@ -333,6 +335,7 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
         return replace(rates, host=replace(rates.host, shard_hook=hook, sharded_operand=operand))
     if corrects == HOST:
         earlier = [reading for reading in readings[:-1] if reading.probe.corrects == HOST and reading.factor]
+        # This factor is relative to the earlier corrections, so its root yields the geometric mean of all.
         factor = math.exp(math.log(factor) / (len(earlier) + 1))
         return replace(rates, host=rates.host.slower(factor))
     if corrects == BANDWIDTH:
@@ -395,6 +398,7 @@ class Probe:
 
 def probes(precisions: tuple[str, ...], gpus: int = 1) -> tuple[Probe, ...]:
     """Return the probes for this number of GPUs with these precisions, in the order of correction."""
+    # `small` has many short kernels, `table` nearly only parameters, `wide` large products.
     small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
     wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)

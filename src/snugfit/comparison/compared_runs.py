@@ -117,6 +117,7 @@ class ComparedRun:
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
         if self.outcome != "ok":
+            # Out of memory is the expected end of a run that was predicted not to fit.
             expected = self.fits is False and self.outcome.startswith("oom")
             return None if expected else f"the run ended with {self.outcome}"
         if self.predicted is None:
@@ -194,4 +195,5 @@ def error_quantiles(errors: list[float]) -> Iterator[float | None]:
     import numpy as np
 
     for share in (0.5, 0.9, 1.0):
+        # This method returns the error of an actual run, without interpolation.
         yield float(np.quantile(errors, share, method="inverted_cdf")) if errors else None

@@ -97,6 +97,7 @@ class ParquetRows(Rows):
         except ArrowException as error:
             raise UsageError(f"{path}: this is not a Parquet file ({one_line(error)}).") from None
         self._ends = list(accumulate(group.num_rows for group in self._groups()))
+        # The cache belongs to this object: one on the method would keep every object alive.
         self._rows_of_group = lru_cache(maxsize=1)(self._read_group)
 
     def __len__(self) -> int:
@@ -115,6 +116,7 @@ class ParquetRows(Rows):
         from datasets import Dataset
 
         parts = (group.column(number) for group in self._groups() for number in range(group.num_columns))
+        # A nested column is stored in parts, such as `image.bytes`.
         selected = [part for part in parts if part.path_in_schema.split(".")[0] in columns]
         if (size := sum(part.total_uncompressed_size for part in selected)) > LARGEST_IN_MEMORY:
             raise UsageError(

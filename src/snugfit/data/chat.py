@@ -65,6 +65,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: it has {', '.join(map(repr, message))}; a message needs a role and a content."
         )
     content = message["content"]
+    # A message that only calls tools has no content.
     if content is None and message.get("tool_calls"):
         return dict(message)
     return {
@@ -85,6 +86,7 @@ def marks_the_assistant(tokenizer: Any) -> bool:
             "The rows are conversations, but this tokenizer has no chat template. Use the tokenizer of a "
             "chat model, put a chat_template.jinja into its folder, or use rows of prompt and completion."
         ) from None
+    # transformers marks tokens by the positions of characters, which only fast tokenizers have.
     return bool(_MARKED.search(template)) and bool(getattr(tokenizer, "is_fast", False))
 
 

@@ -62,6 +62,7 @@ def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[st
 
     Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
     """
+    # A training split with numbers alone has these as names, which contradict no order.
     numbers = tuple(str(number) for number in range(len(given)))
     if given and own and tuple(given) not in (tuple(own), numbers):
         raise UsageError(
@@ -117,6 +118,7 @@ def _number_or_name(value: Any, where: Where, index: int) -> int | str:
 
 def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
     """Return the names of the classes in order; empty if all labels are numbers."""
+    # Reversed, so that the first index of each kind remains.
     kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
     if len(kinds) > 1:
         (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])
@@ -158,6 +160,7 @@ def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored
     hint = f" Set labels: {most + 1}."
     if number < 0:
         hint = " A test set with secret labels has -1 for each." if number == -1 else ""
+    # These labels go from 1 to the number of classes.
     elif most == labels and int(numbers[~wrong].min(initial=most)) > 0:
         hint = f" Classes count from 0. Subtract 1 from each label, or set labels: {most + 1}."
     raise UsageError(f"{where(index)}: label {number}; {_class_range(labels)}{hint}")

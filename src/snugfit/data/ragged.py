@@ -47,6 +47,7 @@ class Ragged:
         """Return the index of the list at each of these positions among the V values, in their shape."""
         import numpy as np
 
+        # `right` skips empty lists, which begin at the same position.
         return np.searchsorted(self.starts, positions, side="right") - 1
 
     def filter(self, keep: np.ndarray) -> Ragged:
@@ -71,6 +72,7 @@ class RaggedBuilder:
     """A builder that concatenates lists to a `Ragged`."""
 
     def __init__(self) -> None:
+        # An array takes 4 bytes a token, a list of ints up to 36.
         self._values, self._lengths = array("i"), array("q")
 
     def append(self, values: Sequence[int]) -> None:

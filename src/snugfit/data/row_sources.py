@@ -56,6 +56,7 @@ def read_rows(
 
 
 def _rows_in_memory(rows: object) -> Rows:
+    # Recognised by its attributes, so that `datasets` need not be imported.
     if hasattr(rows, "features") and hasattr(rows, "with_format"):
         return DatasetRows(rows, "the dataset")
     if isinstance(rows, Mapping):
@@ -77,6 +78,7 @@ def _rows_at(path: Path) -> Rows:
             return load_saved(path)
         if path.is_dir():
             return _folder(path)
+        # The name of a file may itself contain characters of a pattern.
         if not path.exists() and glob.has_magic(str(path)):
             return _join(_matching_files(path), str(path))
         return _file(path)
@@ -114,6 +116,7 @@ def _matching_files(pattern: Path) -> list[Path]:
 def _folder(folder: Path) -> Rows:
     """Open a folder of files of rows, or of folders of classes. With the latter, only a `metadata` file has
     rows."""
+    # `__MACOSX` is an artefact of zip archives from macOS.
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
     folders = [path for path in entries if path.is_dir()]
     files = [path for path in entries if path.suffix.lower() in FORMS and path.is_file()]

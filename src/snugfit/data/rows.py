@@ -117,6 +117,7 @@ class Rows(Indexed[Row]):
     def value(self, row: Row, column: str, index: int) -> Any:
         """Return the row's value in this column. Raises `UsageError` if the row lacks it."""
         value: Any = row
+        # A column's own name may contain a dot.
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 raise UsageError(f"{self.where(index)}: it has no {column!r}, but other rows do.")
@@ -133,6 +134,7 @@ def as_text(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         what = "nothing (null)" if value is None else f"{value!r:.40}"
         raise UsageError(f"{where}: {column!r} is {what}; it must be text in every row.")
+    # ASCII is always valid, and its check costs next to nothing.
     if not value.isascii():
         try:
             value.encode()
@@ -177,6 +179,7 @@ class JoinedRows(Rows):
 
     def __init__(self, parts: Sequence[Rows], source: str) -> None:
         self.source = source
+        # If all are empty, one stays for its columns.
         self._parts = [part for part in parts if len(part)] or [parts[0]]
         first = self._parts[0]
         self.columns = first.columns

@@ -163,6 +163,7 @@ def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
         inputs.append(row.ids)
         types.append(row.types or [])
         before = len(row_labels.values) if row.row_labels else 0
+        # Labels are indices into the values of their row; in the joined list these start at `before`.
         labels.append([label if label < 0 else label + before for label in row.labels or []])
         row_labels.values.extend(row.row_labels)
         row_labels.rows.extend([number] * len(row.row_labels))
@@ -185,6 +186,7 @@ def _with_label_numbers(
     any."""
     values, where_of = row_labels.values, row_labels.where(where)
     if job.task is Task.SEQUENCE_CLASSIFICATION:
+        # As in transformers, one label means a regression.
         if job.labels == 1:
             return replace(samples, label=regression_values(values, where_of))
         numbers, names = class_numbers(values, where_of, labels=job.labels, names=names)
@@ -194,6 +196,7 @@ def _with_label_numbers(
     labels = samples.labels
     if values:  # each token's label is the index of its word among them
         numbers, names = class_numbers(values, where_of, labels=job.labels, names=names, ignored=True)
+        # -100 would index from the end; the next line restores it.
         of_tokens = numbers[labels.values.clip(min=0)]
         of_tokens[labels.values < 0] = IGNORED
         return replace(samples, labels=Ragged(of_tokens, labels.starts), label_names=names)
@@ -237,9 +240,11 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
     elif samples.labels is not None:
         counted = samples.labels.values != IGNORED
         if job.task is Task.CAUSAL_LM:  # nothing predicts a first token
+            # An empty sample's start is the first token of the next one.
             counted[samples.labels.starts[:-1][samples.labels.lengths > 0]] = False
         in_loss = samples.labels.sums(counted)
     else:
+        # The labels are the tokens themselves, and nothing predicts the first one.
         in_loss = samples.lengths - 1
     if not (in_loss > 0).any():
         raise UsageError(
@@ -286,6 +291,7 @@ class Masking:
             seed=seed,
             mask_token=tokenizer.mask_token_id,
             known=vocabulary,
+            # An embedding may have padding rows beyond the tokenizer; these are no tokens.
             vocabulary=min(len(tokenizer), vocabulary),
             special=tuple(sorted(tokenizer.all_special_ids)),
         )
@@ -301,6 +307,7 @@ class Masking:
         call."""
         import numpy as np
 
+        # Ids of a tokenizer's special tokens may lie beyond the embedding.
         ordinary = np.ones(max(self.known, *self.special) + 1, dtype=bool)
         ordinary[list(self.special)] = False
         return ordinary

@@ -88,7 +88,9 @@ class TableRows(Rows):
         self._cells: list[list[str]] = []
         self._numbers = array("q")
         delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        # Line ends inside quoted cells must stay as they are, so csv gets them unchanged.
         reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
+        # The limit is the process's, so it is restored below.
         before = csv.field_size_limit(LARGEST_CELL)
         try:
             self.columns = _head(next(reader, []), self.source)
@@ -100,8 +102,10 @@ class TableRows(Rows):
             csv.field_size_limit(before)
 
     def _fill(self, reader: Any) -> None:
+        # A row may span lines, and `line_num` is its last.
         number = reader.line_num + 1
         for cells in reader:
+            # csv yields no cell for an empty line, and one for a line of spaces.
             if cells and (len(cells) > 1 or cells[0].strip()):
                 if len(cells) != len(self.columns):
                     raise UsageError(
@@ -154,6 +158,7 @@ def _json(path: Path) -> Rows:
         values = load_json(read_text(path), str(path), constants=True)
         rows = [_object(value, f"{path}, row {number}") for number, value in enumerate(values, start=1)]
         return MemoryRows(rows, str(path), path.parent)
+    # An empty file has no rows, which `read_rows` refuses.
     if begins in (b"{", b""):
         return LineRows(path, _object_row)
     raise UsageError(

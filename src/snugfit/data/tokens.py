@@ -110,6 +110,7 @@ class Tokenizer:
 
     def _call(self, inputs: dict[str, Sequence[Any] | None], words: bool, **more: Any) -> list[Tokens]:
         try:
+            # `verbose` would warn of texts beyond the model's length, which are truncated here.
             encoding = self.of_transformers(
                 **inputs, is_split_into_words=words, padding=False, verbose=False, **more
             )

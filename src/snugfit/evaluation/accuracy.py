@@ -88,6 +88,7 @@ def accuracy_of_best(
 ) -> Accuracy:
     """Record the best `count` recipes of each job's plan; a failed plan gives one refused run."""
 
+    # A generator, so that a job's runs are measured before the next job is planned.
     def plan_all() -> Iterator[ComparedRun]:
         for number, job in enumerate(jobs):
             writer.tell(f"planning job {number + 1} of {len(jobs)}: {job.model.name}")
@@ -146,6 +147,7 @@ def rescore(
         result,
         runs=tuple(runs),
         versions=versions,
+        # A second rescoring must not replace the versions of the forecasts.
         original_versions=result.original_versions or result.versions,
         rates=rates.source if rates else _rates_source(gpu),
         rescored=rescored,

@@ -36,6 +36,7 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
     The seed and the job determine the recipes.
     """
+    # As a seed, a text yields the same numbers in every process.
     rng = random.Random(f"snugfit recipes {seed} {json.dumps(job.to_json(), sort_keys=True)}")
     plain = Recipe()
     yielded = {plain}

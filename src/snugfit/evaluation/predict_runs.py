@@ -60,6 +60,7 @@ def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]
     first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
     candidates = (
         ComparedRun(number=first, family=job.model.architecture, job=job, recipe=recipe)
+        # Bounded, because a job may have fewer recipes with different bytes.
         for recipe, _ in zip(draw_recipes(job, seed), range(MAX_PREDICTED * recipes), strict=False)
     )
     for run in predict_each(candidates, gpu):

@@ -45,8 +45,10 @@ def cause_of_exit(child: ChildExit, reported: str | None) -> str:
         return TIMEOUT
     if child.returncode == 0:
         return reported or NO_RESULT
+    # `exit:1` stands for any exception, and the kernel's counter is better evidence.
     if reported not in (None, OK, NO_RESULT, BAD_RESULT, "exit:1"):
         return reported
+    # With an exit code above 0, a killed worker may have made the process fail.
     if child.oom_kills > 0 and (child.returncode == -signal.SIGKILL or child.returncode > 0):
         return HOST_OOM
     return _cause_in_output(child) or _cause_of_code(child.returncode)

@@ -69,6 +69,7 @@ def main() -> None:
     write_document(result_path, result.to_json())
     sys.stdout.flush()
     sys.stderr.flush()
+    # The interpreter's own end would free the heap object by object.
     os._exit(0 if result.outcome == causes.OK else 1)
 
 
@@ -77,6 +78,7 @@ def run(request: Mapping[str, Any], history: Path) -> ChildResult:
     try:
         return _run_steps(request, history)
     except Exception as error:
+        # The parent compares these times across ranks, so the printing comes later.
         failed = time.monotonic()
         traceback.print_exc()
         cause = causes.cause_of_exception(error)
@@ -228,6 +230,7 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
         ready = time.monotonic()
         with_group = _used_bytes(request["uuid"])
     del tiny
+    # The tiny tensor's segment would count as reserved in every peak.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     keep_peaks()
@@ -240,6 +243,7 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
 def _peaks() -> ChildResult:
     """Return the peaks so far: of the host, and of the allocator where CUDA is initialized."""
     host = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
+    # A run may fail before it imports torch; then there are no peaks to read.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return host

@@ -125,6 +125,7 @@ def _read_baseline(card: Card) -> GpuBaseline:
     reason = None
     if processes:
         reason = f"before the run {_list(processes)} used this GPU"
+    # Version 1 counts the driver's reserve as used, so its bytes prove nothing.
     elif used > IDLE_BYTES and not card.counts_reserve:
         graphics = card.graphics_processes()
         user = f"a display ({_list(graphics)})" if graphics else "processes that NVML does not list"
@@ -172,7 +173,9 @@ def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
 def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
     """Return a sentence on the device's bytes less ours, where the driver reports the bytes of each
     process."""
+    # Some drivers list a process without its bytes.
     own = [process.bytes for process in census.own if process.bytes is not None]
+    # With a process of unknown size, the difference proves nothing.
     if not census.own or len(own) < len(census.own) or baseline.used_bytes is None:
         return None
     excess = census.used_bytes - baseline.used_bytes - sum(own)

@@ -39,12 +39,14 @@ def oom_kills(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
+        # In version 2 the list of controllers is empty.
         if not controllers:
             hierarchy, counter = root / "sys/fs/cgroup", "memory.events"
         elif "memory" in controllers.split(","):
             hierarchy, counter = root / "sys/fs/cgroup/memory", "memory.oom_control"
         else:
             continue
+        # In a container, the group's path may be the host's, and its files are at the root.
         counters += [hierarchy / path.strip("/") / counter, hierarchy / counter]
     return sum(_number(r"^oom_kill (\d+)$", path) or 0 for path in dict.fromkeys(counters))
 
@@ -60,6 +62,7 @@ def peak_resident_bytes() -> int:
     if kibibytes is not None:
         return kibibytes * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux kibibytes.
     return largest if sys.platform == "darwin" else largest * 1024
 
 
@@ -107,7 +110,9 @@ def host_load(family: int | None = None) -> HostLoad | None:
         times = psutil.cpu_times()
     except (OSError, RuntimeError, ValueError):
         return None
+    # `steal` is the time that a hypervisor gave to other guests.
     busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    # The fifth value is not CPU time, but the wall clock.
     own = sum(os.times()[:4]) if family is None else 0.0
     for process in psutil.Process(family).children(recursive=True):
         try:

@@ -153,6 +153,7 @@ class Card:
         if not current:
             return self
         library = self._library
+        # A partitioned GPU need not have a device at every index.
         for index in range(_ask(library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)):
             try:
                 return Card(
@@ -250,6 +251,7 @@ def _processes(answer: Any) -> list[GpuProcess]:
     processes = []
     for process in answer or ():
         used = getattr(process, "usedGpuMemory", None)
+        # An unknown size is None, 0 or the largest number of 64 bits.
         is_known = type(used) is int and 0 < used < 1 << 50
         processes.append(GpuProcess(pid=int(process.pid), bytes=used if is_known else None))
     return processes

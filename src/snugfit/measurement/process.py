@@ -77,6 +77,7 @@ class Child:
         self._reaping = threading.Lock()
 
     def __enter__(self) -> Self:
+        # The counters may be the machine's, so only their growth counts.
         self._kills_before = self._count()
         self._process = subprocess.Popen(
             self._command,
@@ -88,6 +89,7 @@ class Child:
         )
         assert self._process.stdout is not None
         self._output: int | None = self._process.stdout.fileno()
+        # A descendant may hold the pipe open for ever, so no read may block.
         os.set_blocking(self._output, False)
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
@@ -114,6 +116,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the child and its group at once. Another thread may wait for it."""
+        # After another thread has reaped the child, its number may belong to another group.
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
@@ -135,6 +138,7 @@ class Child:
     def _sleep_until(self, moment: float) -> bool:
         """Return True if the child died before that moment."""
         poller = select.poll()
+        # The output is read meanwhile, because a full pipe would block the child.
         for descriptor in (self._output, self._pidfd):
             if descriptor is not None:
                 poller.register(descriptor, select.POLLIN)
@@ -142,8 +146,11 @@ class Child:
             remaining = moment - time.monotonic()
             if remaining <= 0:
                 return False
+            # Without a pidfd, the death is noticed only by looking again.
             timeout = remaining if self._pidfd is not None else min(remaining, 0.05)
+            # `poll` takes milliseconds as a C int.
             ready = poller.poll(min(timeout, 3600) * 1000)
+            # A closed pipe is always ready, so `poll` would no longer sleep.
             if any(descriptor == self._output for descriptor, _ in ready) and not self._read_output():
                 poller.unregister(self._process.stdout)  # type: ignore[arg-type]
         return True
@@ -201,6 +208,7 @@ class Child:
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-self.pid, os.WNOHANG)
+            # Signal 0 only checks for members.
             try:
                 os.killpg(self.pid, 0)
             except (ProcessLookupError, PermissionError):
@@ -216,6 +224,7 @@ def die_with_parent(parent: int) -> None:
     """
     if sys.platform != "linux":
         return
+    # Python has no `prctl`.
     libc = ctypes.CDLL(None, use_errno=True)
     forker: list[int | None] = [None]
 

@@ -72,6 +72,7 @@ class QuietCore:
 
     def sample(self) -> None:
         """Time one loop and count a disturbance of the core; move no thread."""
+        # Before the first check there is no shortest time to compare with.
         if self._samples:
             self.disturbed_samples += self._time_loop() > DISTURBED_RATIO * self._best
 
@@ -83,6 +84,7 @@ class QuietCore:
         self._samples.append(seconds)
         disturbed = seconds > DISTURBED_RATIO * self._best
         self.disturbed_samples += disturbed
+        # The first check has no earlier one to compare with, so it tries the cores.
         quiet = len(self._samples) > 1 and not disturbed
         if not quiet:
             quiet = self._move()
@@ -122,6 +124,7 @@ class QuietCore:
         if best is not None:
             with suppress(OSError):
                 os.sched_setaffinity(0, {best})
+        # At the first check nothing shows if the best core is disturbed, so it counts as quiet.
         return len(self._samples) == 1
 
     def _pin_autograd(self) -> None:

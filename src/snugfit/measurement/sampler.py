@@ -77,6 +77,7 @@ class Sampler:
         """Reason why `utilizations` is empty."""
 
     def __enter__(self) -> Self:
+        # There is one reading and one census however short the run is.
         self.read()
         self.count()
         self._thread.start()
@@ -87,6 +88,7 @@ class Sampler:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        # The bytes may have grown since the thread's last reading.
         self.read()
 
     def read(self) -> bool:

@@ -150,6 +150,7 @@ class Stopwatch(Observer):
         import torch
 
         torch.cuda.synchronize(self._device)
+        # CUDA's events count milliseconds.
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
     def _add_boundary(self) -> None:
@@ -178,6 +179,7 @@ def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] =
     if not seconds:
         return None
     all_seconds = tuple(seconds)
+    # `quiet` may be empty; then all steps count.
     undisturbed = [taken for taken, calm in zip(all_seconds, quiet, strict=False) if calm]
     if len(undisturbed) >= max(MIN_QUIET_STEPS, MIN_QUIET_SHARE * len(all_seconds)):
         seconds = undisturbed

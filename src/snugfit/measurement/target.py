@@ -79,6 +79,7 @@ class Target:
     def visibility(self) -> dict[str, str]:
         """Environment variables that show the child this device only, or all devices that train together."""
         if self.type == "cpu":
+            # An empty list hides all GPUs.
             return {VISIBLE_DEVICES: ""}
         if self.beside:
             return {VISIBLE_DEVICES: ",".join(self.beside)}

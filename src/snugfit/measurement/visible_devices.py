@@ -61,6 +61,7 @@ def _numbers(value: str, count: int) -> list[int]:
     """Return the indices of the list, up to the first without a GPU; empty after a repeated index."""
     numbers: list[int] = []
     for entry in value.split(","):
+        # As in CUDA, only the beginning of an entry must be a number.
         digits = re.match(r"\s*\+?(\d+)", entry)
         if not digits or int(digits[1]) >= count:
             break

@@ -76,12 +76,14 @@ class Watch:
     def __enter__(self) -> WatchResult:
         self._cuda = _cuda()
         self._indices = self._choose()
+        # An error closes the cards here; otherwise they stay open until `__exit__`.
         with ExitStack() as opened:
             if self._indices:
                 self._open_cards(opened)
             self._open = opened.pop_all()
         if self._cuda is not None and self._cuda.is_initialized():
             for index in self._indices:
+                # Work from before the block must count neither in its peaks nor in its seconds.
                 self._cuda.synchronize(index)
                 self._cuda.reset_peak_memory_stats(index)
                 self._retries[index] = self._cuda.memory_stats(index).get("num_alloc_retries", 0)
@@ -93,14 +95,18 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cuda = self._cuda or _cuda()  # torch may have been imported inside the block
+        # The block's seconds include its kernels, so the wait comes before the clock is read.
         fault = self._finish_work()
         self._result.seconds = time.perf_counter() - self._began
+        # `thread_time` is of one thread, so begin and end must be in the same.
         if self._thread == threading.get_ident() and self._result.seconds:
             self._result.thread_share = min(1.0, (time.thread_time() - self._computed) / self._result.seconds)
         for watched in self._watched.values():
             if not isinstance(watched, str):
+                # The thread's last reading may precede the block's last allocation.
                 watched.sampler.read()
                 watched.sampler.count()
+        # The results still query NVML, so it is closed afterwards.
         gpus = [self._result_of(index, fault) for index in self._indices]
         self._open.close()
         self._result.gpus = tuple(gpus)
@@ -160,6 +166,7 @@ class Watch:
         """Return the card by torch's UUID if CUDA is initialized, else by CUDA_VISIBLE_DEVICES."""
         if self._in_use():
             uuid = str(getattr(self._cuda.get_device_properties(index), "uuid", ""))
+            # torch's UUID has no prefix, and NVML's has one.
             for prefix in ("", "GPU-", "MIG-"):
                 with suppress(NvmlUnavailable):
                     return nvml.card(prefix + uuid)

@@ -70,6 +70,7 @@ def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterat
 def _totals(predictions: Sequence[Prediction], best: Prediction | None, *, details: bool) -> Grid:
     base = predictions[0].needed_bytes
     timed = any(prediction.timing for prediction in predictions)
+    # Every second column: seconds, samples and MFU.
     pace = _PACE if details else _PACE[::2]
     rows = tuple(
         (

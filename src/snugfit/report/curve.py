@@ -27,6 +27,7 @@ def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[R
     passages, note = phase_passages(curve), ""
     rounds = micro_batch_passages(curve, micro_batches, NARROWEST_NUMBER / COLUMNS)
     forward = min((one.end - one.start for one in passages if one.name == "forward"), default=1.0)
+    # Where a forward pass has no room for its name, numbers of micro-batches replace the phases.
     if rounds and forward * COLUMNS < len("└forward"):
         passages = [*rounds, *(one for one in passages if one.start >= rounds[-1].end)]
         note = ", the numbers are micro-batches" if len(rounds) > 1 else ""
@@ -37,6 +38,7 @@ def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[R
 
 def bars(heights: Sequence[float], *, rows: int = 4) -> list[str]:
     """Return columns of the given heights (0 to 1) as `rows` lines of text, the highest first."""
+    # A letter of `_EIGHTHS` has eight levels.
     levels = [round(max(0.0, min(1.0, height)) * rows * 8) for height in heights]
     return [
         "".join(_EIGHTHS[max(0, min(8, level - 8 * row))] for level in levels)

@@ -105,6 +105,7 @@ def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
         return "temporaries of the optimizer"
     if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):
         return "logits and their gradients" if trains else "logits"
+    # Layers of a stack share a name that ends in `*`.
     if path.endswith("*"):
         return "hidden states between layers"
     return f"{part or path.rpartition('.')[2]} {line.kind}"

@@ -51,6 +51,7 @@ def short(measurement: Measurement) -> Page:
         [Facts((*_bytes(footprint), *_seconds(timing)))],
         (
             Sentence(note, "uncertain" if style else "")
+            # The first note of a failed run is its outcome, which the first line has already.
             for note, style in _notes(measurement)[not measurement.ok :]
         ),
     )
@@ -186,6 +187,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         notes.append((f"Other processes used the GPU: {measurement.contaminated}", "yellow"))
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
         apart = measurement.smi_bytes - measurement.smi_nvml_bytes
+        # nvidia-smi reports whole MiB.
         same = "agree" if abs(apart) <= 2 * MIB else f"differ by {show_bytes(abs(apart))}"
         notes.append((f"nvidia-smi and NVML {same}.", ""))
     return notes

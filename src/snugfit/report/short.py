@@ -122,6 +122,7 @@ def widest(prediction: Prediction) -> str:
     """Return the widest uncertainty of a prediction; empty without one."""
     if not prediction.doubts:
         return ""
+    # Doubts about unread parts were added last.
     if not prediction.read_in_full:
         return prediction.doubts[-1]
     scaled = prediction.timing is not None and not prediction.timing.measured_rates

@@ -78,6 +78,7 @@ class Watching:
             self._bar.move(event["step"], self._short(event))
         if event["step"] % self._every == 0 or event["step"] == self._steps:
             if not self._bar:
+                # Without a known last step this is negative, and not shown.
                 left = (self._steps - event["step"]) * self._since.seconds / self._since.steps
                 more = f"  {timedelta(seconds=round(left))} left" if left > 0 else ""
                 of = f" of {self._steps:,}" if self._steps else ""
@@ -214,6 +215,7 @@ class _Bar:
 
     def say(self, text: str) -> None:
         if self._progress is not None:
+            # The bar's own console prints above the bar.
             self._progress.console.print(text)
         else:
             print(text, file=sys.stderr, flush=True)

@@ -140,6 +140,7 @@ def is_adapted(setup: Setup) -> bool:
     """Return whether a wish replaces the model that is built."""
     return any(
         handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
+        # A handler that inherits the method replaces no model.
         and type(handler).replace_model is not Handler.replace_model
         for handler, _ in _used(setup)
     )
@@ -256,6 +257,7 @@ def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str,
     """Return the environment of a new process: `inherited`, with the variables that replace `set_process`."""
     wished = _merge(handler.environment(value) for handler, value in _wishes(setup))
     variables = {**inherited, **wished}
+    # None removes an inherited variable.
     return {name: value for name, value in variables.items() if value is not None}
 
 

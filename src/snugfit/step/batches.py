@@ -112,6 +112,7 @@ def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Ca
 
     def repeat_first(samples: list[Any]) -> Any:
         batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
+        # Real samples are made only if a model reads their values, and once for all inputs.
         real = functools.cache(lambda: collate([sample.real() for sample in samples]))
         for name, value in batch.items():
             if name != "attention_mask":  # all samples are padded alike

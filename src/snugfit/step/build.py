@@ -49,6 +49,7 @@ def build_model(
     stays there until it is distributed to its processes. If it `stays`, the code that shards it moves it. If
     it is cut into stages, it is cut on the host.
     """
+    # Such weights are made on the device, and not moved there.
     on_host = on_host and "construct" not in model_arguments(setup)
     places = built_on(setup, job)
     stays = stays or STAYS in places
@@ -102,6 +103,7 @@ def _host(device: torch.device) -> Iterator[None]:
         with torch.device("cpu"):
             yield
         return
+    # The recorder of a rehearsal is a dispatch mode, and must not see tensors of the host.
     with _disable_current_modes(), torch.device("meta"):
         yield
 
@@ -120,6 +122,7 @@ def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     storages: set[int] = set()
 
     def remake(tensor: torch.Tensor) -> torch.Tensor:
+        # On `meta` every data pointer is 0, and only `_cdata` identifies a storage.
         if tensor.untyped_storage()._cdata in storages:
             return tensor
         for owner, name in tensors_beside(tensor):

@@ -96,6 +96,7 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
         if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
         layers = [layer for layer in module if not hasattr(layer, ELSEWHERE)]
+        # A pipeline stage may have a single layer of a longer stack.
         if len(module) < 2 or not layers or not _are_alike(layers):
             continue
         inside.update(id(child) for layer in layers for child in layer.modules())
@@ -130,6 +131,7 @@ def _checkpoint_single(
         for layer in layers:
             layer.forward = _recompute(forward_of(layer), more)
         return
+    # Layers of an earlier stack are switched on already, and stay so.
     before = {id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
     for holder in holders:
         try:
@@ -138,6 +140,7 @@ def _checkpoint_single(
             raise RecipeError(
                 f"{str(error).rstrip('.')}, says transformers. Try {roster.plain(Slot.CHECKPOINTING).name!r}."
             ) from None
+    # The switch also turns on layers that were not chosen, such as every second one.
     chosen = {id(layer) for layer in layers}
     own = {id(layer) for stack in layer_stacks(model) for layer in stack}
     for module in model.modules():
@@ -172,6 +175,7 @@ def _recompute(forward: Callable[..., Any], more: Mapping[str, Any]) -> Callable
         import torch
         from torch.utils.checkpoint import checkpoint
 
+        # Without gradients nothing is saved, so there is nothing to recompute.
         if not torch.is_grad_enabled():
             return forward(*arguments, **keywords)
         arguments, keywords = without_cache(arguments, keywords)
@@ -223,6 +227,7 @@ def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..
         except RecipeError:
             raise
         except Exception:
+            # A span with noted calls has not reached its last layer, so the model failed between its layers.
             half_done = [span for span in spans if span.noted]
             for span in half_done:
                 span.noted.clear()
@@ -253,6 +258,7 @@ class _Span:
         """Return the forward pass of layer `index` of the span."""
 
         def run(*given: Any, **keywords: Any) -> Any:
+            # A pass that failed midway may have left calls.
             if index == 0:
                 self.noted.clear()
             if not given or len(self.noted) != index or (index and id(given[0]) != self.handed_on):
@@ -263,6 +269,7 @@ class _Span:
             self.noted.append(without_cache(tuple(arguments), keywords))
             if index < len(self.forwards) - 1:
                 return hidden
+            # A copy, because the recomputation needs the calls after the list is cleared.
             calls = list(self.noted)
             self.noted.clear()
             return self._run(hidden, calls)

@@ -34,9 +34,11 @@ class OwnForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
+        # The Trainer chooses the columns of a dataset by the signature of `forward`.
         return inspect.signature(MethodType(self._function, self._module()))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A weak reference can be neither copied nor pickled.
         return type(self), (self._function, self._module())
 
 

@@ -119,6 +119,7 @@ class OptimizerLoop(Step):
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
             return self.passes.tell_losses(losses, steps)
+        # Only now, because reading a loss waits for the GPU.
         return [float(loss) for loss in losses]
 
     def _clip_and_update(self, built: Built) -> None:
@@ -134,6 +135,7 @@ class OptimizerLoop(Step):
         if not self.job.clip:
             return
         built.observer.phase("clip")
+        # The bound applies to the norm of the unscaled gradients.
         if built.scaler is not None:
             built.scaler.unscale_(built.optimizer)
         if self.passes is not None:
@@ -234,6 +236,7 @@ class PlainStep(OptimizerLoop):
                     self.computed(total)
                 observer.phase("backward")
                 self.backward(built, loss, is_last=is_last)
+                # Otherwise the loss would live until the next micro-batch replaces it.
                 del loss
         return total
 
@@ -248,6 +251,7 @@ class PlainStep(OptimizerLoop):
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]
+        # Without any counted item the weights are 0, and not 0/0.
         return [share / (sum(items) or 1) for share in items]
 
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
@@ -265,6 +269,7 @@ class PlainStep(OptimizerLoop):
                     observer.phase("forward")
                     with torch.no_grad(), self.forward_context():
                         out = model(**batch)
+                    # Otherwise the outputs would live during the next forward pass.
                     del out
                 observer.step_ends(index)
         self.model = model

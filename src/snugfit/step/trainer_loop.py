@@ -87,6 +87,7 @@ class TrainerStep(Step):
         self._finish(trainer)
         pieces = self.setup.micro_batches
         losses = [float(loss) for loss in trainer.losses or ()]
+        # The Trainer divides the loss of each micro-batch, so their sum is the step's.
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
     def _model(self) -> torch.nn.Module:
@@ -101,6 +102,7 @@ class TrainerStep(Step):
 
     def _finish(self, trainer: Any) -> None:
         """Take the trained model and optimizer from the trainer."""
+        # accelerate has wrapped the optimizer.
         self.model, self.optimizer = trainer.model, trainer.optimizer.optimizer
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
@@ -139,6 +141,7 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         def training_step(self, *arguments: Any, **keywords: Any) -> Any:
             self.observer.phase("forward")
             loss = super().training_step(*arguments, **keywords)
+            # Until its next callback the Trainer at most clips.
             self.observer.phase("clip")
             if self.losses is not None:
                 self.losses.append(loss.detach())
@@ -166,6 +169,7 @@ def _callback(observer: Observer) -> Any:
             observer.phase("update")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            # The Trainer has already counted this step.
             observer.step_ends(state.global_step - 1)
 
     return _ObserverCallback()

@@ -38,6 +38,7 @@ def placed_on(device: torch.device) -> Iterator[None]:
 
     variables = {"meta": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu"}}
     with contextlib.ExitStack() as changes:
+        # All instances of such a class share one dictionary, so an empty one means a new set-up.
         for kind in (PartialState, AcceleratorState, GradientState):
             changes.enter_context(patch.dict(kind._shared_state, clear=True))
         changes.enter_context(patch.dict(os.environ, variables.get(device.type, {})))
@@ -74,6 +75,7 @@ def place_state(accelerator: Any, device: torch.device) -> None:
     for kind in (PartialState, AcceleratorState):  # the second copies the first whenever it is made
         kind._shared_state["device"] = device
     if accelerator.scaler is not None:
+        # The scaler was made for CUDA, the device during set-up.
         accelerator.scaler = torch.amp.GradScaler("meta")
 
 
@@ -91,6 +93,7 @@ def arguments_class(device: torch.device) -> type[Any]:
             from accelerate.state import PartialState
 
             self.distributed_state = PartialState()
+            # With several GPUs on this machine, the Trainer would use `DataParallel`.
             self._n_gpu = 1
             return device
 
@@ -160,6 +163,7 @@ def replace_model(trainer: Any, model: Any) -> None:
     if trainer.model is model:
         return
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+    # These columns are from the signature of the old model's forward pass.
     trainer._signature_columns = None
 
 
@@ -170,6 +174,7 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
         _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")
     for name, value in changes.items():
         if name not in ("bf16", "fp16"):
+            # After `__post_init__`, `optim` is a member of an enumeration.
             setattr(args, name, type(args.optim)(value) if name == "optim" else value)
     if "per_device_train_batch_size" in changes:
         trainer._train_batch_size = args.train_batch_size
@@ -184,6 +189,7 @@ def _set_precision(trainer: Any, mixed: str) -> None:
     args = trainer.args
     if trainer.accelerator.mixed_precision == mixed:
         return
+    # `prepare` wrapped the forward pass in the autocast of the old precision.
     trainer.model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     trainer.model_wrapped = trainer.model
     args.bf16, args.fp16, args.mixed_precision = mixed == "bf16", mixed == "fp16", mixed
@@ -223,6 +229,7 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
             dataloader_prefetch_factor=None,
             dataloader_persistent_workers=False,
         ),
+        # The copy receives the new loaders, so accelerate's own list stays as it was.
         patch.object(accelerator, "_dataloaders", list(accelerator._dataloaders)),
     ):
         yield

@@ -251,6 +251,7 @@ def _peft_arguments(
     own: dict[str, Any] = {}
     if everywhere and task == "TOKEN_CLS":
         own["exclude_modules"] = list(_TOKEN_HEADS)
+    # peft has no task type for images, so the head is named here.
     if name.endswith("ForImageClassification"):
         own["modules_to_save"] = ["classifier"]
     for key, words in further.items():
@@ -261,6 +262,7 @@ def _peft_arguments(
     return {
         "r": r,
         "lora_dropout": dropout,
+        # None leaves the choice to peft.
         "target_modules": targets if isinstance(targets, str) else list(targets) or None,
         "task_type": task,
         **own,
@@ -297,6 +299,7 @@ def chosen_by_peft(model: Model) -> bool:
 
 def _pefts_choice(model: Any) -> str | list[str] | None:
     """Return the entry of peft's table for a built module or for a `Model`; None without an entry."""
+    # A `Model` has `facts`, and a module of torch has none.
     if hasattr(model, "facts") and model.module is None:
         config = model.config
         names = _names(config.get("model_type"), (config.get("text_config") or {}).get("model_type"))

@@ -110,6 +110,7 @@ def _content(log: str | None) -> tuple[bytes, str]:
             raise UsageError(
                 "No log given. Name a file, or pipe one: snugfit why-oom LOG, or ... | snugfit why-oom -"
             )
+        # One byte more shows that the input is too long.
         content, where = sys.stdin.buffer.read(LARGEST_INPUT + 1), "stdin"
         if len(content) > LARGEST_INPUT:
             raise UsageError(f"stdin: more than {LARGEST_INPUT:,} bytes.{hint}")

@@ -39,6 +39,7 @@ def compare(
     more = _further_bytes(diagnosis, prediction)
     notes = (*diagnosis.notes, *_about_differences(prediction, more, missed=missed), *request.doubts)
     if prediction.fits and prediction.memory_bytes and _is_similar(more, prediction):
+        # The run needed `more` beyond the step, so the changes must leave that too.
         prediction = replace(prediction, memory_bytes=prediction.memory_bytes - more)
     [prediction] = with_ways_out(request, [prediction])
     ways = prediction.ways_out

@@ -49,6 +49,7 @@ def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tup
 def _foreign_bytes(ledger: Ledger) -> int:
     """Return the bytes of the GPU that neither PyTorch nor an ordinary CUDA context of this process uses."""
     if ledger.others_bytes is not None and ledger.process_bytes is not None:
+        # Without reserved bytes, no part of this process counts as foreign.
         own = max(0, ledger.process_bytes - (ledger.reserved_bytes or ledger.process_bytes) - CONTEXT)
         return ledger.others_bytes + own
     return max(0, (ledger.outside_bytes or 0) - CONTEXT)
@@ -70,6 +71,7 @@ def _decide_within_limit(
     reserved = (ledger.allocated_bytes or 0) + (ledger.unallocated_bytes or 0)
     within = Ledger(
         total_bytes=allowed,
+        # The request failed within the limit, so less than it was free there.
         free_bytes=min(max(0, allowed - reserved), requested - 1),
         allocated_bytes=ledger.allocated_bytes,
         unallocated_bytes=ledger.unallocated_bytes,

@@ -23,6 +23,7 @@ def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | N
 
     Raises `UsageError` for other content.
     """
+    # Pickles of protocol 2 to 5 begin with these bytes.
     if content[:1] == b"\x80" and content[1:2] in b"\x02\x03\x04\x05":
         return _of_snapshot(read_snapshot(content, where))
     return _of_log(read_log(decode(content)))

@@ -41,6 +41,7 @@ def read_plain_pickle(content: bytes, where: str) -> Any:
     """Return the object in a pickle of plain data. Raises `UsageError` that begins with `where`."""
     try:
         return _PlainReader(io.BytesIO(content)).load()
+    # The reader looks up each instruction in `dispatch`.
     except KeyError as unknown:
         code = unknown.args[0] if unknown.args else None
         if type(code) is int and code in _PYTHON_READER.dispatch and code not in _PlainReader.dispatch:

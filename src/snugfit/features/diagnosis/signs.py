@@ -41,8 +41,10 @@ CPU_REQUEST = re.compile(r"you tried to allocate (\d+) bytes")
 KILLED_BYTES = re.compile(r"anon-rss:(\d+)kB")
 
 SIGNS = (
+    # `text.py` gives this sign to requests with figures too, so it is the first.
     _sign(
         ("out of memory", "exceed allowed memory"),
+        # Prose about `out of memory errors` is no failure.
         r"(?:CUDA|HIP|XPU|MPS backend) out of memory(?! (?:errors?|exceptions?|issues?|problems?)\b)"
         r"|would exceed allowed memory",
         FailureKind.UNCLEAR,
@@ -94,6 +96,7 @@ SIGNS = (
         "The host had no memory left for a tensor.",
     ),
     _sign(
+        # `Out` and `out` have this part in common.
         ("ut of memory: Kill",),
         r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+",
         FailureKind.HOST,

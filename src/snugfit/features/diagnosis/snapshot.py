@@ -118,6 +118,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
     notes: list[str] = []
     if failures:
         failure = trace[index]
+        # Of an `oom` event, torch's field for the address has the free bytes.
         free_bytes = _size(failure.get("device_free", failure.get("addr", 0)))
         alive = _rewind(alive, trace, index, places)
         reserved += sum(_SEGMENTS.get(entry["action"], 0) * _size(entry["size"]) for entry in trace[index:])
@@ -172,6 +173,7 @@ def _rewind(
     alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _Places
 ) -> dict[int, LiveBlock]:
     """Return the live blocks before event `index` of the trace, from those at its end."""
+    # Blocks that were freed after the failure have their frames in their allocation.
     sources = (
         {entry["addr"]: entry for entry in trace[:index] if entry["action"] == "alloc"}
         if len(trace) > index + 1
@@ -182,6 +184,7 @@ def _rewind(
         address = entry.get("addr", 0)
         if entry["action"] == "alloc":
             alive.pop(address, None)
+        # A requested free may wait for another stream; only a completed one frees the block.
         elif entry["action"] == "free_completed":
             frames = sources.get(address, {}).get("frames")
             alive[address] = LiveBlock(_size(entry["size"]), places.of(frames))
@@ -212,6 +215,7 @@ def _place(frames: Sequence[Any]) -> str:
     ]
     if not named:
         return UNKNOWN
+    # torch records frames of C++ too, unless `stacks="python"` is set.
     python = [frame for frame in named if frame[1].endswith(".py")] or named
     own = [frame for frame in python if not any(part in frame[1] for part in _OF_TORCH)]
     name, file, line = (own or python)[0]

@@ -88,6 +88,7 @@ class LoggedError:
 
 def read_log(text: str) -> LoggedError:
     """Return the first error of the lowest rank. Raises `UsageError` for a text without one."""
+    # Progress bars return to the beginning of a line; each of their states becomes a line.
     lines = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
     ranks, plain = _without_prefixes(lines)
     joined = "\n".join(plain)
@@ -113,6 +114,7 @@ def read_log(text: str) -> LoggedError:
     if line > of_rank[0][2]:
         caught = f"Line {of_rank[0][2] + 1:,} has an earlier error, and the run continued after it."
         error = replace(error, notes=(caught, *error.notes))
+    # Lines of other ranks may be between those of this one.
     before = range(max(0, line - 16 * TRACEBACK_LINES), line)
     own = [plain[one] for one in before if error.rank is None or ranks[one] == error.rank]
     return _with_traceback(error, own)
@@ -156,6 +158,7 @@ def _line_of(position: int, starts: Sequence[int]) -> int:
 def _errors(text: str) -> Iterator[tuple[Sign, re.Match[str]]]:
     """Yield the signs in the text, in order. A message with figures counts once, at its request."""
     possible = REQUEST.finditer(text) if "allocate" in text else ()
+    # `you tried to allocate` is of the CPU's allocator, which has a sign of its own.
     matches = [(SIGNS[0], match) for match in possible if not text.endswith("you ", 0, match.start())]
     for sign in SIGNS:
         for match in _matches(sign, text):
@@ -260,6 +263,7 @@ def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple
     """
     notes: tuple[str, ...] = ()
     if ledger.process_bytes is None and processes and ledger.reserved_bytes is not None:
+        # Figures of a message are rounded, so a process may seem to have less than it reserved.
         own = min((one for one in processes if one >= 0.98 * (ledger.reserved_bytes or 0)), default=None)
         if own is not None:
             processes.remove(own)
@@ -337,6 +341,7 @@ def _frames(lines: Sequence[str]) -> list[tuple[str, str, str, str]]:
         if "Traceback (most recent call last)" in line:
             frames, file = [], ""
         elif frame := _FRAME.search(line):
+            # A frame without its source is followed by the next frame.
             code = "" if _FRAME.search(following) else following[max(0, frame.start() - 2) :].strip()
             frames.append((frame[1], frame[2], frame[3], code))
         elif head := _NOTEBOOK_FRAME.match(line):

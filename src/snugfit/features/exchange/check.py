@@ -283,6 +283,7 @@ def _processes(document: Document) -> dict[str, int]:
 
 def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
     renamed = {old: entry["to"] for old, entry in facts["renamed"].items() if "values" not in entry}
+    # Rules have the new names, and a finding names the key as the file has it.
     own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
     usual = _defaults_of(document.dialect)
@@ -332,6 +333,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
     if isinstance(value, Unknown):
         return False
     if not isinstance(condition, Mapping):
+        # Python has True == 1, and a rule for 1 must not apply to True.
         return bool(value == condition) and isinstance(value, bool) == isinstance(condition, bool)
     ((word, operand),) = condition.items()
     return _CONDITIONS[word](value, operand, force)

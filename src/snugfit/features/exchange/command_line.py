@@ -98,6 +98,7 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     for line in _lines(text):
         words = [word for word in _split(line, where) if word != "export"]
         words = [one for word in words for one in _expand(word, variables, where)]
+        # Assignments may precede a command on its line.
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
             variables[assigned[1]] = assigned[2]
             words.pop(0)
@@ -159,8 +160,10 @@ def _training_command(words: list[str], where: str) -> list[str]:
     first = next((at for at, name in enumerate(names) if name in LAUNCHERS), None)
     if first is None or not any(word.startswith("--") or _is_file(word) for word in words[first:]):
         return []
+    # Their further commands, such as `preprocess`, train nothing.
     if names[first] in ("axolotl", "llamafactory-cli") and names[first + 1 : first + 2] != ["train"]:
         return []
+    # A launcher's name far behind another command is an argument of that command.
     if first > 3 and names[0] not in _SCHEDULERS:
         return []
     return words[first:]
@@ -172,14 +175,18 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
         at
         for at, word in enumerate(words)
         if word.endswith(".py")
+        # TRL, axolotl and LLaMA-Factory have a command in the place of a script.
         or word in ("sft", "train")
         or (word == "-m" and words[at + 1 : at + 2] != [] and words[at + 1] not in LAUNCHER_MODULES)
     ]
+    # Here `-m` comes before the name of the module.
     start = scripts[0] + (words[scripts[0]] == "-m") if scripts else 0
     name = words[start].rpartition("/")[2].removesuffix(".py")
     launcher = _flags(words[:start])
+    # DeepSpeed names its GPUs as `--include localhost:0,1`.
     if type(include := launcher.get("include")) is str and ":" in include:
         launcher["num_gpus"] = len(include.partition(":")[2].split(","))
+    # Plain Python starts one process, however many GPUs are visible.
     alone = words[0] in ("python", "python3") and not {"nproc_per_node", "nproc-per-node"} & set(launcher)
     if visible and not alone and not set(_NUMBERS) & set(launcher):
         launcher["visible"] = len(visible.split(","))
@@ -239,6 +246,7 @@ def _is_switch(name: str) -> bool:
 
 def _scalar(name: str, text: str) -> Any:
     """Return the value of a word on the command line."""
+    # Only variables without a plain value in the file are left.
     if "$" in text:
         return Unknown(text)
     if name in SEVERAL and " " in text:
@@ -246,6 +254,7 @@ def _scalar(name: str, text: str) -> Any:
     if _is_switch(name):
         return text.lower() in ("true", "1", "yes")
     try:
+        # NaN and Infinity, which `json` accepts, stay text.
         return json.loads(text.lower() if text in ("True", "False") else text, parse_constant=str)
     except ValueError:
         return text

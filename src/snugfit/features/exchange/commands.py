@@ -149,6 +149,7 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
     check_target(job, target)
     writable_folder(folder)
     existing = [folder / name for name in FILES[target] if (folder / name).exists()]
+    # The head of an exported file names its target.
     head = existing[0].read_bytes()[:4000].decode(errors="replace") if existing else ""
     if existing and (existing[0].name != FILES[target][0] or f"(--export {target})" not in head):
         raise UsageError(
@@ -170,7 +171,9 @@ def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: i
         return
     target, folder = flags["export"]
     exported = write(job, Parsed.parse(recipe), target, gpus)
+    # The folder may have changed since the check before the search.
     _check_folder(job, target, folder)
+    # Existing files are of an earlier export for this target (`_check_folder`).
     write_new({folder / name: text for name, text in exported.files.items()}, force=True)
     _tell(exported, folder)
 

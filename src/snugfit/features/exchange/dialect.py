@@ -113,6 +113,7 @@ class Dialect:
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
         """Return the `key = value` without which this key has no effect; None when it has one."""
         for pattern, needed in self.only_with.items():
+            # A key may match the pattern and be the condition; it does not depend on itself.
             if fnmatchcase(key, pattern) and key not in needed:
                 for other, value in needed.items():
                     values = value if isinstance(value, list) else [value]

@@ -74,6 +74,7 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
     opened = [open_document(path, bfloat16=bfloat16) for path in paths]
     beside = [other for document in opened for other in _named_files(document)]
     documents = [*opened, *beside]
+    # A script with an `Accelerator` has a launcher's dialect, but describes a run.
     runs = [one for one in documents if one.dialect not in LAUNCHERS or one.format == "python"]
     if len(runs) > 1:
         names = " and ".join(str(one.path) for one in runs[:2])
@@ -112,6 +113,7 @@ def _named_files(document: Document) -> Iterator[Document]:
 def _beside(document: Document, name: str) -> Path | None:
     """Return the file of this name beside a document, or beside one of its folders; None without one."""
     folders = document.path.absolute().parents
+    # A path of another machine is searched by its last part too.
     places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
     return next((one for one in places if one.is_file()), None)
 

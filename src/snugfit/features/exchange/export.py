@@ -92,7 +92,9 @@ def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
     GPUs that does not match the recipe or the batch.
     """
     check_target(job, to)
+    # Called for its check of the batch.
     samples_at_once(job, recipe, gpus)
+    # The files may run on another machine, where the packages are installed.
     recipe.check(job, installed=False)
     if to in finetuning_tools.TOOLS:
         if gpus > 1:

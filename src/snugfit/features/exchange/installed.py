@@ -47,6 +47,7 @@ def version() -> str:
 
 def checkpointing_name() -> str:
     """Return the installed version's name for activation checkpointing."""
+    # An import of the class takes seconds.
     fields = source("training_args.py")
     return CHECKPOINTING if f"\n    {CHECKPOINTING}: " in fields else OLD_CHECKPOINTING
 

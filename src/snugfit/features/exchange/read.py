@@ -108,6 +108,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         says = "no batch in this file: 4 samples are assumed; set --batch-size"
         line = Line(key="batch size", value="not given", says=says)
         reading = replace(reading, unread=(*reading.unread, line))
+    # The result is not needed: this call only checks the values.
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
         said_twice = flags.get(key) is not None or key == "recipe"
@@ -158,6 +159,7 @@ class _Reader:
         self._unquantized_model()
         self._accumulation()
         self._fill_defaults(table)
+        # Before the recipe: some techniques follow from the processes.
         self._processes()
         decided = self._recipe()
         self._job()
@@ -184,9 +186,11 @@ class _Reader:
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
+        # Only a shell command has a launcher, whose defaults then count.
         unsaid = {key: value for key, value in of_commands.items() if key.startswith("launcher.")}
         given = {**unsaid, **table.unsaid, **written}
         of_script = document.format == "python"
+        # Elements of lists come first, so that a key of its own overrides them.
         for key in sorted(given, key=lambda key: f"{key}[]" not in table.becomes):
             of_key = dialect("script") if key.startswith("launcher.") else table
             if key in written or not of_key.idle(key, given):
@@ -262,6 +266,7 @@ class _Reader:
         if meaning is None and (of_script or self._is_an_argument(key, table)):
             meaning = dialect("trainer").translate(key, value)
         if meaning is not None:
+            # If a file has both the old and the new name, the new one counts.
             newer = [name for name in meaning if name in given and given[name] is not None and name != key]
             for name, one in meaning.items():
                 if name not in newer:
@@ -273,6 +278,7 @@ class _Reader:
         if note := table.difference(key, value):
             self._line(self.differs, key, value, note)
         elif table.of_trainer or of_script or self._is_an_argument(key, table):
+            # None does not override the value of another key.
             if value is not None or key not in self.arguments:
                 self.arguments[key], self.origins[key] = value, (key, value)
                 self.tables[key] = table
@@ -294,6 +300,7 @@ class _Reader:
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
         self.arguments = read_names(whole)
         for raw, key in ((TRAINED, "frozen.only"), (f"{RANKS}.", RANKS)):
+            # `read_names` has merged these keys into one, so their origin moves there too.
             for name in [name for name in self.origins if name.startswith(raw)]:
                 origin, table = self.origins.pop(name), self.tables.pop(name)
                 self.origins.setdefault(key, origin)
@@ -354,6 +361,7 @@ class _Reader:
         return decided
 
     def _tell(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
+        # A default has no line of its own, unless it decides a technique that is not plain.
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:
             self._line(self.took, *self.origins[key], str(technique))
@@ -415,6 +423,7 @@ class _Reader:
             says = _COMPUTED if unknown else "a batch must be a whole number of samples"
             self._line(self.refused, name, given, says, instead="batch_size")
             return
+        # A global batch in the file precedes the product; a contradiction is refused below.
         whole = self.settings.setdefault("batch_size", micro * pieces * self.gpus)
         gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         if whole != micro * pieces * self.gpus:
@@ -441,6 +450,7 @@ class _Reader:
     ) -> None:
         name, given = (name, given) if name else (key, value)
         refusal = table.refusal(key)
+        # Python has True == 1, so the types are compared too.
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
             unsure = ". Its value is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
@@ -498,6 +508,7 @@ def _has_bfloat16(gpu: Any) -> bool | None:
     from snugfit.job.gpu import find_gpu
 
     capability = find_gpu(gpu).compute_capability
+    # Ampere (8.0) has the first units for bfloat16.
     return None if capability is None else capability >= (8, 0)
 
 

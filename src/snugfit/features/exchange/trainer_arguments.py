@@ -85,6 +85,7 @@ def divides_by_labels(job: Job) -> bool:
     """Return True if the code of this job's model passes the number of labels of the whole batch to its
     loss."""
     model = class_of(job.task, job.transformers_config())
+    # transformers' `loss_function` takes `num_items_in_batch`, which the Trainer counts.
     return "loss_function(" in inspect.getsource(model.forward)
 
 

@@ -58,6 +58,7 @@ class MeasurementRequest:
         """Return the request for one process. `store` is the file by which ranks find each other."""
         return {
             "parent": os.getpid(),
+            # The monotonic clock is the same in all processes of a machine.
             "launched": time.monotonic(),
             "job": self.rank_job.to_json(),
             "setup": self.setup.to_json(),

@@ -56,6 +56,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
         folders = [Path(folder) / f"rank{rank}" for rank in range(len(targets))]
+        # Ranks of one host find each other through this file instead of an address.
         store = Path(folder) / "store" if len(targets) > 1 else None
         for rank, (own, target, baseline) in enumerate(zip(folders, targets, baselines, strict=True)):
             own.mkdir()
@@ -74,6 +75,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
         results = [
             read_result(exited, own / "result.json") for exited, own in zip(exits, folders, strict=True)
         ]
+        # The temporary folder is deleted at the end of this block.
         history = folders[0] / "history.pickle"
         if request.history is not None and history.is_file():
             shutil.move(history, request.history)
@@ -249,6 +251,7 @@ class Children:
         self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
+        # If a later child cannot start, the stack ends those before it.
         with ExitStack() as opened:
             for child in self._children:
                 opened.enter_context(child)
@@ -287,6 +290,7 @@ class Children:
     def _wait_for(self, number: int, deadline_seconds: float) -> ChildExit:
         exited = self._children[number].wait(deadline_seconds)
         with self._change:
+            # A child that was killed here did not fail by itself; a negative code is a signal.
             killed = self._killing and exited.returncode < 0
             self._ended += 1
             self._change.notify_all()
@@ -326,6 +330,7 @@ class RankRun:
         """Return its bytes at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
+            # After `peaks_at` the ranks run further steps with a profiler, whose bytes do not count.
             peak = self.baseline.growth(self.sampler.peak_until(self.result.peaks_at))
         return measured_footprint(self.result, peak)
 
@@ -379,6 +384,7 @@ class RankRun:
 def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
     """Return True for each step in which the cores that launch kernels were quiet in all processes. Processes
     wait for each other, so a disturbance of one lengthens the step in all."""
+    # A rank that died has fewer steps.
     return [all(calm) for calm in zip(*(result.quiet for result in results), strict=False)]
 
 

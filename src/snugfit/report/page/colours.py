@@ -66,4 +66,5 @@ def ink_on(colour: str) -> str:
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
     )
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    # At this luminance both contrasts are equal: (L + 0.05)^2 = 1.05 * 0.05.
     return "#000000" if luminance > 0.179 else "#ffffff"

@@ -37,6 +37,7 @@ def document(parts: PageParts, *, command: str, versions: Mapping[str, str], whe
 
     `command` is the command line that made it; `versions` are those of the packages behind the result.
     """
+    # The template draws bars and timelines without the chart library.
     drawn = [chart for chart in parts.charts if not isinstance(chart.drawing, Bars | Timeline)]
     colours = colours_of(parts.meanings)
     data = {
@@ -109,6 +110,7 @@ def _clean(value: Any) -> Any:
     """Return data for JSON, with named tuples as objects and without control characters in texts."""
     if isinstance(value, str):
         return harmless(value)
+    # A named tuple is a tuple too, so it is recognised first.
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

@@ -67,9 +67,11 @@ def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool =
     blocks = [block for block in blocks if block.height]
     height = sum(block.height for block in blocks) + 2 * MARGIN
     with drawing(form, width=WIDTH, height=height, text_as_text=coarse) as drawn:
+        # The blocks have absolute sizes, which a layout engine would change.
         drawn.figure.set_layout_engine("none")
         ends = accumulate((block.height for block in blocks), initial=MARGIN)
         for block, top in zip(blocks, ends, strict=False):
+            # matplotlib counts from the bottom, the blocks from the top.
             left, low = MARGIN + block.left, height - top - block.height + block.below
             size = WIDTH - MARGIN - left, block.height - block.above - block.below
             box = (left / WIDTH, low / height, size[0] / WIDTH, size[1] / height)
@@ -110,6 +112,7 @@ def _words(paragraphs: Sequence[str], *, bold: bool = False, size: int = SIZE) -
 
     def fill(axes: Axes) -> None:
         axes.axis("off")
+        # Inverted, so that lines count from the top.
         axes.set(xlim=(0.0, 1.0), ylim=(ends[-1], 0.0))
         for (line, large), end in zip(lines, ends[1:], strict=True):
             _text(axes, 0.0, end - 0.3, line, fontsize=LARGE if large else size, bold=large)
@@ -216,6 +219,7 @@ def _byte_axis(axes: Axes, top: float) -> int:
 def _memory(axes: Axes, curve: MemoryCurve, colours: dict[str, str]) -> None:
     totals = [sum(sizes) for sizes in zip(*(layer.bytes for layer in curve.layers), strict=True)]
     unit = _byte_axis(axes, max(*curve.reserved, *totals, curve.limit or 0))
+    # The last value lasts until the end of the step, so it is repeated there.
     xs = [*curve.positions, 1.0]
 
     def to_units(sizes: Sequence[int]) -> list[float]:
@@ -234,6 +238,7 @@ def _memory(axes: Axes, curve: MemoryCurve, colours: dict[str, str]) -> None:
     if curve.limit:
         axes.axhline(curve.limit / unit, **_line_style(LIMIT))
     axes.set_xlim(0.0, 1.0)
+    # The left edge of this chart's block is 0.5 inches wide.
     room = WIDTH - 2 * MARGIN - 0.5
     _passages(axes, curve.phases, room, minor=False)
     _passages(axes, curve.micro_batches, room, minor=True)
@@ -245,11 +250,13 @@ def _passages(axes: Axes, passages: Sequence[Passage], room: float, *, minor: bo
     shown = [one for one in passages if LETTER * len(one.name) <= (one.end - one.start) * room]
     middles = [(one.start + one.end) / 2 for one in shown]
     axes.set_xticks(middles, [one.name for one in shown], minor=minor, fontsize=SMALL)
+    # Minor names form a second row below the major ones.
     axes.tick_params(axis="x", which="minor" if minor else "major", length=0, pad=17 if minor else 4)
 
 
 def _mark_peak(axes: Axes, x: float, y: float, label: str) -> None:
     axes.plot([x], [y], "o", color=PAPER["ink"], markeredgecolor="white", markersize=6)
+    # The label is on the side with more room, inside of the picture.
     far, top = x > 0.5, axes.get_ylim()[1]
     lines = wrap(harmless(label), int(0.45 * WIDTH / LETTER))
     axes.annotate(
@@ -304,6 +311,7 @@ def _bars(shape: Bars, colours: dict[str, str]) -> PlotBlock:
     """Return a name and a bar for each series, for each group, with the figure at the right of each bar."""
     room = WIDTH - 2 * MARGIN
     labels = [bar.label for group in shape.groups for bar in group.bars if bar]
+    # The axis exceeds the longest bar by the room for the widest label.
     top = shape.top * room / (room - LETTER * max(map(len, labels), default=0) - 0.1)
     headed = [f"{group.name} · {group.remark}" if group.remark else group.name for group in shape.groups]
     names = [wrap(harmless(name), int(room / LETTER)) for name in headed]
@@ -353,6 +361,7 @@ def _timeline(axes: Axes, shape: Timeline) -> None:
 def _front(axes: Axes, shape: Front) -> None:
     """Draw the recipes of a front. A point too close to a numbered one has no number; the best has one."""
     unit = _byte_axis(axes, max(*(point.bytes for point in shape.points), shape.limit or 0))
+    # Without seconds all speeds are 0, and the axis still needs a length.
     fastest = 1.08 * max(point.speed for point in shape.points) or 1.0
     axes.set_xlim(0.0, fastest)
     axes.set_xlabel("samples per second", fontsize=SIZE)
@@ -362,6 +371,7 @@ def _front(axes: Axes, shape: Front) -> None:
         axes.axhline(shape.limit / unit, **_line_style(LIMIT))
     top = axes.get_ylim()[1]
     numbered: list[tuple[float, float]] = []
+    # The best comes first, so no other point takes its number away.
     for point in sorted(shape.points, key=lambda point: not point.best):
         x, y = point.speed, point.bytes / unit
         face = PAPER["ink"] if point.fits else "white"

@@ -90,6 +90,7 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
     if size is None:
         return show_bytes(answer.gpu.memory_bytes or 0)
     models = dict.fromkeys(one.gpu.model for one in plans.fitting if one.gpu.marketed_gb == size)
+    # In English, `an` precedes 8, 11, 18 and 80.
     article = "an" if str(size).startswith("8") or size in (11, 18) else "a"
     return f"{article} {size} GB card ({some_of([*models], FEW)})"
 
@@ -175,6 +176,7 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         columns.append(("USD/1,000>", lambda answer, choice, cost: show_money(cost.per_1000_samples)))
     if prices.per_hour and plans.steps:
         columns.append(("USD a run>", lambda answer, choice, cost: show_money(cost.run)))
+    # The column of verdicts has no head, and is left out without a verdict.
     if not any(_verdict(answer) for answer in plans.answers if answer.choice):
         columns = [column for column in columns if column[0]]
     return columns

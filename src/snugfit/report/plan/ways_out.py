@@ -63,6 +63,7 @@ def of_prediction(prediction: Prediction) -> list[str]:
 def of_plan(plan: Plan) -> Iterator[str]:
     """Yield the least memory that was found, and the ways out of the nearest miss; nothing if a recipe
     fits."""
+    # The last recipe of the front has the fewest bytes.
     if not plan.fits and (smallest := plan.front[-1]) != plan.nearest:
         yield (
             f"The least memory that was found is {show_bytes(smallest.needed_bytes)}, with "

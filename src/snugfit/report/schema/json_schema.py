@@ -105,6 +105,7 @@ def _schema_of_parts(kind: Any) -> dict[str, Any]:
 
 def _nullable(choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of a value that matches one of these or is null."""
+    # Keywords other than `type` would not allow null.
     if len(choices) == 1 and set(choices[0]) == {"type"}:
         return {"type": [choices[0]["type"], "null"]}
     return {"anyOf": [*choices, {"type": "null"}]}
@@ -122,6 +123,7 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
     names: list[str] = []
     docs: dict[str, str] = {}
     if is_dataclass(owner):
+        # Annotations may name `nn.Module`, and a schema needs no import of torch.
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
     is_document = owner in documents().values()

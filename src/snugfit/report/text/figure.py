@@ -22,7 +22,9 @@ FONT = "DejaVu Sans"
 """A font that comes with matplotlib."""
 
 _STYLE = {
+    # A name with two `$` is no formula.
     "text.parse_math": False,
+    # With a fixed salt, equal figures have equal ids.
     "svg.hashsalt": "snugfit",
     "svg.fonttype": "path",
     "font.size": 9,
@@ -54,6 +56,7 @@ def drawing(form: str, *, width: float, height: float, text_as_text: bool = Fals
         drawn = Drawing(Figure(figsize=(width, height), layout="constrained"))
         yield drawn
         out = BytesIO()
+        # Without a date and a version, equal figures are equal files.
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         drawn.figure.savefig(out, format=form, dpi=130, metadata=metadata)
         drawn.content = out.getvalue()

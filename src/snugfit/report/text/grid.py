@@ -55,6 +55,7 @@ class Grid:
 def escape(text: str) -> str:
     """Return foreign words as one line of Markdown, without a character that is markup or controls a
     terminal."""
+    # `&` is the first, so that no other entity is escaped twice.
     flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", flat)
 
@@ -73,6 +74,7 @@ def inert(cell: object) -> str:
     if cell is None:
         return ""
     text = str(cell)
+    # A negative number begins like a formula, but is none.
     if isinstance(cell, int | float) or not text.startswith(_FORMULA):
         return text
     return f"'{text}"

@@ -97,6 +97,7 @@ class ShellCommand:
                 line = f"    {word}"
             else:
                 line = f"{line} {word}" if line else word
+            # An odd number of quotes opens or closes a quotation.
             is_quoted ^= bool(word.count("'") % 2)
         yield Text(line, no_wrap=True, overflow="ignore")
 

@@ -36,6 +36,7 @@ def show(content: RenderableType, *, stderr: bool = False) -> None:
     """Print a report on stdout or stderr. Its width is COLUMNS, even in a pipe, or that of its terminal."""
     width = _columns(sys.stderr if stderr else sys.stdout)
     console = Console(width=width, stderr=stderr, markup=False, emoji=False, highlight=False)
+    # rich would cut lines that are wider than the console.
     console.print(content, crop=False)
 
 

@@ -47,6 +47,7 @@ class AttentionHandler(Handler):
         own.
         """
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        # `sdpa` is the plain wish, under which a model without it keeps its own attention.
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
             with no_package_asked_for(value, next(model.parameters()).device):
                 model.set_attn_implementation(value)
@@ -86,6 +87,7 @@ class AttentionHandler(Handler):
         """
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
+        # An attention of our own has changed modules, which transformers' switch does not undo.
         if now != value and (before := own_attentions().get(now)):
             before.leave.run(live.model)
         if now == value or not hasattr(live.model, "set_attn_implementation"):
@@ -93,6 +95,7 @@ class AttentionHandler(Handler):
         try:
             live.model.set_attn_implementation(value)
         except ValueError as refusal:
+            # The architecture has no SDPA, and keeps its own attention.
             if value == "sdpa":
                 return
             line = " ".join(str(refusal).split())
@@ -199,6 +202,7 @@ class CheckpointHandler(Handler):
 def unwrap_layers(live: LiveTraining) -> None:
     """Restore layers that were wrapped to be recomputed."""
     for module, before in live.own_forwards:
+        # The wrapper is an attribute of the instance, which hides the method of the class.
         module.__dict__.pop("forward", None)
         module.__dict__.update(before)
     live.own_forwards = []

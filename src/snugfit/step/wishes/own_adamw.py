@@ -74,6 +74,7 @@ def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         )
     if gradient.dtype is not weight.dtype:
         raise RecipeError(f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}.")
+    # The strides of a single element have no meaning.
     if gradient.stride() == weight.stride() or weight.numel() < 2:
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

@@ -102,6 +102,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before, switches = [backend.fp32_precision for backend in backends], _tf32_switches()
+    # An older switch also sets the newer ones, so these come last.
     _set_tf32(precision == "tf32", precision == "tf32")
     for backend in backends:
         backend.fp32_precision = precision

@@ -100,6 +100,7 @@ def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
     `bfloat16` is the GPU's support for it; None if no GPU is named.
     """
     evaluator = _Evaluator(bfloat16)
+    # Code below `if __name__ == "__main__"` runs too.
     names: Environment = {"__name__": "__main__"}
     for statement in tree.body:  # a script that ends early is read to its end
         with contextlib.suppress(_Return):
@@ -131,6 +132,7 @@ class _Evaluator:
             if method is not None:
                 method(statement, names)
             else:
+                # Statements without a method of their own may still contain calls to record.
                 for child in ast.iter_child_nodes(statement):
                     if isinstance(child, ast.expr):
                         self.value(child, names)
@@ -152,6 +154,7 @@ class _Evaluator:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
         }
         first = [one for one in self.functions if getattr(one.node, "name", "") not in used]
+        # Functions that only call each other are in the second list alone.
         for function in [*first, *self.functions]:
             if function.node not in self.called:
                 self.call_own(function, (), {})
@@ -159,6 +162,7 @@ class _Evaluator:
     def run_Import(self, node: ast.Import, names: Environment) -> None:
         for one in node.names:
             top = one.name.partition(".")[0]
+            # `import a.b` binds `a`, while `import a.b as c` binds `a.b`.
             names[one.asname or top] = Name(one.name if one.asname else top)
 
     def run_ImportFrom(self, node: ast.ImportFrom, names: Environment) -> None:
@@ -177,6 +181,7 @@ class _Evaluator:
         names[node.name] = script_class
         for one in node.body:
             if isinstance(one, ast.FunctionDef):
+                # Libraries call methods, so they run like functions that the script calls nowhere.
                 self.functions.append(Function(one, names))
 
     def run_Assign(self, node: ast.Assign, names: Environment) -> None:
@@ -213,6 +218,7 @@ class _Evaluator:
             self.branches({text: node.body, f"not ({text})": node.orelse}, names)
         finally:
             self.unsure -= 1
+        # After a conditional `continue`, the following statements run for some elements only.
         if any(isinstance(one, ast.Continue | ast.Break) for one in [*node.body, *node.orelse]):
             self.tests.append("the rest of the loop")
 
@@ -233,6 +239,7 @@ class _Evaluator:
                 raise
             finally:
                 del self.tests[around:]
+        # If no branch reaches its end, the names stay those from before.
         for end in ends[:1] or [before]:
             names.update(end)
         for name in {name for end in ends[1:] for name in end}:
@@ -243,6 +250,7 @@ class _Evaluator:
                 names[name] = values[0]
 
     def run_For(self, node: ast.For, names: Environment) -> None:
+        # The condition that a `continue` adds ends with the loop.
         around = len(self.tests)
         self.loop(node, names)
         del self.tests[around:]
@@ -253,6 +261,7 @@ class _Evaluator:
             item = items[0]
         else:
             item = Member(items, "[]") if not is_known(items) else Unknown(ast.unparse(node.target))
+            # Objects of a list, such as a model's parts, are frozen or cast one by one.
             if isinstance(items, list | tuple) and items and not any(map(is_known, items)):
                 for one in items:
                     self.assign(node.target, one, names, node)
@@ -281,6 +290,7 @@ class _Evaluator:
         if self.quiet_block(node.body, names):
             self.block(node.orelse, names)
         else:
+            # Which exception is raised is not known, so every handler runs.
             for handler in node.handlers:
                 self.quiet_block(handler.body, names)
         self.block(node.finalbody, names)
@@ -393,6 +403,7 @@ class _Evaluator:
 
     def value_of_BinOp(self, node: ast.BinOp, names: Environment) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
+        # A loss divided by a number shows accumulation (`_of_loop`), and is still the loss.
         if isinstance(node.op, ast.Div) and isinstance(left, Member) and type(right) is int:
             self.done.divisions.append((left, right))
             return left
@@ -406,6 +417,7 @@ class _Evaluator:
 
     def value_of_BoolOp(self, node: ast.BoolOp, names: Environment) -> Any:
         values = [self.value(one, names) for one in node.values]
+        # `or` ends at the first true value, `and` at the first false one.
         ends = isinstance(node.op, ast.Or)
         for value in values:
             if not is_known(value):
@@ -416,11 +428,13 @@ class _Evaluator:
 
     def value_of_Compare(self, node: ast.Compare, names: Environment) -> Any:
         left, values = self.value(node.left, names), [self.value(one, names) for one in node.comparators]
+        # Scripts compare with 8.0, the first capability with bfloat16, to choose a precision.
         if _is_capability(left) and len(values) == 1 and values[0] in (8, (8, 0)):
             above = isinstance(node.ops[0], ast.GtE)
             return self.of_gpu(node, above) if isinstance(node.ops[0], ast.GtE | ast.Lt) else Unknown("")
         if len(values) > 1:
             return Unknown(ast.unparse(node))
+        # Dotted names such as `torch.float16` are constants, so their equality is known.
         if (
             isinstance(left, Name)
             and isinstance(values[0], Name)
@@ -442,6 +456,7 @@ class _Evaluator:
         of, key = self.value(node.value, names), self.value(node.slice, names)
         if isinstance(of, dict | list | tuple | str):
             try:
+                # `value_of_Dict` stores every key as text.
                 return of[str(key) if isinstance(of, dict) else key]  # type: ignore[index]
             except (KeyError, IndexError, TypeError):
                 return Unknown(ast.unparse(node))
@@ -523,6 +538,7 @@ class _Evaluator:
         elif not isinstance(function, Name):
             pass
         elif function.dotted in ("os.environ.get", "os.getenv"):
+            # The environment of the run is not known, so the script's default is used.
             value = [*positional[1:], *named.values(), Unknown(ast.unparse(node))][0]
             if is_known(value) and positional:
                 self.done.defaults[f"${positional[0]}"] = value
@@ -531,8 +547,10 @@ class _Evaluator:
         elif function.last in _OF_GPU:
             value = self.of_gpu(node, True)
         elif function.dotted == "torch.cuda.is_available":
+            # Predictions are for a GPU.
             value = True
         elif function.last in ("ArgumentParser", *PARSERS):
+            # Recorded too, because `_main_call` searches the calls for parsers.
             self.done.calls.append(ForeignCall(function, tuple(positional), named, node.lineno, _text(node)))
             kinds = [] if function.last == "ArgumentParser" else [*positional, *named.values()][:1]
             several = bool(kinds) and isinstance(kinds[0], list | tuple)
@@ -575,17 +593,20 @@ class _Evaluator:
             if of.kinds:
                 return tuple(map(self.parse_kind, of.kinds))
             parsed = Record(dict(of.defaults), of_options=True)
+            # With defaults alone there are no unknown arguments, the second value of `parse_known_args`.
             return (parsed, []) if name == "parse_known_args" else parsed
         if name == "add_argument":
             flags = [one for one in positional if isinstance(one, str)]
             longest = max(flags, key=len, default="")
             key = str(named.get("dest", longest.lstrip("-").replace("-", "_")))
             usual: Any = {"store_true": False, "store_false": True}.get(str(named.get("action")))
+            # A positional argument has no default.
             of.defaults[key] = named.get("default", usual) if longest.startswith("-") else Unknown(key)
             return None
         if name == "set_defaults":
             of.defaults |= named
             return None
+        # Groups of options share the defaults of their parser.
         return of if name.startswith("add_") else Unknown(ast.unparse(node))
 
     def parse_kind(self, kind: Any) -> Any:
@@ -621,6 +642,7 @@ class _Evaluator:
         for one in every:
             default = defaults.get(one.arg)
             names[one.arg] = Unknown(one.arg) if default is None else self.value(default, names)
+        # Further positional values belong to `*args`, whose content stays unknown.
         names.update(zip((one.arg for one in parameters), positional, strict=False))
         names.update({key: value for key, value in named.items() if key in own})
         self.depth += 1
@@ -653,6 +675,7 @@ class _Evaluator:
             if isinstance(default, ForeignCall) and default.name == "field":
                 default = default.named.get("default", Unknown(one.target.id))
             record.attributes[one.target.id] = default
+        # Positional values follow the order of the fields, inherited ones first.
         record.attributes |= dict(zip(record.attributes, positional, strict=False))
         record.attributes |= named
         return record
@@ -662,8 +685,10 @@ class _Evaluator:
         function = _OPERATORS.get(kind)
         if function is None or not all(map(is_known, values)) or not all(map(_is_small, values)):
             return Unknown(ast.unparse(node))
+        # A power exceeds any bound on its operands.
         if kind is ast.Pow and (not isinstance(values[1], int) or abs(values[1]) > 64):
             return Unknown(ast.unparse(node))
+        # A text or a list times a number may become huge.
         if kind is ast.Mult and not all(isinstance(one, int | float) for one in values):
             return Unknown(ast.unparse(node))
         try:
@@ -676,6 +701,7 @@ _NOT_KNOWN = object()
 
 
 def _same(one: Any, other: Any) -> bool:
+    # Python has True == 1, and arguments distinguish them.
     return one is other or (is_known(one) and is_known(other) and type(one) is type(other) and one == other)
 
 

@@ -50,6 +50,7 @@ class FrozenParts:
         words = _words(path, event.tests)
         if words is None:
             return False
+        # Scripts often freeze the whole model first, and then release parts.
         if not trains and words == [""] and not self.freezes and not self.trains:
             self.whole.append((event.line, event.text))
             return True
@@ -91,6 +92,7 @@ def path_of(value: Any) -> str | None:
             if max(first or 0, end or 0) > MOST_LAYERS:
                 return None
             if end is None:
+                # A slice without an end means all numbers except those before it.
                 skipped = "|".join(map(str, range(first or 0)))
                 piece = rf"(?!(?:{skipped})[.])\d+" if skipped else r"\d+"
             else:
@@ -132,6 +134,7 @@ def takes_a_part(optimizer: ForeignCall) -> bool:
         return False
     value = groups[0]
     if isinstance(value, Member) and value.name.startswith(CHOSEN):
+        # This condition selects what trains anyway, and no part.
         return "requires_grad" not in value.name
     return bool(path_of(Member(value, "[]")))
 
@@ -165,6 +168,7 @@ def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
         known = [word for part in parts if part is not None for word in part]
         if any(part is None for part in parts):
             return None
+        # By De Morgan's laws, a negation exchanges `and` and `or`.
         if isinstance(test.op, ast.Or) is not negated:
             return known
         return ["".join(f"(?={word})" for word in known)] if all("|" not in one for one in known) else None
@@ -181,5 +185,6 @@ def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
 
 
 def _text(node: ast.expr) -> str | None:
+    # A recipe has its patterns in single quotes.
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and "'" not in node.value
     return re.escape(str(node.value)) if is_text and isinstance(node, ast.Constant) else None

@@ -156,6 +156,7 @@ class _Meaning:
         if script.dialect == "loop" and not self._is_loop(model):
             raise UsageError(self._nothing_found())
         if trainer is not None:
+            # An SFTTrainer with plain TrainingArguments (older TRL) still trains a causal language model.
             self._of_trainer(trainer, old_sft and script.dialect == "trainer")
         if model is not None:
             script.arguments |= self._of_model(model)
@@ -207,6 +208,7 @@ class _Meaning:
         """Raise `UsageError` for a model of another library, or of a class without a task."""
         for call in self.calls:
             of_other = call.library in OTHER_MODELS and (call.name in LOADERS or "model" in call.name.lower())
+            # `DataCollatorForLanguageModeling` has the form of a model's class name.
             own = call.library == "transformers" and re.fullmatch(
                 r"(?!DataCollator)[A-Z]\w+For[A-Z]\w+", call.name
             )
@@ -226,6 +228,7 @@ class _Meaning:
     def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | None:
         """Return the call whose arguments the trainer has; None if there is no such call."""
         main = [call for call in self.calls if call.name in ARGUMENTS]
+        # Trainer takes its arguments as `args`, or as the second positional parameter.
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
         if chosen := [call for call in main if any(call is value for value in used)]:
             main = chosen[:1] if len(set(map(id, chosen))) == 1 else chosen
@@ -322,6 +325,7 @@ class _Meaning:
                 call, f"{model_class(call)} has no task here. Models of these tasks are predicted: {known}."
             )
         self._mark(call)
+        # A model that is made from a config object is named by the config's own call.
         if isinstance(name, Unknown) and (config := _config_name(call)):
             name = config
         facts: dict[str, Any] = {"job.task": task, **({"job.model": name} if isinstance(name, str) else {})}
@@ -382,6 +386,7 @@ class _Meaning:
         if read is None:
             return
         self._mark(event)
+        # In a branch that may not run, a statement may only repeat the value in force.
         if (
             event.unsure
             and read
@@ -428,6 +433,7 @@ class _Meaning:
 
     def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
         inner = self.values(call)
+        # A call without arguments adds adapters too, so one key must mark it.
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
 
     def _of_widening(self, call: ForeignCall) -> dict[str, Any]:
@@ -442,6 +448,7 @@ class _Meaning:
         }
 
     def _of_precision(self, call: ForeignCall) -> dict[str, Any] | None:
+        # On CUDA, torch uses tf32 for `high` and `medium` alike.
         return {"tf32": call.positional[0] != "highest"} if call.positional else None
 
     def _of_clip(self, call: ForeignCall) -> dict[str, Any]:
@@ -468,6 +475,7 @@ class _Meaning:
         inner = {**UNSLOTH_DEFAULTS[call.name], **self.values(call, first="model_name" if loads else "")}
         meant = {"job.task": "causal-lm"} if loads else {"lora.peft_type": "LORA"}
         name = inner.get("model_name")
+        # Such a checkpoint is stored in 4 bits, whatever `load_in_4bit` is.
         if isinstance(name, str) and name.endswith("-bnb-4bit"):
             inner["load_in_4bit"] = True
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
@@ -548,6 +556,7 @@ class _Meaning:
         given = call.named.get("dtype", next((one for one in call.positional if isinstance(one, Name)), None))
         if call.named.get("enabled", True) is False:
             return {}
+        # Without a dtype, torch's autocast on CUDA uses float16.
         dtype = self.value(given) if given is not None else "float16"
         return {"bf16": True} if dtype == "bfloat16" else {"fp16": True} if dtype == "float16" else None
 
@@ -560,6 +569,7 @@ class _Meaning:
         arguments = self.script.arguments
         loaders = [call for call in self.calls if kind_of(call) == LOADER]
         if loaders:
+            # A loader for evaluation may come first, and only the training's shuffles.
             first = next((one for one in loaders if one.named.get("shuffle") is True), loaders[0])
             size = self.values(first).get("batch_size", [*first.positional[1:2], 1][0])
             arguments.setdefault("per_device_train_batch_size", size)

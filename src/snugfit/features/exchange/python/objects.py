@@ -75,10 +75,12 @@ def may_be_part(value: Any) -> bool:
 def _kind_of_member(member: Member) -> str:
     of = member.of
     if isinstance(of, ForeignCall) and member.name.startswith("["):
+        # accelerate's `prepare` returns its arguments in their order.
         prepared = of.name == "prepare" and kind_of(getattr(of.function, "of", None)) == ACCELERATOR
         number = member.name.strip("[]")
         if prepared:
             return kind_of(of.positional[int(number)]) if number.isdecimal() and of.positional else ""
+        # unsloth's `from_pretrained` returns the model and its tokenizer.
         if of.owner in UNSLOTH:
             return MODEL if number == "0" else TOKENIZER
     kind = kind_of(of)
@@ -107,6 +109,7 @@ def _kind_of_function(call: ForeignCall) -> str:
         return kind_of(first[0]) if first else ""
     if call.name == "from_pretrained" and call.owner.endswith(_TOKENIZERS):
         return TOKENIZER
+    # A trainer of this package trains a tokenizer.
     if call.library == "tokenizers":
         return ""
     kinds = {"Accelerator": ACCELERATOR, "DataLoader": LOADER}
@@ -129,6 +132,7 @@ def is_optimizer(call: ForeignCall) -> bool:
         *call.positional[:1],
         *(call.named[key] for key in ("params", "parameters") if key in call.named),
     ]
+    # Optimizers are classes; functions such as `clip_grad_norm_` take parameters too.
     return isinstance(call.function, Name) and call.name[:1].isupper() and any(map(_holds_parameters, takes))
 
 
@@ -190,6 +194,7 @@ def task_of_class(name: str) -> str | None:
 @cache
 def _classes() -> dict[str, str]:
     """Return the tasks by class. If two tasks share a class (BART's), the masked one is left out."""
+    # Later tasks override earlier ones, so the masked one is the first.
     tasks = sorted(heads(), key=lambda task: task != "masked-lm")
     return {
         name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)

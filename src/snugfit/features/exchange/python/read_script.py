@@ -42,6 +42,7 @@ def code_of_notebook(text: str, where: str) -> str:
         codes = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{where}: this is not a notebook of Jupyter: it has no list of cells.") from None
+    # A magic such as `%%bash` makes its whole cell another language.
     return "\n".join("\n".join(map(_plain, code.splitlines())) for code in codes if not code.startswith("%%"))
 
 
