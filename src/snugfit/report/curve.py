@@ -27,7 +27,7 @@ def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[R
     passages, note = phase_passages(curve), ""
     rounds = micro_batch_passages(curve, micro_batches, NARROWEST_NUMBER / COLUMNS)
     forward = min((one.end - one.start for one in passages if one.name == "forward"), default=1.0)
-    # Where a forward pass has no room for its name, numbers of micro-batches replace the phases.
+    # In narrow forward passes, numbers of micro-batches replace the names of phases.
     if rounds and forward * COLUMNS < len("└forward"):
         passages = [*rounds, *(one for one in passages if one.start >= rounds[-1].end)]
         note = ", the numbers are micro-batches" if len(rounds) > 1 else ""

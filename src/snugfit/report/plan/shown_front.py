@@ -35,7 +35,7 @@ def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) 
         if not too_slow and all(_differ(choice, other) for other in rows):
             rows.append(choice)
     rows.sort(key=order)
-    # Where nothing fits, every row is a near miss.
+    # If nothing fits, every row is a near miss.
     missing = [choice for choice in rows if plan.fits and not plan.fitting(choice)]
     near = sorted(missing, key=lambda choice: choice.needed_bytes)[:NEAR_MISSES]
     rows = [choice for choice in rows if choice not in missing]
