@@ -45,7 +45,7 @@ def cause_of_exit(child: ChildExit, reported: str | None) -> str:
         return TIMEOUT
     if child.returncode == 0:
         return reported or NO_RESULT
-    # `exit:1` has many causes, and the kernel's counter is better evidence.
+    # `exit:1` may be any exception, and the kernel's counter is better evidence.
     if reported not in (None, OK, NO_RESULT, BAD_RESULT, "exit:1"):
         return reported
     # With an exit code above 0, a killed worker may have made the process fail.

@@ -118,7 +118,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
     notes: list[str] = []
     if failures:
         failure = trace[index]
-        # Of an `oom` event, torch's field for the address has the free bytes.
+        # In an `oom` event, the field of the address has the free bytes.
         free_bytes = _size(failure.get("device_free", failure.get("addr", 0)))
         alive = _rewind(alive, trace, index, places)
         reserved += sum(_SEGMENTS.get(entry["action"], 0) * _size(entry["size"]) for entry in trace[index:])

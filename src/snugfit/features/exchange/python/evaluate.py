@@ -290,7 +290,7 @@ class _Evaluator:
         if self.quiet_block(node.body, names):
             self.block(node.orelse, names)
         else:
-            # Which exception is raised is not known, so every handler runs.
+            # The raised exception is unknown, so every handler runs.
             for handler in node.handlers:
                 self.quiet_block(handler.body, names)
         self.block(node.finalbody, names)

@@ -168,7 +168,7 @@ def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
         known = [word for part in parts if part is not None for word in part]
         if any(part is None for part in parts):
             return None
-        # By De Morgan's laws, a negation exchanges `and` and `or`.
+        # A negation exchanges `and` and `or` (De Morgan).
         if isinstance(test.op, ast.Or) is not negated:
             return known
         return ["".join(f"(?={word})" for word in known)] if all("|" not in one for one in known) else None
