@@ -92,7 +92,7 @@ def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str]
 def _about_tied(model: torch.nn.Module, expression: re.Pattern[str]) -> str:
     """Return a sentence on a tied weight whose second name matches; empty for none."""
     first_names: dict[int, str] = {}
-    # By default, `named_parameters` yields a tied weight under its first name alone.
+    # `named_parameters` yields a tied weight under its first name alone by default.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first != name and expression.match(name):
