@@ -185,7 +185,7 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
     if not message:  # no arguments at all: typer has printed the help already
         return 2
-    # Of typer's usage errors, only that of an unknown option has this attribute.
+    # Only typer's error of an unknown option has this attribute.
     if hasattr(mistake, "possibilities"):
         removed = REMOVED_OPTIONS.get((command, mistake.option_name), "")
         similar = _similar_options(mistake.option_name, context)
