@@ -200,6 +200,13 @@ def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
     assert "bf16 predicted 300.0 ms (282.0 ms to 320.5 ms)" in words_of(page)
 
 
+def test_the_fastest_recipe_of_a_comparison_fits() -> None:
+    fast, slow = timed(prediction(memory_bytes=4 * GIB)), prediction(recipe=Recipe.parse("bf16"))
+    assert (fast.fits, slow.fits) == (False, True)
+    figures = parts_of(RecipeComparison((fast, timed(slow)))).figures
+    assert [one.remark for one in figures if one.name == "Fastest step"] == ["estimate, bf16"]
+
+
 def everything() -> dict[str, object]:
     """Return one result of each kind that a page shows."""
     front = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from snugfit.comparison.compare import Comparison
@@ -116,15 +116,13 @@ def figures_of_plan(plan: Plan) -> list[Figure]:
 
 
 def figures_of_recipes(compared: RecipeComparison) -> list[Figure]:
-    """Return the least memory and the fastest step of all recipes."""
-    several = compared.predictions
-    smallest = min(several, key=attrgetter("needed_bytes"))
+    """Return the least memory of all recipes, and the fastest step of those that fit."""
+    smallest = min(compared.predictions, key=attrgetter("needed_bytes"))
     figures = [Figure("Least memory", show_bytes(smallest.needed_bytes), f"predicted, {smallest.recipe}")]
-    if timed := [(one.speed.step_seconds, str(one.recipe), one.speed) for one in several if one.speed]:
-        seconds, recipe, speed = min(timed, key=itemgetter(0))
+    if (best := compared.best) and (speed := best.speed):
         samples = f"{speed.samples_per_second:,.1f} samples/s"
         figures += [
-            Figure("Fastest step", show_seconds(seconds), f"estimate, {recipe}"),
+            Figure("Fastest step", show_seconds(speed.step_seconds), f"estimate, {best.recipe}"),
             Figure("Speed", samples, "estimate, of the fastest"),
         ]
     return figures
