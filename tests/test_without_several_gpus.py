@@ -10,7 +10,6 @@ from snugfit.errors import UsageError
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
-from snugfit.techniques.wish import SeveralProcesses
 
 
 def test_a_number_of_gpus_needs_a_technique_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +29,3 @@ def test_a_recipe_for_one_gpu_has_one_process_with_the_whole_batch() -> None:
     job = small_job("bert", 1, batch_size=3)
     assert ranks_of(Setup()) == 1
     assert job_of_rank(job, Setup()) == job
-    alone = SeveralProcesses()
-    assert alone.has_groups_of(alone)
-    assert alone.holds_no_more_than(alone)
-    assert not alone.is_wider_than(alone)

@@ -73,30 +73,9 @@ class SeveralProcesses:
         """Return the number of ranks along each axis that works on the same samples."""
         return {}
 
-    @property
-    def spreads_over_all(self) -> bool:
-        """Return whether each process holds less on a larger number of GPUs."""
-        return False
-
     def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
         """Return whether so many GPUs make whole groups that divide the batch. Groups over which one of
         several copies is sharded then have this number of GPUs, unless it is None."""
-        return False
-
-    def is_slower_than(self, rival: SeveralProcesses) -> bool:
-        """Return whether they exchange what the rival, otherwise equal, keeps."""
-        return False
-
-    def holds_no_more_than(self, rival: SeveralProcesses) -> bool:
-        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
-        return type(self) is type(rival) is SeveralProcesses
-
-    def has_groups_of(self, rival: SeveralProcesses) -> bool:
-        """Return whether each group of GPUs consists of one or several of the rival's, with the same cuts."""
-        return not any(self.axes.get(axis, 1) % count for axis, count in rival.axes.items())
-
-    def is_wider_than(self, rival: SeveralProcesses) -> bool:
-        """Return whether larger groups work on the same samples, with otherwise equal sharing."""
         return False
 
     @property

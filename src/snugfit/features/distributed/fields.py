@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.techniques.wish import SeveralProcesses, Wish
@@ -149,11 +148,6 @@ class ParallelWish(SeveralProcesses):
         counts = {"stages": self.stages, "context": self.context, "tensor": self.tensor}
         return {axis: count for axis, count in counts.items() if count > 1}
 
-    @property
-    def spreads_over_all(self) -> bool:
-        """Return whether each GPU holds less on a larger number of them."""
-        return self.states == "sharded" or (self.weights == "sharded" and not self.shards)
-
     def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
         """Return whether so many GPUs make whole groups that divide the batch. If experts are spread, all
         GPUs of a group must share them."""
@@ -166,48 +160,6 @@ class ParallelWish(SeveralProcesses):
         is_whole = not self.shards or whole_hosts is None or whole_hosts == spread < gpus // self.stages
         # Experts are divided over exactly the ranks that share matrices.
         return is_whole and self.experts in (1, self.tensor)
-
-    def is_slower_than(self, rival: SeveralProcesses) -> bool:
-        """Return whether they gather weights again that the rival keeps."""
-        return isinstance(rival, ParallelWish) and replace(self, reshard="none") == rival
-
-    def has_groups_of(self, rival: SeveralProcesses) -> bool:
-        """Return whether each group consists of one or several of the rival's. If both share matrices,
-        experts must be spread in both or in neither."""
-        experts_differ = isinstance(rival, ParallelWish) and (self.experts > 1) is not (rival.experts > 1)
-        if experts_differ and self.tensor > 1 < rival.axes.get("tensor", 1):
-            return False
-        return super().has_groups_of(rival)
-
-    def is_wider_than(self, rival: SeveralProcesses) -> bool:
-        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
-        if not isinstance(rival, ParallelWish) or not self.has_groups_of(rival):
-            return False
-        own = self._in_groups_of(rival, shards=rival.shards, bucket_views=rival.bucket_views)
-        return own == rival and bool(self.shards) is bool(rival.shards)
-
-    def holds_no_more_than(self, rival: SeveralProcesses) -> bool:
-        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
-        if not isinstance(rival, ParallelWish) or self == rival:
-            return self == rival
-        if not self.has_groups_of(rival):
-            return False
-        if self.stages > rival.stages == 1 and self.weights == "sharded":
-            return False  # a stage keeps all gathered weights while its micro-batches run
-        own = self._in_groups_of(rival)
-        if own == rival:
-            return True
-        if own.weights != "sharded" or own.shards or own.reshard == "none" or own.on_host < rival.on_host:
-            return False
-        names = ("weights", "states", "shards", "reshard", "on_host", "dtype", "bucket_views")
-        return replace(rival, **{name: getattr(own, name) for name in names}) == own
-
-    def _in_groups_of(self, rival: ParallelWish, **more: Any) -> ParallelWish:
-        """Return the same wish with groups, and these fields, like the rival's."""
-        alike = {
-            name: getattr(rival, name) for name in ("tensor", "context", "stages", "experts", "schedule")
-        }
-        return replace(self, **alike, **more)
 
     def on(self, gpus: int) -> ParallelWish:
         """Return the wish for this number of GPUs, which the axes must multiply to."""

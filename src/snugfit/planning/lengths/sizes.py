@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.lengths.kernel_interpolation import KernelInterpolator, NotInterpolable
@@ -28,9 +28,6 @@ from snugfit.planning.lengths.length_profile import LengthProfiler, without_alig
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
-
-if TYPE_CHECKING:
-    pass
 
 WORTH = 0.01
 """Least gain in samples per second that is listed, as a share."""
