@@ -28,10 +28,9 @@ from snugfit.planning.fleet.search_gpus import search_each as search_for_gpus
 from snugfit.planning.keep import kept_of
 from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.best_first import BestFirst
-from snugfit.planning.search.recomputing import PEAK_SHARE, RecomputingKinds
+from snugfit.planning.search.recomputing import PEAK_SHARE, RecomputingKinds, least_of_spans
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import MEMORY_RESOLUTION, SearchState
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
@@ -612,35 +611,23 @@ def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: py
         [
             ("llama", 11, "lora(r=4) + bf16"),
             ("vit", 12, "tf32 + micro_batches(2)"),
-            ("t5", 12, "tf32 + micro_batches(2)"),
             ("llama", 11, "tf32 + micro_batches(2)"),
-            ("t5", 12, "lora(r=4) + bf16"),
             ("vit", 12, "lora(r=4) + bf16"),
         ],
         1,
     ),
 )
-def test_recomputing_takes_no_less_than_is_said_by_none_and_each(
-    family: str, layers: int, recipe: str
-) -> None:
-    """Check the bounds of each n-th layer and of spans if a layer, not the update, sets the peak.
-
-    With 11 layers, each fourth layer is more than a fourth of the layers. With 12 layers and each second
-    recomputed, the last layer keeps all.
-    """
+def test_spans_take_no_less_than_their_bound_by_each_layer(family: str, layers: int, recipe: str) -> None:
+    """Check the bound of spans where a layer, not the update, sets the peak."""
     job = small_job(family, layers, batch_size=64, sequence_length=256)
     parts = Parts(job, [H200], GpuTimers([H200]))
     none, each = (screened(parts, f"{recipe} + {one}") for one in ("keep_all", "every_layer"))
     assert 0 < none.device_seconds < each.device_seconds <= each.seconds
     assert all(one.resting_bytes < one.layers_bytes for one in (none, each))
     assert 0 < each.unkept_bytes < each.needed_bytes
-    for recomputing in [f"every_nth_layer(n={n})" for n in (2, 3, 4)] + ["segments"] * (family != "t5"):
-        wish = Recipe.parse(recomputing).setup().checkpoint
-        some = screened(parts, f"{recipe} + {recomputing}")
-        assert wish
-        least = least_of_some(none, each, wish) if wish.layers_per_span else least_of_spans(each)
-        assert some.needed_bytes >= least.needed_bytes > 0
-        assert max(some.seconds, some.device_seconds) >= least.seconds > 0
+    spans, least = screened(parts, f"{recipe} + segments"), least_of_spans(each)
+    assert spans.needed_bytes >= least.needed_bytes > 0
+    assert max(spans.seconds, spans.device_seconds) >= least.seconds > 0
 
 
 def screened(parts: Parts, recipe: str) -> Bound:
@@ -650,7 +637,7 @@ def screened(parts: Parts, recipe: str) -> Bound:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_what_recomputes_some_layers_is_no_smaller_than_with_each(family: str) -> None:
+def test_recomputing_parts_of_layers_is_no_smaller_than_each_layer(family: str) -> None:
     """The search excludes kinds by this inequality without simulating them."""
     parts = Parts(small_job(family, 12, sequence_length=64), [H200], SingleGpuTimer(lambda trace: 0.0))
 
@@ -659,5 +646,5 @@ def test_what_recomputes_some_layers_is_no_smaller_than_with_each(family: str) -
         return least.needed_bytes
 
     full = needed("bf16 + every_layer")
-    for recipe in ("every_nth_layer", "every_nth_layer(n=4)"):
+    for recipe in ("selective(products)", "selective(attention)"):
         assert full * (1 - PEAK_SHARE) <= needed(f"bf16 + {recipe}") <= needed("bf16")

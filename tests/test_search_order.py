@@ -15,12 +15,11 @@ from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.reasons import explain
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.screening import screen
-from snugfit.planning.search.some_layers import least_of_some
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
 
 SETTLED = "sdpa + bf16 + ieee + torch_kernels + on_device + adamw + all_gradients + default + inline"
@@ -119,12 +118,6 @@ def test_compiled_layers_are_lowered_by_one_worker_each() -> None:
     told, _ = run_best_first(2)
     programs = [{program_of(s) for s in (*one.screened, *one.judged) if s.lowering} for one in told]
     assert programs[0].isdisjoint(programs[1])
-
-
-def test_some_layers_are_bounded_by_a_bound_of_keeping_all() -> None:
-    """Without a rehearsal of keeping all, its lower bound is used."""
-    full, wish = Bound(1000, 2.0, layers_bytes=900, depth=4), CheckpointWish(every=2)
-    assert least_of_some(Bound(3000, 1.0), full, wish).needed_bytes == int(2000 * 0.8)
 
 
 def test_a_size_that_nobody_lowered_explains_nothing() -> None:

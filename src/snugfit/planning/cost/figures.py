@@ -26,8 +26,6 @@ class Bound(NamedTuple):
     """Seconds of `seconds` in which the device works; 0 if unknown."""
     gradient_bytes: int = 0
     """Bytes that the passes leave to the update."""
-    depth: int = 0
-    """Number of layers in each repeated stack of the model; 0 if layers do not repeat."""
     outside_bytes: int = 0
     """Peak of live bytes while no layer runs, without tensors kept by layers that are not recomputed."""
     compiled_bytes: int = 0

@@ -92,8 +92,6 @@ class StepBounds(NamedTuple):
     """Seconds in which each GPU works."""
     gradient_bytes: int
     """Bytes that the passes leave to the update."""
-    depth: int
-    """Number of layers in each stack; 0 if they do not repeat."""
     outside_bytes: int
     """Bytes live at the worst moment outside layers, without tensors kept by layers that are not
     recomputed."""
@@ -220,7 +218,6 @@ class _PassesBounds:
             unkept_bytes=self.unkept(setup),
             device_seconds=self.device_seconds(setup),
             gradient_bytes=int(self._gradient_bytes(setup)),
-            depth=self.fit.layers if self.bounds.shallow_jobs.depth(setup) else 0,
             outside_bytes=max(self.outside(setup), resting),
             compiled_bytes=max(self.outside(setup), self.in_programs(setup), resting),
             compiled_seconds=self.compiled_seconds(setup),

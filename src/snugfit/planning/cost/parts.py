@@ -347,7 +347,6 @@ def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[i
             step.unkept_bytes + without,
             on_device,
             step.gradient_bytes,
-            step.depth,
             step.outside_bytes + without,
             step.compiled_bytes + without,
             in_programs,

@@ -296,8 +296,12 @@ def _choices(
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
-        elif not technique.grades(job):
-            yield from dict.fromkeys(technique.settings(job))
+        elif settings := dict.fromkeys(technique.settings(job)):
+            if not technique.grades(job):
+                yield from settings
+        else:
+            why = f"a plan searches finer steps in its place (--keep '{technique.name}' plans with it)"
+            excluded.append(Exclusion(what=technique.name, why=why))
 
 
 def _best_settings(
