@@ -20,7 +20,7 @@ from snugfit.job.dtype import LOST_BELOW
 from snugfit.techniques import roster
 from snugfit.techniques.notation import parse
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Slot, Technique
+from snugfit.techniques.technique import Slot, Technique, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -171,10 +171,7 @@ def _setup_of(recipe: Recipe) -> Setup:
     """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many
     times.
     """
-    setup = Setup()
-    for technique in recipe:
-        setup = technique.install(setup)
-    return setup
+    return setup_of(*recipe)
 
 
 def techniques_of(text: str) -> dict[Slot, Technique]:

@@ -209,6 +209,20 @@ class CoreSetup:
         # The narrowest dtype decides about lost updates.
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
 
+    def created_dtype(self, job: Job) -> str:
+        """Return the dtype of the weights of a created model, by torch's name."""
+        return self.weights_dtype or job.dtype
+
+    def product_dtype(self, job: Job) -> str:
+        """Return the dtype of matrix products and attention, by torch's name."""
+        return self.autocast or self.created_dtype(job)
+
+    def with_precision(
+        self, *, weights: str | None = None, products: str | None = None, is_scaled: bool = False
+    ) -> Self:
+        """Return a copy with weights and autocast of these dtypes, and a gradient scaler if `is_scaled`."""
+        return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
+
     def with_adamw(self, wish: OptimizerWish) -> Self:
         """Return a copy with this AdamW, or with that of a feature whose field needs another."""
         # A feature with weights of another form needs its own AdamW for them.

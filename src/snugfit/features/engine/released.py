@@ -36,7 +36,7 @@ from snugfit.features.engine.fields import CAPTURE
 from snugfit.features.engine.master_optimizers import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -68,10 +68,8 @@ class Released(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse gradients that are not whole when they come, or that other weights need too."""
-        setup = Setup()
         # All slots, since each may change the dtype, the optimizer or the recording.
-        for slot in Slot:
-            setup = recipe[slot].install(setup)
+        setup = setup_of(*(recipe[slot] for slot in Slot))
         if not job.trains:
             yield "an evaluation has no gradients. Leave it out."
         if setup.micro_batches > 1:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -16,9 +15,6 @@ class Default(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
+    value: ClassVar = False
     source: ClassVar = "torch's c10/cuda/CUDACachingAllocator.cpp"
     counterparts: ClassVar = (Counterpart(arguments={}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave the allocator as torch configures it."""
-        return setup.with_fields(expandable_segments=False)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -16,10 +15,7 @@ class Sdpa(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
+    value: ClassVar = "sdpa"
     source: ClassVar = "torch.nn.functional.scaled_dot_product_attention; Dao et al., arXiv 2205.14135"
     elsewhere: ClassVar = ("mem_efficient", "scaled_dot_product_attention")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "sdpa"}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose transformers' default implementation by name."""
-        return setup.with_fields(attention="sdpa")

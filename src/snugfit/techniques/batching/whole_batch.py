@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -16,9 +15,6 @@ class WholeBatch(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
+    value: ClassVar = 1
     source: ClassVar = "the textbook loop"
     counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": 1}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave the global batch in one piece."""
-        return setup.with_fields(micro_batches=1)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -16,9 +15,6 @@ class KeepAll(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
+    value: ClassVar = None
     source: ClassVar = "torch.autograd's saved tensors"
     counterparts: ClassVar = (Counterpart(arguments={"activation_checkpointing": False}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Recompute nothing in the backward pass."""
-        return setup.with_fields(checkpoint=None)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -16,9 +15,6 @@ class WholeLogits(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
+    value: ClassVar = None
     source: ClassVar = "torch.nn.functional.cross_entropy of the head's output"
     counterparts: ClassVar = (Counterpart(arguments={}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave head and loss to the model."""
-        return setup.with_fields(logits=None)

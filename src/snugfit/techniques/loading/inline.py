@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import LoaderWish, Setup
+from snugfit.techniques.setup import LoaderWish
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -16,9 +16,6 @@ class Inline(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
+    value: ClassVar = LoaderWish()
     source: ClassVar = "torch.utils.data.DataLoader(num_workers=0, pin_memory=False)"
     counterparts: ClassVar = (Counterpart(arguments={"dataloader_num_workers": 0}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Start no worker processes."""
-        return setup.with_fields(loader=LoaderWish())

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -16,10 +15,7 @@ class Ieee(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
+    value: ClassVar = "ieee"
     source: ClassVar = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"
     elsewhere: ClassVar = ("highest",)
     counterparts: ClassVar = (Counterpart(arguments={"tf32": False}), Counterpart(arguments={"tf32": None}))
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave torch's precision of 32-bit products at its default."""
-        return setup.with_fields(matmul="ieee")

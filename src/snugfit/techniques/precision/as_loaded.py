@@ -30,7 +30,7 @@ class AsLoaded(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Leave dtypes unchanged, without autocast."""
-        return setup.with_fields(weights_dtype=None, autocast=None, scale_gradients=False)
+        return setup.with_precision()
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Warn on a GPU before Ampere, which emulates bfloat16."""

@@ -151,9 +151,9 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
         )
     for technique in untried_techniques(recipe):
         yield f"it is not simulated together with {technique}. Leave one of them out."
-    if recipe[Slot.ATTENTION].install(Setup()).attention in own_attentions():
+    if recipe[Slot.ATTENTION].value in own_attentions():
         yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
-    if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
+    if recipe[Slot.OPTIMIZER].value.factory.path != ADAMW:
         update = (
             "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"
         )

@@ -22,7 +22,7 @@ from snugfit.features.distributed.techniques import several_gpus
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -84,9 +84,7 @@ class Pipeline(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the settings that cannot be cut into stages or are not simulated on several GPUs."""
-        setup = Setup()
-        for slot in roster.slots_of_several_gpus():
-            setup = recipe[slot].install(setup)
+        setup = setup_of(*(recipe[slot] for slot in roster.slots_of_several_gpus()))
         wish = PARALLEL.of(setup)
         assert wish is not None
         if SHARDING.of(setup) is not None or wish.states == "sharded" or wish.on_host:
@@ -127,9 +125,9 @@ class Pipeline(Technique):
             )
 
     def _about_recipe(self, recipe: TechniqueBySlot) -> Iterator[str]:
-        setup = Setup()
-        for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING):
-            setup = recipe[slot].install(setup)
+        setup = setup_of(
+            *(recipe[slot] for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING))
+        )
         pieces = setup.micro_batches
         # GPipe runs with fewer micro-batches than stages too.
         if pieces < self.n and self.schedule != "gpipe":

@@ -11,7 +11,7 @@ from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import untried_techniques
-from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -78,7 +78,7 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
     """Yield why several GPUs cannot train this job under this recipe."""
-    setup = recipe[Slot.OPTIMIZER].install(recipe[Slot.PRECISION].alone)
+    setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.OPTIMIZER])
     if not job.trains:
         yield "it is about training only. Leave it out."
     if job.model.module is not None:
@@ -100,7 +100,7 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
     if wish.tensor == 1:
         return
     sharding = recipe[Slot.SHARDING]
-    if SHARDING.of(sharding.install(Setup())) is not None or wish.states == "sharded" or wish.on_host:
+    if SHARDING.of(sharding.alone) is not None or wish.states == "sharded" or wish.on_host:
         yield f"it is not simulated together with {sharding}. Try 'fsdp' or 'ddp'."
     if wish.bucket_views:
         yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
