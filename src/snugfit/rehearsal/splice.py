@@ -127,10 +127,8 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
     if setup.records_graphs:
         raise RehearsalError(PLAYED)
     # Clipping and groups of parameters belong to the update, so the passes are recorded without them.
-    job = replace(
-        job, clip=None, decay_groups=False, batch_size=job.batch_size // setup.micro_batches * micro_batches
-    )
-    setup = replace(setup, micro_batches=micro_batches, optimizer=NOTHING)
+    job, setup = setup.in_pieces(micro_batches, replace(job, clip=None, decay_groups=False))
+    setup = replace(setup, optimizer=NOTHING)
     step = PlainStep(job, setup, _meta())
     trace, marks, varies, _ = record_step(step, policy, steps)
     # The optimizer without effect records the gradients that it gets.

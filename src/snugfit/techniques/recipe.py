@@ -111,6 +111,12 @@ class Recipe:
         """Return this recipe with `technique` in its slot."""
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
+    @property
+    def pieces(self) -> int:
+        """Number of micro-batches of the global batch."""
+        count: int = self[Slot.BATCHING].value
+        return count
+
     def setup(self) -> Setup:
         """Return the training loop's settings for this recipe."""
         return _setup_of(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
@@ -216,6 +216,15 @@ class CoreSetup:
     def product_dtype(self, job: Job) -> str:
         """Return the dtype of matrix products and attention, by torch's name."""
         return self.autocast or self.created_dtype(job)
+
+    def piece_size(self, batch_size: int) -> int:
+        """Return the samples of a micro-batch of a batch of this size."""
+        return batch_size // self.micro_batches
+
+    def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
+        """Return job and Setup with this number of micro-batches, which have their size under this Setup."""
+        small = replace(job, batch_size=self.piece_size(job.batch_size) * count)
+        return small, self.with_fields(micro_batches=count)
 
     def with_precision(
         self, *, weights: str | None = None, products: str | None = None, is_scaled: bool = False

@@ -72,7 +72,7 @@ class Released(Technique):
         setup = setup_of(*(recipe[slot] for slot in Slot))
         if not job.trains:
             yield "an evaluation has no gradients. Leave it out."
-        if setup.micro_batches > 1:
+        if recipe[Slot.BATCHING].value > 1:
             yield (
                 f"with {recipe[Slot.BATCHING]} gradients are sums over backward passes, which must be kept. "
                 "Try 'whole_batch'."

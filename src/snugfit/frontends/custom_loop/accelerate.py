@@ -143,7 +143,7 @@ def _job_to_train(
     """
     for text in notes:
         watch({"event": "note", "text": text})
-    if live.recipe.setup().micro_batches > 1:
+    if live.recipe.pieces > 1:
         job = step.job_with_mixing(job, live.model)
     for warning in cut_warning(job, live.recipe):
         watch(warning)

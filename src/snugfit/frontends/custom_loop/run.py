@@ -254,7 +254,7 @@ class HandRun:
         if count > whole:
             raise UsageError(f"The batch has {count} samples, but the global batch of this run is {whole}.")
         # A smaller last batch is cut into pieces of the usual size, so that it fits as others do.
-        micro_batches = self.recipe.setup().micro_batches
+        micro_batches = self.recipe.pieces
         pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None, dims)
         return [dict(piece) for piece in pieces]
 

@@ -51,7 +51,7 @@ def compare_again(trainer: Any, run: FitRun) -> None:
 
     def compare(job: Job) -> Job:
         batch = join_pieces(run.step.batches, job.model.batch_dims) or plan.samples
-        return compared_job(trainer, job, batch, pieces=plan.recipe.setup().micro_batches, again=True)
+        return compared_job(trainer, job, batch, pieces=plan.recipe.pieces, again=True)
 
     run.recovery.compare_again(plan.recipe, run.steps - 1, compare)
     trainer.snugfit = replace(plan, job=run.recovery.job)

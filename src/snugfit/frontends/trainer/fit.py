@@ -80,7 +80,7 @@ def fit(
     if trainer.args.device.type == "cpu":
         for line in chosen.recipe.lines_on_cpu():
             journal.tell("note", text=line)
-    pieces, samples = chosen.recipe.setup().micro_batches, None
+    pieces, samples = chosen.recipe.pieces, None
     if pieces > 1:
         samples = several_samples(trainer, job)
         before, job = job, compared_job(trainer, job, samples, pieces=pieces)

@@ -122,9 +122,7 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
 
     def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
         with preserve_rng(device):
-            recovery.job = compared_job(
-                trainer, job, trainer.snugfit.samples, pieces=recipe.setup().micro_batches
-            )
+            recovery.job = compared_job(trainer, job, trainer.snugfit.samples, pieces=recipe.pieces)
             return next_recipe(device, live=True, changing=changing)(recovery.job, recipe, cause)
 
     recovery = Recovery(plan.job, journal, replan)
@@ -160,4 +158,4 @@ class FitPlan:
 
     def cut_finer(self, recipe: Recipe) -> FitPlan:
         """Return the plan under this recipe, which splits the batch finer than the loader."""
-        return replace(self, recipe=recipe, max_rows=self.job.batch_size // recipe.setup().micro_batches)
+        return replace(self, recipe=recipe, max_rows=recipe.setup().piece_size(self.job.batch_size))

@@ -150,9 +150,8 @@ class StagesQuestion:
     def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
         """Return the stages of a model with so many layers in each, on each kind, with so many
         micro-batches."""
-        part, setup = self._part, replace(self._setup, micro_batches=pieces)
         # The batch changes in proportion, so a micro-batch has the same size.
-        part = replace(part, batch_size=part.batch_size // self._setup.micro_batches * pieces)
+        part, setup = self._setup.in_pieces(pieces, self._part)
         if depth is not None and layers:
             checkpoint, _ = periodic_checkpoint(setup.checkpoint, depth.layers)
             part, setup = (
