@@ -38,6 +38,12 @@ class Distributed(Feature):
 
         return ParallelHandler(), ShardingHandler()
 
+    def tensor_parts(self) -> Any:
+        """Return the code for sharded tensors."""
+        from snugfit.features.distributed.apply.meshes import MeshParts
+
+        return MeshParts()
+
     def state_parts(self) -> Any:
         """Return the code for shards in checkpoints."""
         from snugfit.features.distributed.checkpoint.parts import SpreadState

@@ -28,7 +28,7 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.items import counted_items
 from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.users_files import SAVES_MODEL
-from snugfit.step.spread_tensors import mesh
+from snugfit.step.clipping import tensor_parts
 from snugfit.step.trainer_hooks import overrides
 from snugfit.techniques import roster
 from snugfit.techniques.several_gpus import untried_techniques
@@ -64,7 +64,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
     kinds = [DistributedType.MULTI_GPU, DistributedType.MULTI_CPU]
     if is_spread := trainer_parts(trainer).is_spread:
         kinds.append(DistributedType.FSDP)
-    has_parts = any(mesh(weight) is not None for weight in trainer.model.parameters())
+    has_parts = any(map(tensor_parts().is_part, trainer.model.parameters()))
     its_own = trainer.compute_loss_func is not None or overrides(trainer, "compute_loss", "training_step")
     unsaid = {
         f"accelerate's {accelerator.distributed_type.value}": accelerator.distributed_type not in kinds,

@@ -21,25 +21,10 @@ from snugfit.step.trainer_hooks import overrides
 from snugfit.step.transformers_internals import made_by_accelerate, replace_model, set_arguments
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
+from snugfit.techniques import roster
+from snugfit.techniques.registry import features
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
-
-_REFUSED_OPTIMIZERS = {
-    (
-        "layerwise",
-        "lomo",
-    ): "updates weights during the backward pass, so no step can be stopped before its update, or repeated",
-    (
-        "galore",
-        "apollo",
-        "adamw_torch_4bit",
-        "adamw_torch_8bit",
-    ): "has objects in its state, which checkpoints cannot contain, so the run could not be resumed",
-}
-"""Parts of names in transformers' `OptimizerNames`, with the reason for refusing these optimizers.
-
-They update in gradient hooks, or have states that are projectors or torchao's own tensors.
-"""
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -64,8 +49,7 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         "a model that is split over devices": trainer.is_model_parallel,
         "model_init": trainer.model_init is not None,
         "auto_find_batch_size, which changes the global batch": args.auto_find_batch_size,
-        "use_liger_kernel, which fit is given in a recipe (liger)": args.use_liger_kernel,
-        "torch_compile, which fit is given in a recipe (compiled(what=model))": args.torch_compile,
+        **dict.fromkeys(_switched_on(args), True),
         "dataloader_in_order=False": args.dataloader_num_workers > 1 and not args.dataloader_in_order,
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:
@@ -76,6 +60,20 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         )
     trainer_parts(trainer).refuse_settings()
     refuse_what_processes_cannot(trainer)
+
+
+def _switched_on(args: Any) -> Iterator[str]:
+    """Yield the switches of other kernels and compilers, each with the technique in its place."""
+    for slot in (Slot.KERNELS, Slot.ENGINE):
+        for name in roster.plain(slot).counterparts[0].arguments:
+            same = (
+                f", which fit is given in a recipe ({kind(**one.settings)})"
+                for kind in roster.techniques()
+                for one in kind.counterparts
+                if kind.slot is slot and one.arguments.get(name) is True
+            )
+            if getattr(args, name):
+                yield name + next(same, "")
 
 
 def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = frozenset()) -> list[str]:
@@ -173,12 +171,17 @@ def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
     if trainer.optimizer is not None:
         refuse_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer), keeps=True)
         return
-    for words, why in _REFUSED_OPTIMIZERS.items():
-        if not brings and any(word in name for word in words):
-            raise UsageError(
-                f"optim is {name!r}, which {why}. Choose another optim, give fit a recipe with an "
-                "optimizer, or train without fit."
-            )
+    if not brings and (why := _reason_against(name)):
+        raise UsageError(
+            f"optim is {name!r}, which {why}. Choose another optim, give fit a recipe with an optimizer, or "
+            "train without fit."
+        )
+
+
+def _reason_against(name: str) -> str:
+    """Return the reason for refusing this optimizer of transformers; empty without one."""
+    refused = {part: why for feature in features() for part, why in feature.refused_optimizers.items()}
+    return next((why for part, why in refused.items() if part in name), "")
 
 
 def refuse_optim_without_package(trainer: Any) -> None:
@@ -187,8 +190,8 @@ def refuse_optim_without_package(trainer: Any) -> None:
     The Trainer would look for the package in `train()`, when the data has been read.
     """
     name = _value_of(trainer.args, "optim")
-    is_refused = any(word in name for words in _REFUSED_OPTIMIZERS for word in words)  # by another error
-    if brings_optimizer(trainer) or trainer.optimizer is not None or is_refused:
+    # A refused one has an error of its own.
+    if brings_optimizer(trainer) or trainer.optimizer is not None or _reason_against(name):
         return
     try:
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)

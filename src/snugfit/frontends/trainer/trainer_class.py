@@ -39,6 +39,7 @@ from snugfit.frontends.trainer.parts import trainer_parts
 from snugfit.frontends.trainer.ranks import with_some_item
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.step.applier import forward_context, run_context, set_process
+from snugfit.step.clipping import tensor_parts
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.trainer_hooks import StepEnd, keeping_bases
 from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
@@ -238,8 +239,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         The host creates the next batch until the device has computed them.
         """
         norm, run = super()._get_grad_norm(*arguments, **keywords), self._fit_run
-        if hasattr(norm, "full_tensor"):  # of weights in parts: each process has its part of it
-            norm = norm.full_tensor()
+        norm = tensor_parts().whole(norm)  # of weights in parts, each process has its part of it
         last = self.state.global_step + 1 >= self.state.max_steps
         if run.prefetcher and not last and not self.accelerator.gradient_state.end_of_dataloader:
             run.timer.record_launched()
