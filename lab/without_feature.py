@@ -37,7 +37,8 @@ def technique_words(feature: str) -> str:
         if feature in (one.name, one.needs.get(module))
     ]
     words = [word for one in gone for word in (one.name, *one.elsewhere, *one.advice)]
-    return " ".join([*tasks, *words])
+    own = next(one for one in features() if one.name == feature)
+    return " ".join([*tasks, *words, *own.public_names, f"snugfit.features.{feature}"])
 
 
 def check(feature: str, *, quick: bool) -> bool:

@@ -44,6 +44,14 @@ def needs_task(task: str) -> None:
         pytest.skip(f"the feature with {task} is not there", allow_module_level=True)
 
 
+def imports_deleted(error: str) -> str:
+    """Return the reason to skip a module that imports a deleted feature, or a name of it; else ""."""
+    for word in os.environ.get("SNUGFIT_WITHOUT", "").split():
+        if f"No module named '{word}" in error or f"cannot import name '{word}' from 'snugfit'" in error:
+            return f"the feature with {word} is not there"
+    return ""
+
+
 def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     """Return the reason to skip a failed test of a technique or task whose feature is deleted; else "".
 

@@ -136,7 +136,8 @@ BELOW["report"] = set(BELOW)
 BELOW["frontends"] = BELOW["report"] - {"comparison", "evaluation"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "frontends"}
 BELOW["features"] = set(BELOW)
-BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
+BELOW["__main__"] = BELOW["cli"] | {"cli"}
+BELOW["__init__"] = BELOW["__main__"] | {"features"}
 """The rooms that each room may import. `prediction` and `measurement` meet only from `comparison` upwards."""
 
 INNER = {
@@ -144,7 +145,6 @@ INNER = {
     "planning": ("", "cost", "search", "lengths fleet"),
     "training": ("", "checkpoint", "run"),
     "report": ("text", "page", "evaluation", "plan", ""),
-    "frontends": ("", "trainer custom_loop"),
 }
 """The folders of a room, the lowest first; folders of one line never import each other. An empty name is
 the files outside these folders."""
@@ -286,7 +286,8 @@ def test_the_core_names_no_feature() -> None:
 
     def named(path: Path) -> Iterator[str]:
         tree = tree_of(path)
-        modules = set(imported(tree))
+        # The package lists public names of features for type checkers alone.
+        modules = imported_at_import(path) if room_of(path) == "__init__" else set(imported(tree))
         yield from (module for module in modules if module.startswith("snugfit.features."))
         for node in nodes_of(tree):
             is_used = isinstance(node, ast.Attribute) and node.attr in fields
@@ -316,15 +317,12 @@ MAY_NAME = {
     "techniques/several_gpus.py": {"ddp", "fsdp"},
     # Modules, packages and arguments of other libraries, and parts of models' names.
     "deferred_imports.py": {"fsdp"},
-    "frontends/trainer/checkpoints.py": {"fsdp"},
-    "frontends/trainer/plan.py": {"lora"},
     "job/names.py": {"fp8"},
     "prediction/profile.py": {"liger"},
     "techniques/adapters/full.py": {"lora"},
     "versions.py": {"liger"},
-    # Precisions of a GPU, and the word for several processes in a Trainer's checkpoints.
+    # Precisions of a GPU.
     "comparison/calibrate.py": {"fp8", "ddp", "fsdp"},
-    "frontends/trainer/parts.py": {"ddp"},
     "job/gpu.py": {"fp8"},
     "prediction/rates.py": {"fp8"},
     # The packaged pictures are a job of this task.

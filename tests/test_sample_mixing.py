@@ -21,9 +21,9 @@ from small_runs import events, small_run
 from snugfit import accelerate, fit, predict
 from snugfit import train as snugfit_train
 from snugfit.errors import OutOfMemory
+from snugfit.features.loops.trainer.plan import compared_job
 from snugfit.frontends import own
 from snugfit.frontends.next_recipe import cut_smaller, next_recipe
-from snugfit.frontends.trainer.plan import compared_job
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.job.sample_mixing import is_plain_by_source, mixing_of, norm_layers_of_job

@@ -82,6 +82,9 @@ class Feature:
     needs: ClassVar[Mapping[str, str]] = {}
     """Other features that a technique's module imports, by module; without them the technique is left out."""
 
+    public_names: ClassVar[Mapping[str, str]] = {}
+    """Names of the package `snugfit`, each with the module of this feature that has it."""
+
     # ---- the command line ----
 
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
@@ -162,9 +165,6 @@ class Feature:
 
     def state_parts(self) -> Any:
         """Return the code for processes with parts of a run's state (`training/checkpoint/parts.py`)."""
-
-    def trainer_parts(self, trainer: Any) -> Any:
-        """Return the code for the processes of a user's Trainer (`frontends/trainer/parts.py`)."""
 
     def processes(self) -> Any:
         """Return the code of runs of several processes: their launch, restart, comparison and measurement."""

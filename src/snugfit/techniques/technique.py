@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
@@ -84,7 +85,7 @@ def _alone(technique: Technique) -> Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Technique:
+class Technique(ABC):
     """One way to make a job fit or run faster. Settings are its fields; one file each."""
 
     name: ClassVar[str]
