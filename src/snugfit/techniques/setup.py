@@ -209,6 +209,15 @@ class CoreSetup:
         # The narrowest dtype decides about lost updates.
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
 
+    @property
+    def optimizer_path(self) -> str:
+        """Return the import path of the optimizer."""
+        return self.optimizer.factory.path
+
+    def for_update(self) -> Self:
+        """Return the Setup of an update alone, which no cut of the batch and no checkpointing changes."""
+        return self.with_fields(micro_batches=1, checkpoint=None)
+
     def created_dtype(self, job: Job) -> str:
         """Return the dtype of the weights of a created model, by torch's name."""
         return self.weights_dtype or job.dtype
@@ -231,6 +240,10 @@ class CoreSetup:
     ) -> Self:
         """Return a copy with weights and autocast of these dtypes, and a gradient scaler if `is_scaled`."""
         return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
+
+    def without_autocast(self) -> tuple[str | None, Self]:
+        """Return the dtype of autocast, and a copy in which weights are cast in another way."""
+        return self.autocast, self.with_fields(autocast=None)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
         """Return a copy with this AdamW, or with that of a feature whose field needs another."""

@@ -84,7 +84,7 @@ class Released(Technique):
             )
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "gradients that several processes average are kept until then. Try 'all_gradients'."
-        if setup.optimizer.factory.path not in UPDATES_ONE:
+        if setup.optimizer_path not in UPDATES_ONE:
             yield (
                 f"{recipe[Slot.OPTIMIZER]} does not update one weight at a time. Try 'adamw_fused', 'adamw', "
                 "'sgd' or 'adamw_compact'."

@@ -119,7 +119,7 @@ class ParallelHandler(Handler):
 
     def refuse_training(self, value: ParallelWish, recipe: Recipe) -> None:
         """Refuse optimizers of stages whose states no checkpoint has."""
-        if value.stages == 1 or recipe.setup().optimizer.factory.path in KNOW_SHARDS:
+        if value.stages == 1 or recipe.setup().optimizer_path in KNOW_SHARDS:
             return
         raise UsageError(
             f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "

@@ -115,7 +115,8 @@ def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
     """Return the Setup in which DeepSpeed runs the steps. Autocast's dtype becomes the dtype of the weights,
     with fp32 weights for the update.
     """
-    return setup.with_fields(sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
+    dtype, setup = setup.without_autocast()
+    return setup.with_fields(sharding=replace(wish, dtype=dtype or "float32"))
 
 
 def refuse_training(wish: ShardingWish) -> None:

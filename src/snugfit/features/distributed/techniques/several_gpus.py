@@ -73,7 +73,8 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
     """
     if wish.weights == "copied":
         return setup.with_fields(parallel=wish)
-    return setup.with_fields(parallel=replace(wish, dtype=setup.autocast), autocast=None)
+    dtype, setup = setup.without_autocast()
+    return setup.with_fields(parallel=replace(wish, dtype=dtype))
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
@@ -88,7 +89,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
-    if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in KNOW_SHARDS:
+    if "sharded" in (wish.weights, wish.states) and setup.optimizer_path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
     yield from _objections_to_parts(recipe, setup, wish)
     if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
@@ -106,7 +107,7 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
         yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
     if wish.weights != "sharded" and setup.scale_gradients:
         yield f"it does not go with {recipe[Slot.PRECISION]}. Try 'bf16'."
-    if wish.weights != "sharded" and setup.optimizer.factory.path not in KNOW_SHARDS:
+    if wish.weights != "sharded" and setup.optimizer_path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on parts of matrices. Try 'adamw' or 'adamw_fused'."
 
 

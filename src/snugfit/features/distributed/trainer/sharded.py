@@ -154,7 +154,7 @@ class ShardedTrainer(DdpTrainer):
                 "fp16 does not go with FSDP2 in fit: weights are gathered in bf16 or as they are. Try 'bf16'."
             )
         if optimizer is None:
-            refuse_optimizer_of_parts(setup.optimizer.factory.path)
+            refuse_optimizer_of_parts(setup.optimizer_path)
         elif optimizer and optimizer not in OPTIMIZERS:
             raise _unknown(f"optim={optimizer!r}")
 

@@ -56,7 +56,7 @@ from snugfit.training.recovery import cut_warning
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.techniques.setup import Setup
+    from snugfit.techniques.setup import OptimizerWish, Setup
     from snugfit.training.journal import Event
 
 
@@ -414,7 +414,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
             f"{dtype_of(live.model)} weights already. Convert the model before the optimizer is created, or "
             "leave the precision out."
         )
-    if another and (lost := _lost_decay(optimizer, setup)):
+    if another and (lost := _lost_decay(optimizer, live.technique(Slot.OPTIMIZER).value)):
         name = live.technique(Slot.OPTIMIZER)
         yield f"{name} has no weight decay, but a group of the optimizer has {lost:g}."
     if _changed_arguments(loader, setup, live.device) and not is_plain(loader):
@@ -430,8 +430,8 @@ def _has_stepped(optimizer: Any) -> bool:
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
-def _lost_decay(optimizer: Any, setup: Setup) -> float:
-    if setup.optimizer.weight_decay:
+def _lost_decay(optimizer: Any, wish: OptimizerWish) -> float:
+    if wish.weight_decay:
         return 0.0
     return max((float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups), default=0.0)
 
