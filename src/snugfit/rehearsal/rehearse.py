@@ -96,7 +96,7 @@ def rehearse(
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         # A run that varies with its values, or has no steady state, is recorded again in full.
         relative = RelativeTrace.of(trace, marks)
-        whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
+        whole = repeat(relative, steps=steps, micro_batches=short.micro_batches) if not varies else None
         if whole is not None:
             return whole.trace()
     if setup.records_graphs:

@@ -226,13 +226,13 @@ class CoreSetup:
         """Return the dtype of matrix products and attention, by torch's name."""
         return self.autocast or self.created_dtype(job)
 
-    def piece_size(self, batch_size: int) -> int:
-        """Return the samples of a micro-batch of a batch of this size."""
-        return batch_size // self.micro_batches
+    def per_piece(self, count: int) -> int:
+        """Return the share of each micro-batch in a batch's count of samples or of kernels."""
+        return count // self.micro_batches
 
     def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
         """Return job and Setup with this number of micro-batches, which have their size under this Setup."""
-        small = replace(job, batch_size=self.piece_size(job.batch_size) * count)
+        small = replace(job, batch_size=self.per_piece(job.batch_size) * count)
         return small, self.with_fields(micro_batches=count)
 
     def with_precision(

@@ -35,6 +35,8 @@ class ShortRun(NamedTuple):
     job: Job
     setup: Setup
     steps: int
+    micro_batches: int
+    """Micro-batches of a step of the long run."""
 
 
 def short_run(
@@ -59,7 +61,7 @@ def short_run(
     small, few = setup.in_pieces(count, job)
     # If micro-batches settle late, steps may too, so all of them are recorded.
     recorded_steps = steps if late else min(steps, RECORDED_STEPS)
-    return ShortRun(small, few, recorded_steps)
+    return ShortRun(small, few, recorded_steps, setup.micro_batches)
 
 
 class Piece(NamedTuple):

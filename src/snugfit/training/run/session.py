@@ -338,7 +338,7 @@ class Session:
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
         # Without its own setting, an evaluation uses the size that is known to fit.
-        micro_batch = self._active.setup.piece_size(self._run.job.batch_size // ranks.data_ranks)
+        micro_batch = self._active.setup.per_piece(self._run.job.batch_size // ranks.data_ranks)
         passes = self._active.step.passes
         try:
             evaluated = evaluate(

@@ -74,7 +74,7 @@ class StagePasses:
     ) -> torch.Tensor | None:
         """Leave a step's gradients in the parameters: all micro-batches at once, in the schedule's order.
         Return the loss where this process computes it and the loop keeps losses."""
-        count = loop.setup.micro_batches
+        count = loop.pieces
         whole = join(pieces, count)
         inputs = place(self.inputs(whole), loop.device)
         # Missing micro-batches have no share of the loss.

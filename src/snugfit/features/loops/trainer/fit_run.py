@@ -158,4 +158,4 @@ class FitPlan:
 
     def cut_finer(self, recipe: Recipe) -> FitPlan:
         """Return the plan under this recipe, which splits the batch finer than the loader."""
-        return replace(self, recipe=recipe, max_rows=recipe.setup().piece_size(self.job.batch_size))
+        return replace(self, recipe=recipe, max_rows=recipe.setup().per_piece(self.job.batch_size))
