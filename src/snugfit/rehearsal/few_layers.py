@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.job.config import LAYERS
+from snugfit.rehearsal.deep_stack import is_deep
 from snugfit.rehearsal.splice import Part, SharedBlock, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.deepen import deepen, numbers_of
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
@@ -62,7 +62,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     Return None if equality is not certain, or if shallow models save no work.
     """
     is_one_program = _is_one_program(setup)
-    if not is_one_program and not _is_deep(job):
+    if not is_one_program and not is_deep(job, DEEP):
         return None
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
@@ -76,12 +76,6 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
 def _is_one_program(setup: Setup) -> bool:
     lowering = setup.lowering
     return lowering is not None and lowering.is_one_program
-
-
-def _is_deep(job: Job) -> bool:
-    """Return True if the config has at least `DEEP` layers."""
-    counts = [job.model.config.get(key) for key in LAYERS]
-    return any(type(count) is int and count >= DEEP for count in counts)
 
 
 def passes_from_few_layers(

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepAll(Technique):
+class KeepAll(PlainTechnique):
     """Keeps every activation that the backward pass needs."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
-    value: ClassVar = None
     source: ClassVar = "torch.autograd's saved tensors"
     counterparts: ClassVar = (Counterpart(arguments={"activation_checkpointing": False}),)

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ieee(Technique):
+class Ieee(PlainTechnique):
     """Multiplies 32-bit matrices with all 24 significant bits."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
-    value: ClassVar = "ieee"
     source: ClassVar = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"
     elsewhere: ClassVar = ("highest",)
     counterparts: ClassVar = (Counterpart(arguments={"tf32": False}), Counterpart(arguments={"tf32": None}))
