@@ -323,7 +323,7 @@ class PlainTechnique(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "torch's eager mode"
-    counterparts: ClassVar = (Counterpart(arguments={}),)
+    counterparts: ClassVar[tuple[Counterpart, ...]] = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
         """Return the Setup unchanged."""
