@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 
 import clean_forks
-from in_roster import lacks_feature
+from in_roster import imports_deleted, lacks_feature
 from snugfit.cli.main import FEW_COLLECTIONS
 from stored_rehearsals import STORE
 
@@ -81,6 +81,16 @@ def pytest_runtest_makereport(
     report = yield
     if call.excinfo is not None and (why := lacks_feature(item, call.excinfo.value)):
         report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, why)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed and (why := imports_deleted(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, why)
     return report
 
 

@@ -68,7 +68,7 @@ class Family:
     preset: str
     """The bundled preset that is resized."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[str, ...]
     """Heads for the draw."""
 
     depth: tuple[int, int]
@@ -161,12 +161,12 @@ FAMILIES = (
         width=(768, 2304), head_widths=(64, 96), grouped=True, choices=(("sliding_window", (256, 2047)),),
     ),
     Family(
-        name="vit", preset="google/vit-large-patch16-224", tasks=(Task.IMAGE_CLASSIFICATION,), depth=(4, 28),
+        name="vit", preset="google/vit-large-patch16-224", tasks=("image-classification",), depth=(4, 28),
         width=(256, 1536), choices=(("image_size", (160, 224, 384)), ("patch_size", (14, 16, 32))),
         vocabulary="",
     ),
     Family(
-        name="whisper", preset="openai/whisper-medium", tasks=(Task.SPEECH_TO_TEXT,), depth=(2, 16),
+        name="whisper", preset="openai/whisper-medium", tasks=("speech-to-text",), depth=(2, 16),
         width=(256, 1280), longest=448, keys=_SPEECH, choices=(("num_mel_bins", (80, 128)),),
     ),
 )  # fmt: skip
@@ -278,7 +278,7 @@ def _draw_job(family: Family, rng: random.Random) -> Job | None:
     task = rng.choice(family.tasks)
     batch = round(2 ** rng.uniform(0, 6))
     sequence, target = _draw_length(family.longest, rng), _draw_length(min(family.longest, 448), rng)
-    padded = rng.random() < 0.25 and task is not Task.IMAGE_CLASSIFICATION
+    padded = rng.random() < 0.25 and task != "image-classification"
     if not _is_size_allowed(sizes, task, batch, sequence, target):
         return None
     name = f"{family.name}-{sizes.depth}x{sizes.width}"
@@ -305,7 +305,7 @@ def _draw_length(longest: int, rng: random.Random) -> int:
     return rng.randint(32, longest)
 
 
-def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, target: int) -> bool:
+def _is_size_allowed(sizes: ModelSizes, task: str, batch: int, sequence: int, target: int) -> bool:
     """Return True if estimated bytes and FLOPs of the plain recipe are within the bounds.
 
     Weights, gradients and two moments take 16 bytes a parameter, beside a temporary copy. Activations in 16
@@ -315,12 +315,12 @@ def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, t
     length = sizes.image_positions or sequence
     tokens = batch * length
     width, matrices = sizes.width, sizes.inner * 3 * sizes.experts
-    stacks = 2 if task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT) else 1
+    stacks = 2 if task in (Task.SEQ2SEQ_LM, "speech-to-text") else 1
     parameters = stacks * sizes.depth * width * (4 * width + matrices) + 2 * sizes.vocabulary * width
     activations = (
         4 * stacks * sizes.depth * tokens * (14 * width + 4 * sizes.inner + 4 * sizes.heads * length)
     )
-    with_logits = task in (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT)
+    with_logits = task in (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, "speech-to-text")
     predicted = batch * (target if stacks == 2 else sequence)
     logits = 3 * 4 * predicted * sizes.vocabulary if with_logits else 0
     flops = 6 * tokens * stacks * sizes.depth * width * (4 * width + 3 * sizes.inner * min(2, sizes.experts))

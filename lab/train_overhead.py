@@ -36,8 +36,8 @@ import transformers
 
 import snugfit
 from snugfit.documents import write_document
-from snugfit.frontends.custom_loop import run as custom_loop
-from snugfit.frontends.trainer import step_timer
+from snugfit.features.loops.custom_loop import run as custom_loop
+from snugfit.features.loops.trainer import step_timer
 from snugfit.job.batch import SyntheticDataset
 from snugfit.job.job import Job
 from snugfit.job.model import Model

@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from snugfit.job.inputs import model_inputs
+from snugfit.feature_folders import feature_objects
+from snugfit.job.inputs import AddedTask
 from snugfit.techniques import roster
 from snugfit.techniques.registry import features
 
@@ -27,9 +28,7 @@ PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gp
 
 def technique_words(feature: str) -> str:
     """Return the words of recipes and the tasks that are unknown without this feature."""
-    tasks = [
-        task for one in model_inputs() for task in one.heads if type(one).__module__.split(".")[2] == feature
-    ]
+    tasks = [one.name for one in feature_objects("tasks", AddedTask, only=feature)]
     gone = [
         roster.find(module.rpartition(".")[2])
         for one in features()
@@ -38,7 +37,8 @@ def technique_words(feature: str) -> str:
         if feature in (one.name, one.needs.get(module))
     ]
     words = [word for one in gone for word in (one.name, *one.elsewhere, *one.advice)]
-    return " ".join([*tasks, *words])
+    own = next(one for one in features() if one.name == feature)
+    return " ".join([*tasks, *words, *own.public_names, f"snugfit.features.{feature}"])
 
 
 def check(feature: str, *, quick: bool) -> bool:

@@ -22,7 +22,7 @@ class NvmlError(Exception):
 @dataclass
 class FakeGpu:
     uuid: str = "GPU-11111111-aaaa-bbbb-cccc-000000000000"
-    name: str | bytes = "NVIDIA H200"
+    name: str = "NVIDIA H200"
     total: Any = H200_TOTAL
     reserve: Any = H200_RESERVE
     used: Any = 3 * MIB
@@ -97,7 +97,7 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
         return gpu.clock_reasons
 
-    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str | bytes:
+    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
         return gpu.name
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, version: int | None = None) -> SimpleNamespace:

@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
+import snugfit
 from small_models import small_job
 from small_runs import Killed, assert_same_weights, rows
-from snugfit import fit
 from snugfit.job.batch import IGNORED
 from snugfit.job.build import instantiate
 
@@ -95,7 +95,7 @@ def trainer_of(
 def fitted(trainer: Any, recipe: Any) -> Any:
     """Return the trainer under a recipe; its events are collected in `trainer.told`."""
     trainer.told = []
-    return fit(trainer, recipe, watch=trainer.told.append)
+    return snugfit.fit(trainer, recipe, watch=trainer.told.append)
 
 
 def trained(trainer: Any, resume: Any = None) -> Any:

@@ -44,6 +44,14 @@ def needs_task(task: str) -> None:
         pytest.skip(f"the feature with {task} is not there", allow_module_level=True)
 
 
+def imports_deleted(error: str) -> str:
+    """Return the reason to skip a module that imports a deleted feature, or a name of it; else ""."""
+    for word in os.environ.get("SNUGFIT_WITHOUT", "").split():
+        if f"No module named '{word}" in error or f"cannot import name '{word}' from 'snugfit'" in error:
+            return f"the feature with {word} is not there"
+    return ""
+
+
 def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     """Return the reason to skip a failed test of a technique or task whose feature is deleted; else "".
 
@@ -56,7 +64,7 @@ def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     own = inspect.getsource(item.function) + str(getattr(item, "callspec", None) and item.callspec.params)
     for word in words:
         is_unknown = f"Unknown technique '{word}'" in str(error) and word in file
-        is_unknown |= f"The task {word} needs a feature" in str(error)
+        is_unknown |= f"Unknown task '{word}'" in str(error)
         if is_unknown or re.search(rf"\b{word}\b", own):
             return f"the feature with {word} is not there"
     return ""

@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Task, tuple[str, ...]]] = {
             "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
             "patch_size": 8,
         },
-        Task.IMAGE_CLASSIFICATION,
+        "image-classification",
         ("num_hidden_layers",),
     ),
     "mixtral": (

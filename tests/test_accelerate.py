@@ -27,8 +27,8 @@ from small_streams import RESUMABLE, Entropy, Masking, ReadOnce
 from snugfit import accelerate, plan, train
 from snugfit.documents import read_document
 from snugfit.errors import NothingFits, OutOfMemory, RecipeError, SnugfitError, UsageError
-from snugfit.frontends.custom_loop.run import HandRun, Stopped
-from snugfit.frontends.custom_loop.step import CustomStep
+from snugfit.features.loops.custom_loop.run import HandRun, Stopped
+from snugfit.features.loops.custom_loop.step import CustomStep
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.manifest import MANIFEST, seal
@@ -292,7 +292,7 @@ def test_data_that_cannot_be_made_again_is_refused_where_checkpoints_are_kept(
 
 def test_other_data_is_refused_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the facts that are compared at the start do not cover the samples."""
-    monkeypatch.setattr("snugfit.frontends.data_facts.dataset_facts", lambda data: {})
+    monkeypatch.setattr("snugfit.features.loops.data_facts.dataset_facts", lambda data: {})
     torch.manual_seed(1)
     go(loop_of(tmp_path), save=3, stop=3)
     again = loop_of(tmp_path, loader=loader_of(classified(22)[::-1]))

@@ -57,11 +57,11 @@ def refuse() -> None:
 def test_a_rehearsal_is_the_same_there(monkeypatch: pytest.MonkeyPatch) -> None:
     job, setup = small_job("llama", 2), Recipe.parse("bf16 + released").setup()
     policy = CpuPolicy()
-    assert not is_deep(job)
+    assert not is_deep(job, deep_stack.DEEP_LAYERS)
     usual = rehearse(job, setup, policy)
     seen: list[int] = []
     real = run_on_deep_stack
-    monkeypatch.setattr(deep_stack, "DEEP_LAYERS", 2)
+    monkeypatch.setattr("snugfit.rehearsal.rehearse.DEEP_LAYERS", 2)
     monkeypatch.setattr(
         "snugfit.rehearsal.rehearse.run_on_deep_stack", lambda work: (seen.append(1), real(work))[1]
     )

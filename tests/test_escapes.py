@@ -13,7 +13,7 @@ from small_runs import bert_job, rows
 from snugfit.cli.main import run
 from snugfit.cli.streams import SIMILAR, StandardOutput
 from snugfit.errors import SnugfitError, UsageError, escape_controls
-from snugfit.frontends.trainer.fit import say
+from snugfit.features.loops.trainer.fit import say
 from snugfit.report.text.terminal import show_json
 from snugfit.report.watching import Watching
 from snugfit.training.options import TrainOptions

@@ -12,8 +12,8 @@ import torch
 from fitted import classified, copy_of, losses_of, model_of, spoken, trainer_of
 from snugfit import fit
 from snugfit.errors import OutOfMemory
+from snugfit.features.loops.trainer import fit_run
 from snugfit.frontends.next_recipe import suits_live_model
-from snugfit.frontends.trainer import fit_run
 from snugfit.techniques.recipe import Recipe
 from snugfit.training import step_logger
 from snugfit.training.checkpoint.manifest import verify

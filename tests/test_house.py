@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 import networkx
 import pytest
 
+from snugfit.job.inputs import added_tasks
+from snugfit.techniques import roster
 from snugfit.techniques.registry import features
 from snugfit.techniques.wish import wishes
 
@@ -133,7 +136,8 @@ BELOW["report"] = set(BELOW)
 BELOW["frontends"] = BELOW["report"] - {"comparison", "evaluation"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "frontends"}
 BELOW["features"] = set(BELOW)
-BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
+BELOW["__main__"] = BELOW["cli"] | {"cli"}
+BELOW["__init__"] = BELOW["__main__"] | {"features"}
 """The rooms that each room may import. `prediction` and `measurement` meet only from `comparison` upwards."""
 
 INNER = {
@@ -141,7 +145,6 @@ INNER = {
     "planning": ("", "cost", "search", "lengths fleet"),
     "training": ("", "checkpoint", "run"),
     "report": ("text", "page", "evaluation", "plan", ""),
-    "frontends": ("", "trainer custom_loop"),
 }
 """The folders of a room, the lowest first; folders of one line never import each other. An empty name is
 the files outside these folders."""
@@ -283,7 +286,8 @@ def test_the_core_names_no_feature() -> None:
 
     def named(path: Path) -> Iterator[str]:
         tree = tree_of(path)
-        modules = set(imported(tree))
+        # The package lists public names of features for type checkers alone.
+        modules = imported_at_import(path) if room_of(path) == "__init__" else set(imported(tree))
         yield from (module for module in modules if module.startswith("snugfit.features."))
         for node in nodes_of(tree):
             is_used = isinstance(node, ast.Attribute) and node.attr in fields
@@ -293,6 +297,61 @@ def test_the_core_names_no_feature() -> None:
                 yield f"{node.arg}="
 
     assert not offending(lambda path: named(path) if room_of(path) != "features" else ())
+
+
+ENGLISH = {
+    "budget", "captured", "compiled", "context", "expert", "flash", "flex", "frozen", "fused", "host",
+    "pipeline", "released", "tensor",
+}  # fmt: skip
+"""Names of features' techniques that are words of the core too."""
+
+TENSOR_PARTS = {"DTensor", "device_mesh", "full_tensor"}
+"""Attributes of torch's tensors that are parts of others."""
+
+MAY_NAME = {
+    # Examples in help and in errors.
+    "cli/arguments.py": {"fsdp"},
+    "cli/plan.py": {"lora"},
+    "planning/keep.py": {"lora"},
+    "planning/several_gpus/building.py": {"fsdp"},
+    "techniques/several_gpus.py": {"ddp", "fsdp"},
+    # Modules, packages and arguments of other libraries, and parts of models' names.
+    "deferred_imports.py": {"fsdp"},
+    "job/names.py": {"fp8"},
+    "prediction/profile.py": {"liger"},
+    "techniques/adapters/full.py": {"lora"},
+    "versions.py": {"liger"},
+    # Precisions of a GPU.
+    "comparison/calibrate.py": {"fp8", "ddp", "fsdp"},
+    "job/gpu.py": {"fp8"},
+    "prediction/rates.py": {"fp8"},
+    # The packaged pictures are a job of this task.
+    "training/digits/__init__.py": {"image-classification"},
+}
+"""Names of features that files of the core may use."""
+
+
+def test_the_core_names_no_technique_or_task_of_a_feature() -> None:
+    """Texts and code of the core name them in examples, and as other libraries' keys, alone."""
+    named = {
+        technique.name
+        for technique in roster.techniques()
+        if technique.__module__.startswith("snugfit.features.")
+    }
+    names = named.union(task.name for task in added_tasks()) - ENGLISH | TENSOR_PARTS
+    pattern = re.compile(rf"\b({'|'.join(sorted(names))})\b")
+
+    def used(path: Path) -> Iterator[str]:
+        tree = tree_of(path)
+        docs = {id(node.value) for node in nodes_of(tree) if isinstance(node, ast.Expr)}
+        for node in nodes_of(tree):
+            text = getattr(node, "attr", getattr(node, "id", ""))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                text = node.value
+            allowed = MAY_NAME.get(path.relative_to(SOURCE).as_posix(), set())
+            yield from (name for name in pattern.findall(text) if name not in allowed)
+
+    assert not offending(lambda path: used(path) if room_of(path) != "features" else ())
 
 
 def test_the_contract_of_features_is_one_short_file() -> None:

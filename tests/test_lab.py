@@ -22,8 +22,8 @@ def test_a_script_is_importable_and_has_a_main(name: str) -> None:
 
 def test_front_ends_still_take_their_predictor_by_this_name() -> None:
     """`train_overhead.py` replaces this name, because a prediction takes seconds and is no part of a step."""
-    from snugfit.frontends.custom_loop import run
-    from snugfit.frontends.trainer import step_timer
+    from snugfit.features.loops.custom_loop import run
+    from snugfit.features.loops.trainer import step_timer
 
     assert callable(run.run_predictor)
     assert callable(step_timer.run_predictor)

@@ -79,7 +79,7 @@ def test_the_length_of_what_has_none_is_refused() -> None:
     from torch import nn, zeros
 
     custom = Job(model=Model.from_module(nn.Linear(2, 2), {"input": zeros(2, 2)}), task=Task.CUSTOM)
-    picture = Job(model=Model.find("google/vit-large-patch16-224"), task=Task.IMAGE_CLASSIFICATION)
+    picture = Job(model=Model.find("google/vit-large-patch16-224"), task="image-classification")
     for job in (custom, picture):
         with pytest.raises(UsageError, match=r"has no sequences\. Try 'batch'"):
             largest(job, Recipe(), memory_bytes=GIB, of="sequence-length")

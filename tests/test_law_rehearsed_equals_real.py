@@ -172,7 +172,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Task]] = {
             "image_size": 32,
             "patch_size": 8,
         },
-        Task.IMAGE_CLASSIFICATION,
+        "image-classification",
     ),
     "whisper": (
         {
@@ -191,7 +191,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Task]] = {
             "eos_token_id": 2,
             "decoder_start_token_id": 1,
         },
-        Task.SPEECH_TO_TEXT,
+        "speech-to-text",
     ),
     "mixtral": (
         {

@@ -98,10 +98,6 @@ def test_a_process_without_bytes_is_still_a_process() -> None:
     ]
 
 
-def test_names_in_bytes() -> None:
-    assert card_of(FakeNvml(FakeGpu(name=b"Tesla T4"))).name == "Tesla T4"
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

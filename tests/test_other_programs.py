@@ -330,5 +330,5 @@ def test_longt5_s_buckets_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_buffers_that_a_model_makes_on_the_host_are_a_doubt() -> None:
     """LeViT builds `torch.LongTensor`s, which no ambient device moves."""
-    trace = trace_of_config("levit", Task.IMAGE_CLASSIFICATION, image_size=224, depths=[1, 1, 1])
+    trace = trace_of_config("levit", "image-classification", image_size=224, depths=[1, 1, 1])
     assert "made on the host" in " ".join(trace.doubts)

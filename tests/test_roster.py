@@ -123,6 +123,7 @@ class Silent(Technique):
         (_broken(__doc__="no full stop"), "full stop"),
         (_broken(fidelity="same-ish"), "fidelity"),
         (_broken(source=" "), "source"),
+        (_broken(install=Technique.install), "`value`"),
         (_broken(name="So und"), "small letters"),
         (_broken(needs=("nothing>=1",)), "extra"),
         (Silent, "missing: \\['k'\\]"),

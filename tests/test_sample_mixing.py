@@ -21,9 +21,9 @@ from small_runs import events, small_run
 from snugfit import accelerate, fit, predict
 from snugfit import train as snugfit_train
 from snugfit.errors import OutOfMemory
+from snugfit.features.loops.trainer.plan import compared_job
 from snugfit.frontends import own
 from snugfit.frontends.next_recipe import cut_smaller, next_recipe
-from snugfit.frontends.trainer.plan import compared_job
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.job.sample_mixing import is_plain_by_source, mixing_of, norm_layers_of_job
@@ -68,7 +68,7 @@ def resnet_job(**more: Any) -> Job:
         "layer_type": "basic", "image_size": 32,
     }  # fmt: skip
     model = Model.from_config(facts, name="resnet")
-    return Job(model=model, task=Task.IMAGE_CLASSIFICATION, batch_size=8, **more)
+    return Job(model=model, task="image-classification", batch_size=8, **more)
 
 
 def clip() -> tuple[Any, dict[str, Any]]:
@@ -274,7 +274,7 @@ def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pyte
     [
         ("llama", Task.CAUSAL_LM, True),
         ("bert", Task.SEQUENCE_CLASSIFICATION, True),
-        ("mobilenet_v2", Task.IMAGE_CLASSIFICATION, False),  # batch norms
+        ("mobilenet_v2", "image-classification", False),  # batch norms
         ("gemma3", Task.CAUSAL_LM, False),  # made of two models
     ],
 )

@@ -164,7 +164,7 @@ COLUMNS: list[tuple[Task, str, str]] = [
 
 def test_a_task_without_a_reader_is_named(tmp_path: Path) -> None:
     """The reader's feature is missing, or the model is a module from Python."""
-    job = replace(small_job("vit"), task=Task.IMAGE_CLASSIFICATION)
+    job = replace(small_job("vit"), task="image-classification")
     with pytest.raises(UsageError, match="the task image-classification cannot be trained from rows"):
         columns_of(read_rows([{"image": "1.png", "label": 1}]), job)
 

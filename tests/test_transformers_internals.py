@@ -21,8 +21,7 @@ from packaging.version import Version
 
 import snugfit
 from fitted import classified, model_of, trainer_of
-from snugfit.frontends.trainer import trainer_class
-from snugfit.step import trainer_hooks
+from snugfit.features.loops.trainer import live_trainer, trainer_class, trainer_hooks
 from snugfit.step import transformers_internals as internals
 
 Trainer = transformers.Trainer
@@ -116,13 +115,13 @@ def test_every_override_and_every_private_field_stands_in_these_tables() -> None
     assert {name for name in overridden if name[0] == "_" and name[:2] != "__"} <= METHODS.keys()
     private = {
         node.attr
-        for module in (internals, trainer_hooks, trainer_class)
+        for module in (internals, live_trainer, trainer_hooks, trainer_class)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and ast.unparse(node.value) in ("trainer", "super()")
     }
-    assert private | set(internals.LOGGED.values()) <= METHODS.keys() | FIELDS.keys()
+    assert private | set(live_trainer.LOGGED.values()) <= METHODS.keys() | FIELDS.keys()
 
 
 def test_an_epoch_skips_batches_by_a_function_of_its_module() -> None:
@@ -134,8 +133,10 @@ def test_an_epoch_skips_batches_by_a_function_of_its_module() -> None:
 
 def test_nothing_private_of_a_trainer_is_used_elsewhere() -> None:
     root = Path(snugfit.__file__).parent
-    for path in [*(root / "frontends").rglob("*.py"), *(root / "step").rglob("*.py")]:
-        if path in {Path(module.__file__) for module in (internals, trainer_hooks, trainer_class)}:
+    own = {Path(module.__file__) for module in (internals, live_trainer, trainer_hooks, trainer_class)}
+    rooms = [root / room for room in ("features/loops", "frontends", "step")]
+    for path in (path for room in rooms for path in room.rglob("*.py")):
+        if path in own or "tests" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr[0] == "_" != node.attr[1:2]:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from snugfit.comparison.compare import Comparison, compare
     from snugfit.data.lengths import Lengths
     from snugfit.errors import SnugfitError
-    from snugfit.frontends.custom_loop.accelerate import accelerate
-    from snugfit.frontends.custom_loop.run import HandRun
+    from snugfit.features.loops.custom_loop.accelerate import accelerate
+    from snugfit.features.loops.custom_loop.run import HandRun
+    from snugfit.features.loops.trainer.fit import fit
     from snugfit.frontends.own import train
-    from snugfit.frontends.trainer.fit import fit
     from snugfit.job.gpu import Gpu, all_gpus, find_gpu
     from snugfit.job.job import Job, Phase, Task
     from snugfit.job.model import Model
@@ -88,10 +88,7 @@ _HOMES = {
     "cli.notebook": ("predict",),
     "cli.plan_cache": ("plan",),
     "comparison.compare": ("Comparison", "compare"),
-    "frontends.custom_loop.accelerate": ("accelerate",),
-    "frontends.custom_loop.run": ("HandRun",),
     "frontends.own": ("train",),
-    "frontends.trainer.fit": ("fit",),
     "errors": ("SnugfitError",),
     "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
     "job.job": ("Job", "Phase", "Task"),
@@ -125,6 +122,11 @@ def __getattr__(name: str) -> Any:
             value = getattr(importlib.import_module(f"snugfit.{home}"), name)
             globals()[name] = value
             return value
+    if name in __all__:
+        from snugfit.techniques.registry import public_module
+
+        value = globals()[name] = getattr(public_module(name), name)
+        return value
     raise AttributeError(f"module 'snugfit' has no attribute {name!r}")
 
 

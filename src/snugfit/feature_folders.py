@@ -178,9 +178,9 @@ def feature_files(folder: str) -> Iterator[Traversable]:
         yield from subfolder.iterdir() if subfolder.is_dir() else ()
 
 
-def feature_objects(module: str, kind: type[T]) -> list[T]:
-    """Return the objects of this kind in the module of this name of each feature that has one."""
-    modules = [f"{package}.{module}" for package in feature_packages().values()]
+def feature_objects(module: str, kind: type[T], *, only: str = "") -> list[T]:
+    """Return the objects of this kind in the module of this name of each feature that has one, or of one."""
+    modules = [f"{package}.{module}" for name, package in feature_packages().items() if only in ("", name)]
     return [
         value
         for path in modules

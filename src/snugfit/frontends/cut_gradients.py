@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from snugfit.job.batch_layout import BatchLayout, map_leaves
-from snugfit.step.spread_tensors import mesh
+from snugfit.step.clipping import tensor_parts
 from snugfit.training.rng import all_rng_states, preserve_rng, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class CutRuns:
     @property
     def can_take_gradients(self) -> bool:
         """True for unsharded parameters; the hooks of shards wait for a full step's own passes."""
-        return bool(self._parameters) and all(mesh(weight) is None for weight in self._model.parameters())
+        return bool(self._parameters) and not any(map(tensor_parts().is_part, self._model.parameters()))
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:
         """Run each order of samples by piece.
@@ -227,7 +227,7 @@ def _shaken(weights: Sequence[Any]) -> Iterator[None]:
     """
     import torch
 
-    parts = [weight.to_local() if mesh(weight) is not None else weight for weight in weights]
+    parts = [tensor_parts().own(weight) for weight in weights]
     with torch.no_grad():
         before = [part.detach().clone() for part in parts]
         for number, part in enumerate(parts):  # one generator each: ranks have shards of different sizes

@@ -148,11 +148,11 @@ def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
     # Gradients of the pieces are added up, so they must not be released in the passes.
     whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {
-        cut.setup().micro_batches: cut
+        cut.pieces: cut
         for kind in roster.techniques()
         for technique in (
             kind.settings(job) if kind.slot is Slot.BATCHING and not kind.planning_objection(job) else ()
         )
-        if (cut := whole.with_(technique)).setup().micro_batches > recipe.setup().micro_batches
+        if (cut := whole.with_(technique)).pieces > recipe.pieces
     }
     return finer[min(finer)] if finer else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from snugfit.errors import ModelError
 from snugfit.hub_kernels import only_errors
-from snugfit.job.inputs import model_inputs
+from snugfit.job.inputs import added_tasks
 
 HEADS: Mapping[str, tuple[str, str]] = {
     "sequence-classification": (
@@ -39,7 +39,7 @@ HEADS: Mapping[str, tuple[str, str]] = {
 @cache
 def heads() -> Mapping[str, tuple[str, str]]:
     """Return the same for every task, those of features too."""
-    return {**HEADS, **{task: head for one in model_inputs() for task, head in one.heads.items()}}
+    return {**HEADS, **{task.name: task.head for task in added_tasks()}}
 
 
 @cache

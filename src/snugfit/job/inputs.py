@@ -1,23 +1,37 @@
-"""Inputs of models that are no tokens, from features.
+"""Tasks and inputs of models that are no tokens, from features.
 
-A feature's module `inputs.py` has one `ModelInputs` for each kind, and the tasks that it adds. A batch of
-tokens is the core's own (`batch.py`).
+A feature's module `tasks.py` has an `AddedTask` for each, which is read before there are jobs. Its module
+`inputs.py` has one `ModelInputs` for each kind. A batch of tokens is the core's own (`batch.py`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from snugfit.feature_folders import feature_objects
 
 
+@dataclass(frozen=True, kw_only=True)
+class AddedTask:
+    """A task of a feature."""
+
+    name: str
+    """Its value in `Task`."""
+
+    head: tuple[str, str]
+    """Its heads, as `HEADS` of `architectures.py` has them."""
+
+    elsewhere: str = ""
+    """Its name on the hub, if that is another."""
+
+
 class ModelInputs:
     """One kind of inputs."""
 
-    heads: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Tasks that these inputs add, as `HEADS` of `architectures.py` has them."""
+    task: ClassVar[str] = ""
+    """The added task whose models all take them; empty without one."""
 
     has_classes: ClassVar[bool] = False
     """True if the labels of these tasks are classes."""
@@ -27,7 +41,7 @@ class ModelInputs:
 
     def serves(self, task: str, architecture: str) -> bool:
         """Return whether a model of this architecture takes them in this task."""
-        return task in self.heads
+        return task == self.task
 
     def complete(self, config: Any) -> None:
         """Add keys to a transformers config that configs of the hub have."""
@@ -35,6 +49,12 @@ class ModelInputs:
     def of_job(self, job: Any, config: Any) -> Any:
         """Return the `SampleInputs` (`batch.py`) of a job. Raise `JobError` for a model of unknown shapes."""
         raise NotImplementedError
+
+
+@functools.cache
+def added_tasks() -> tuple[AddedTask, ...]:
+    """Return the tasks that all features add."""
+    return tuple(feature_objects("tasks", AddedTask))
 
 
 @functools.cache
@@ -61,7 +81,7 @@ def has_classes(task: str) -> bool:
 
 
 def _kinds_with(task: str) -> list[ModelInputs]:
-    return [one for one in model_inputs() if task in one.heads]
+    return [one for one in model_inputs() if task == one.task]
 
 
 def inputs_of(task: str, architecture: str) -> ModelInputs | None:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import JobError, did_you_mean
 from snugfit.job.architectures import class_of, heads, tasks_of, transformers_version
 from snugfit.job.dtype import DTYPES, dtype_name
-from snugfit.job.inputs import has_sequence, has_target
+from snugfit.job.inputs import added_tasks, has_sequence, has_target
 from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
 
@@ -39,39 +39,52 @@ _TASKS_ELSEWHERE = {
     "summarization": "seq2seq-lm",
     "translation": "seq2seq-lm",
     "text2text-generation": "seq2seq-lm",
-    "automatic-speech-recognition": "speech-to-text",
+    **{one.elsewhere: one.name for one in added_tasks() if one.elsewhere},
 }
 """The names that the hub's pipelines and peft use, with the names of our tasks."""
 
 
-class Task(StrEnum):
+CUSTOM = "custom"
+"""The task of an `nn.Module` of the user's own, from Python, with an example batch."""
+
+
+class TaskBase(StrEnum):
     """The output of the model's head, named after transformers' heads."""
 
-    SEQUENCE_CLASSIFICATION = "sequence-classification"
-    TOKEN_CLASSIFICATION = "token-classification"
-    CAUSAL_LM = "causal-lm"
-    MASKED_LM = "masked-lm"
-    SEQ2SEQ_LM = "seq2seq-lm"
-    IMAGE_CLASSIFICATION = "image-classification"
-    SPEECH_TO_TEXT = "speech-to-text"
-    CUSTOM = "custom"
-    """An `nn.Module` of the user's own, from Python, with an example batch."""
-
     @classmethod
-    def parse(cls, text: str) -> Task:
+    def parse(cls, text: str) -> Self:
         """Return the task called `text`, here or on the hub. Raises `JobError` with the legal names.
 
         `custom` is parsed but not listed. It is for modules from Python, and `_refuse_task` rejects it for
         other models.
         """
-        legal = [task.value for task in cls if task is not cls.CUSTOM]
-        if text not in (*legal, cls.CUSTOM.value):
+        legal = [task.value for task in cls if task.value != CUSTOM]
+        if text not in (*legal, CUSTOM):
             # The hub and peft write tasks in other ways.
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
             if (name := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
                 return cls(name)
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
+
+
+# mypy cannot follow an enumeration that is read from the table of heads.
+if TYPE_CHECKING:
+
+    class Task(TaskBase):
+        """The tasks of the core, to which features add others."""
+
+        SEQUENCE_CLASSIFICATION = "sequence-classification"
+        TOKEN_CLASSIFICATION = "token-classification"
+        CAUSAL_LM = "causal-lm"
+        MASKED_LM = "masked-lm"
+        SEQ2SEQ_LM = "seq2seq-lm"
+        CUSTOM = CUSTOM
+
+else:
+    names = (*heads(), CUSTOM)
+    Task = TaskBase("Task", {name.upper().replace("-", "_"): name for name in names}, module=__name__)
+    Task.__doc__ = TaskBase.__doc__
 
 
 class Phase(StrEnum):
@@ -348,11 +361,6 @@ def _refuse_task(job: Job) -> None:
                 f"{model.name} is a module from Python, so its task must be 'custom', not {job.task}."
             )
         return
-    if job.task not in (*heads(), Task.CUSTOM):
-        raise JobError(
-            f"The task {job.task} needs a feature of snugfit that is not installed. Tasks: "
-            f"{', '.join(heads())}."
-        )
     possible = tasks_of(model.architecture)
     if job.task not in possible:
         raise JobError(

@@ -65,9 +65,9 @@ class Card:
     def __init__(self, library: Any, handle: Any) -> None:
         self._library, self._handle = library, handle
         self._version: int | None = None
-        self.uuid = _text(_ask(library, "nvmlDeviceGetUUID", handle))
+        self.uuid = str(_ask(library, "nvmlDeviceGetUUID", handle))
         try:
-            self.name = _text(_ask(library, "nvmlDeviceGetName", handle))
+            self.name = str(_ask(library, "nvmlDeviceGetName", handle))
         except NvmlUnavailable:
             self.name = "unnamed GPU"
 
@@ -191,7 +191,7 @@ class Nvml:
     def driver(self) -> str | None:
         """Return the driver's version; None where it is not reported."""
         try:
-            return _text(_ask(self._library, "nvmlSystemGetDriverVersion"))
+            return str(_ask(self._library, "nvmlSystemGetDriverVersion"))
         except NvmlUnavailable:
             return None
 
@@ -255,8 +255,3 @@ def _processes(answer: Any) -> list[GpuProcess]:
         is_known = type(used) is int and 0 < used < 1 << 50
         processes.append(GpuProcess(pid=int(process.pid), bytes=used if is_known else None))
     return processes
-
-
-def _text(answer: Any) -> str:
-    """Return the answer as text; older bindings return bytes."""
-    return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)

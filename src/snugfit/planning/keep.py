@@ -21,7 +21,6 @@ from snugfit.job.job import Job
 from snugfit.planning.plan import KeptSlot
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe, techniques_of
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot, Technique
 from snugfit.techniques.wish import processes_of
 
@@ -112,7 +111,7 @@ class Kept:
 def _is_axis(technique: Technique) -> bool:
     """Return whether the technique groups GPUs that work on the same samples. Plans for several GPUs evaluate
     these groups."""
-    processes = processes_of(technique.install(Setup()))
+    processes = processes_of(technique.alone)
     return processes is not None and bool(processes.axes)
 
 

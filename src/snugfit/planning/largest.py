@@ -96,7 +96,7 @@ class _Sizes:
     def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
         self.job, self.recipe, self.options = job, recipe, options
         self.field, most = FIELDS[of]
-        self.unit = recipe.setup().micro_batches if of == "batch" else 1
+        self.unit = recipe.pieces if of == "batch" else 1
         self.asked: dict[int, Prediction] = {}
         self.limit = self._largest_valid(most // self.unit)
 

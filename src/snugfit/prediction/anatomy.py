@@ -73,7 +73,7 @@ def _dtypes(blocks: Sequence[Block]) -> str:
 
 
 def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> str:
-    optimizer = setup.optimizer.factory.path.split(":")[-1]
+    optimizer = setup.optimizer_path.split(":")[-1]
     in_dtypes = f"in {dtypes}, " if dtypes else ""
     fixed = {
         Kind.WEIGHTS: f"parameters and buffers, in {dtypes or exchanges().weights_dtype(setup)}",

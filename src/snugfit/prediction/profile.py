@@ -63,7 +63,7 @@ class Software:
     def setup(self, recipe: Recipe) -> Setup:
         """Return the recipe's Setup, with this software's optimizers."""
         setup = recipe.setup()
-        path = self.optimizers.get(setup.optimizer.factory.path)
+        path = self.optimizers.get(setup.optimizer_path)
         if path is None:
             return setup
         # The Trainer's name would select today's optimizer.

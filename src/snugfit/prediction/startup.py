@@ -135,7 +135,7 @@ def startup(
 def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
     """Return the number of a step's kernels that compiled programs launch."""
     # Each micro-batch launches the same programs again.
-    return sum(kernel.compiled for kernel in kernels) // setup.micro_batches
+    return setup.per_piece(sum(kernel.compiled for kernel in kernels))
 
 
 def operator_of(kernel: Hashable) -> str:

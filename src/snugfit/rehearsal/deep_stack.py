@@ -26,10 +26,10 @@ STACK_BYTES = 1 << 30
 Answer = TypeVar("Answer")
 
 
-def is_deep(job: Job) -> bool:
-    """Return True if the config has at least `DEEP_LAYERS` layers."""
+def is_deep(job: Job, least: int) -> bool:
+    """Return True if the config has at least this number of layers."""
     counts = [job.model.config.get(key) for key in LAYERS]
-    return any(type(count) is int and count >= DEEP_LAYERS for count in counts)
+    return any(type(count) is int and count >= least for count in counts)
 
 
 def run_on_deep_stack(work: Callable[[], Answer]) -> Answer:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.job.config import LAYERS
+from snugfit.rehearsal.deep_stack import is_deep
 from snugfit.rehearsal.splice import Part, SharedBlock, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.deepen import deepen, numbers_of
-from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_setup
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import without_layer_numbers
 from snugfit.techniques.registry import hooks
@@ -62,7 +61,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     Return None if equality is not certain, or if shallow models save no work.
     """
     is_one_program = _is_one_program(setup)
-    if not is_one_program and not _is_deep(job):
+    if not is_one_program and not is_deep(job, DEEP):
         return None
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
@@ -78,12 +77,6 @@ def _is_one_program(setup: Setup) -> bool:
     return lowering is not None and lowering.is_one_program
 
 
-def _is_deep(job: Job) -> bool:
-    """Return True if the config has at least `DEEP` layers."""
-    counts = [job.model.config.get(key) for key in LAYERS]
-    return any(type(count) is int and count >= DEEP for count in counts)
-
-
 def passes_from_few_layers(
     job: Job, setup: Setup, policy: Policy, record: RecordPasses = rehearse_passes
 ) -> Part | None:
@@ -96,7 +89,7 @@ def passes_from_few_layers(
     depth = depth_of(job, setup) if job.trains else None
     if depth is None:
         return None
-    checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
+    asked, repeats = periodic_setup(setup, depth.layers)
     # Checkpointing must repeat together with the kinds of layers.
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
@@ -105,7 +98,6 @@ def passes_from_few_layers(
     # Two shallow models must cost less than the deep one, including the time to write its trace.
     if 2 * layers + period + written >= depth.layers:
         return None
-    asked = replace(setup, checkpoint=checkpoint)
     shallow, deeper = (_rehearse(depth, job, asked, policy, few, record) for few in (layers, layers + period))
     periods = (depth.layers - layers) // period - 1
     return _deepen_passes(shallow, deeper, periods, compiled=is_one_program)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import RehearsalError, SnugfitError, UsageError
 from snugfit.hub_kernels import import_peft, no_hub_kernels
 from snugfit.job.architectures import class_of
-from snugfit.rehearsal.deep_stack import is_deep, run_on_deep_stack
+from snugfit.rehearsal.deep_stack import DEEP_LAYERS, is_deep, run_on_deep_stack
 from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
@@ -96,7 +96,7 @@ def rehearse(
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         # A run that varies with its values, or has no steady state, is recorded again in full.
         relative = RelativeTrace.of(trace, marks)
-        whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
+        whole = repeat(relative, steps=steps, micro_batches=short.micro_batches) if not varies else None
         if whole is not None:
             return whole.trace()
     if setup.records_graphs:
@@ -125,7 +125,7 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     """Run `steps` steps of a Step on `meta`, and record each."""
     record = partial(_record_step, step, policy, steps)
-    return run_on_deep_stack(record) if is_deep(step.job) else record()
+    return run_on_deep_stack(record) if is_deep(step.job, DEEP_LAYERS) else record()
 
 
 def _overrides(

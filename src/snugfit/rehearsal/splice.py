@@ -118,6 +118,11 @@ class Part:
         return kept_workspaces(self.trace.moves)
 
 
+def without_update(setup: Setup) -> Setup:
+    """Return the Setup with an optimizer that records the gradients that it gets."""
+    return setup.with_fields(optimizer=NOTHING)
+
+
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
     """Return forward and backward of a job under this Setup, without its optimizer.
 
@@ -127,13 +132,9 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
     if setup.records_graphs:
         raise RehearsalError(PLAYED)
     # Clipping and groups of parameters belong to the update, so the passes are recorded without them.
-    job = replace(
-        job, clip=None, decay_groups=False, batch_size=job.batch_size // setup.micro_batches * micro_batches
-    )
-    setup = replace(setup, micro_batches=micro_batches, optimizer=NOTHING)
-    step = PlainStep(job, setup, _meta())
+    job, setup = setup.in_pieces(micro_batches, replace(job, clip=None, decay_groups=False))
+    step = PlainStep(job, without_update(setup), _meta())
     trace, marks, varies, _ = record_step(step, policy, steps)
-    # The optimizer without effect records the gradients that it gets.
     optimizer: Any = step.optimizer
     named = step.model.named_parameters() if step.model is not None else ()
     trained = tuple(name for name, parameter in named if parameter.requires_grad)
@@ -161,8 +162,7 @@ def rehearse_update(
     `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
     blocks.
     """
-    # Passes are replaced by empty gradients, so their number and their checkpointing have no effect.
-    step = UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
+    step = UpdateAlone(job, setup.for_update(), _meta())
     step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED_STEPS)
     return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)

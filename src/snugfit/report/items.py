@@ -75,7 +75,7 @@ class PeakItem:
 
 def items_at_peak(prediction: Prediction) -> list[PeakItem]:
     """Return the items at the peak, the largest first."""
-    optimizer = prediction.recipe.setup().optimizer.factory.path.split(":")[-1]
+    optimizer = prediction.recipe.setup().optimizer_path.split(":")[-1]
     sizes: dict[str, Counter[str]] = defaultdict(Counter)
     for line in prediction.anatomy.largest:
         sizes[item_name(line, optimizer, trains=prediction.job.trains)][line.dtype] += line.bytes

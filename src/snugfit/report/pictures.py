@@ -84,7 +84,7 @@ def draw_prediction(one: Prediction) -> list[Chart]:
             anatomy.curve,
             context_bytes=one.footprint.context_bytes or 0,
             memory_bytes=one.memory_bytes,
-            micro_batches=one.recipe.setup().micro_batches,
+            micro_batches=one.recipe.pieces,
             moment=one.footprint.at,
         )
         charts.append(over_step)

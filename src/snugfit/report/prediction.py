@@ -44,7 +44,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     parts += [kinds_table(prediction)]
     parts += [_largest_table(anatomy)] if anatomy.largest else []
     if anatomy.curve:
-        parts += draw_curve(anatomy.curve, micro_batches=prediction.recipe.setup().micro_batches)
+        parts += draw_curve(anatomy.curve, micro_batches=prediction.recipe.pieces)
     parts += [operators_table(anatomy, prediction.timing)] if operators else []
     parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in prediction.doubts]
     parts += [Page(with_commands(of_prediction(prediction)))]

@@ -71,7 +71,7 @@ class AccelerateStep(Step):
         observer.phase("build")
         model, optimizer, batches = self._prepare(self._model(), accelerator)
         observer.build_ends(getattr(model, "module", model) if ranks_of(self.setup) > 1 else model, optimizer)
-        pieces = self.setup.micro_batches
+        pieces = self.pieces
         losses: list[torch.Tensor] = []
         for index in range(steps):
             observer.step_begins(index)

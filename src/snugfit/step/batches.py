@@ -159,7 +159,7 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
     """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
     samples = SyntheticDataset(job, dataset_size(job, device, steps))
     if job.model.module is not None:
-        layout, size = job.model.layout(job.batch_size), job.batch_size // setup.micro_batches
+        layout, size = job.model.layout(job.batch_size), setup.per_piece(job.batch_size)
         if size != layout.samples:
             layout.refuse_unclear(f"{job.model.name} needs batches of {size}")
         return samples
@@ -176,7 +176,7 @@ def loader(
 
     batches: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device, EPOCH)),
-        batch_size=job.batch_size // setup.micro_batches,
+        batch_size=setup.per_piece(job.batch_size),
         drop_last=True,
         collate_fn=collator(job, device, always_mask=always_mask),
         persistent_workers=False,

@@ -31,8 +31,8 @@ from snugfit.step.applier import (
 )
 from snugfit.step.batches import micro_batches, place
 from snugfit.step.build import build_model, build_optimizer
+from snugfit.step.clipping import clip
 from snugfit.step.loss import loss_of
-from snugfit.step.spread_tensors import clip
 from snugfit.step.step import Step
 from snugfit.techniques.several_gpus import ranks_of
 
@@ -154,7 +154,7 @@ class PlainStep(OptimizerLoop):
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
         """Count the items that the loss of a host micro-batch is a mean over."""
-        self.rows = max(1, job.batch_size // setup.micro_batches)
+        self.rows = max(1, setup.per_piece(job.batch_size))
         """Samples of a micro-batch."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
         """Compute the loss from a model and a micro-batch on the device."""

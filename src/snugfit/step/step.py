@@ -115,6 +115,8 @@ class Step(ABC):
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         self.job, self.setup, self.device, self.keep_losses = job, setup, device, keep_losses
+        self.pieces = setup.micro_batches
+        """Micro-batches of a step."""
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
 

@@ -85,7 +85,7 @@ class TrainerStep(Step):
         self._watch(trainer, observer)
         trainer.train()
         self._finish(trainer)
-        pieces = self.setup.micro_batches
+        pieces = self.pieces
         losses = [float(loss) for loss in trainer.losses or ()]
         # The Trainer divides the loss of each micro-batch, so their sum is the step's.
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]

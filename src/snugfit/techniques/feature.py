@@ -3,7 +3,7 @@
 A feature is a folder of `features/` that can be deleted, or a plugin (`feature_folders.py`). Its `feature.py`
 has one subclass of `Feature`, which adds techniques and handlers of its fields of `Setup` (`fields.py`). It
 overrides methods that the core calls on every feature (`registry.py`). The core names no feature. Tasks and
-inputs of models are in `inputs.py` (`job/inputs.py`). A feature imports its own modules within methods.
+inputs are in `tasks.py` and `inputs.py` (`job/inputs.py`). Modules are imported within methods.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ class Feature:
     needs: ClassVar[Mapping[str, str]] = {}
     """Other features that a technique's module imports, by module; without them the technique is left out."""
 
+    public_names: ClassVar[Mapping[str, str]] = {}
+    """Names of the package `snugfit`, each with the module of this feature that has it."""
+
     # ---- the command line ----
 
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
@@ -112,8 +115,7 @@ class Feature:
         return ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-        """Return the configuration that a command's options give, and add its flags' `settings`, which go
-        before it. Raises `UsageError`."""
+        """Return the configuration in a command's options, and add flags' `settings` before it."""
         return None
 
     def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
@@ -155,11 +157,14 @@ class Feature:
     def place_state(self, optimizer: Any, weight: Any) -> None:
         """Move the state of a weight, which was read from a checkpoint, to the memory that it needs."""
 
+    refused_optimizers: ClassVar[Mapping[str, str]] = {}
+    """Reasons against optimizers of a Trainer, by a part of their names in transformers."""
+
+    def tensor_parts(self) -> Any:
+        """Return the code for tensors that are parts of others (`step/clipping.py`)."""
+
     def state_parts(self) -> Any:
         """Return the code for processes with parts of a run's state (`training/checkpoint/parts.py`)."""
-
-    def trainer_parts(self, trainer: Any) -> Any:
-        """Return the code for the processes of a user's Trainer (`frontends/trainer/parts.py`)."""
 
     def processes(self) -> Any:
         """Return the code of runs of several processes: their launch, restart, comparison and measurement."""
@@ -191,8 +196,7 @@ class Feature:
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which the feature's operators run on shapes as on the policy's device.
-        `recorder.launch` takes kernels that torch does not launch."""
+        """Return a context in which the feature's operators run on shapes as on the policy's device."""
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
@@ -212,8 +216,7 @@ class Feature:
         return True
 
     def program_decisions(self) -> AbstractContextManager[list[Any]]:
-        """Return a context that yields a list of decisions for each program that runs. `are_alike(deeper,
-        periods)` of one compares it with a program of one more period of layers, for `periods` more."""
+        """Return a context that yields decisions on programs (`_decide_alike` of `few_layers.py`)."""
         return nullcontext([])
 
     def context_bytes(self, operators: Collection[str]) -> int:
@@ -222,8 +225,6 @@ class Feature:
 
     def exchanges(self) -> Any:
         """Return the `Exchanges` (`prediction/exchanges.py`) of several processes."""
-
-    # ---- searching a plan ----
 
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
         """Return further seconds of a first step with this `KernelSet` (`prediction/startup.py`)."""
@@ -245,6 +246,5 @@ class Feature:
         return False
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
-        """Add better recipes from outside the space, or smaller ones, to the state of a search. Return the
-        name of a tried technique that no space contains."""
+        """Add better or smaller recipes to the state of a search; return the name of their technique."""
         return ""

@@ -20,7 +20,7 @@ from snugfit.job.dtype import LOST_BELOW
 from snugfit.techniques import roster
 from snugfit.techniques.notation import parse
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Slot, Technique
+from snugfit.techniques.technique import Slot, Technique, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -111,6 +111,12 @@ class Recipe:
         """Return this recipe with `technique` in its slot."""
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
+    @property
+    def pieces(self) -> int:
+        """Number of micro-batches of the global batch."""
+        count: int = self[Slot.BATCHING].value
+        return count
+
     def setup(self) -> Setup:
         """Return the training loop's settings for this recipe."""
         return _setup_of(self)
@@ -171,10 +177,7 @@ def _setup_of(recipe: Recipe) -> Setup:
     """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many
     times.
     """
-    setup = Setup()
-    for technique in recipe:
-        setup = technique.install(setup)
-    return setup
+    return setup_of(*recipe)
 
 
 def techniques_of(text: str) -> dict[Slot, Technique]:

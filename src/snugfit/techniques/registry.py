@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from snugfit.feature_folders import FeatureError, feature_packages, import_feature
@@ -52,6 +53,14 @@ def stored_dtype(tensor: Any) -> str:
     """Return the name of a tensor's numbers: that of a feature for packed ones, else torch's."""
     packed = (name for packed_dtype in hooks("packed_dtype") if (name := packed_dtype(tensor)))
     return next(packed, str(tensor.dtype).removeprefix("torch."))
+
+
+def public_module(name: str) -> ModuleType:
+    """Return the module of a feature with this name of the package `snugfit`. Raises `AttributeError`."""
+    for feature in features():
+        if name in feature.public_names:
+            return import_feature(f"{feature_packages()[feature.name]}.{feature.public_names[name]}")
+    raise AttributeError(f"snugfit.{name} needs a feature of snugfit that is not installed.")
 
 
 def technique_modules() -> tuple[tuple[Slot, str], ...]:

@@ -205,6 +205,8 @@ def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
         )
     if not getattr(technique, "source", "").strip():
         raise RosterError(f"{where}: it must have a `source`: a paper, or a library's class.")
+    if technique.install is Technique.install and technique.value is Technique.value:
+        raise RosterError(f"{where}: it must have a `value`, or an `install`.")
     if bool(technique.needs) != bool(technique.extra):
         raise RosterError(
             f"{where}: `needs` and `extra` must be given together: the extra installs these packages."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
@@ -208,6 +208,42 @@ class CoreSetup:
         dtypes = {dtype_name(weight.dtype) for weight in module.parameters() if weight.requires_grad}
         # The narrowest dtype decides about lost updates.
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
+
+    @property
+    def optimizer_path(self) -> str:
+        """Return the import path of the optimizer."""
+        return self.optimizer.factory.path
+
+    def for_update(self) -> Self:
+        """Return the Setup of an update alone, which no cut of the batch and no checkpointing changes."""
+        return self.with_fields(micro_batches=1, checkpoint=None)
+
+    def created_dtype(self, job: Job) -> str:
+        """Return the dtype of the weights of a created model, by torch's name."""
+        return self.weights_dtype or job.dtype
+
+    def product_dtype(self, job: Job) -> str:
+        """Return the dtype of matrix products and attention, by torch's name."""
+        return self.autocast or self.created_dtype(job)
+
+    def per_piece(self, count: int) -> int:
+        """Return the share of each micro-batch in a batch's count of samples or of kernels."""
+        return count // self.micro_batches
+
+    def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
+        """Return job and Setup with this number of micro-batches, which have their size under this Setup."""
+        small = replace(job, batch_size=self.per_piece(job.batch_size) * count)
+        return small, self.with_fields(micro_batches=count)
+
+    def with_precision(
+        self, *, weights: str | None = None, products: str | None = None, is_scaled: bool = False
+    ) -> Self:
+        """Return a copy with weights and autocast of these dtypes, and a gradient scaler if `is_scaled`."""
+        return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
+
+    def without_autocast(self) -> tuple[str | None, Self]:
+        """Return the dtype of autocast, and a copy in which weights are cast in another way."""
+        return self.autocast, self.with_fields(autocast=None)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
         """Return a copy with this AdamW, or with that of a feature whose field needs another."""

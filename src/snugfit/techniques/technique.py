@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import re
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from snugfit.errors import RecipeError
 from snugfit.techniques.counterpart import Counterpart
@@ -49,6 +49,18 @@ class Slot(StrEnum):
     LOADING = "loading"
 
 
+FIELDS = {
+    Slot.ATTENTION: "attention",
+    Slot.MATMUL: "matmul",
+    Slot.HEAD: "logits",
+    Slot.CHECKPOINTING: "checkpoint",
+    Slot.BATCHING: "micro_batches",
+    Slot.OPTIMIZER: "optimizer",
+    Slot.ALLOCATOR: "expandable_segments",
+    Slot.LOADING: "loader",
+}
+"""The one field of `Setup` that all techniques of a slot set; other slots have none or several."""
+
 ALL_LINEAR = "all-linear"
 """peft's word for every linear layer but the head."""
 
@@ -69,9 +81,7 @@ class Fidelity(StrEnum):
 # A technique is frozen, so its Setup is made once; a search reads it for every candidate.
 @functools.cache
 def _alone(technique: Technique) -> Setup:
-    from snugfit.techniques.setup import Setup
-
-    return technique.install(Setup())
+    return setup_of(technique)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +177,14 @@ class Technique(ABC):
             if wrong := check_setting(declared, kinds[declared.name], value):
                 raise RecipeError(f"{self.name}: {declared.name} is {show_setting(value)}; {wrong}.")
 
-    @abstractmethod
+    @property
+    def value(self) -> Any:
+        """Return its value of the field in `FIELDS`; it overrides this or `install`."""
+        return getattr(self.alone, FIELDS[self.slot])
+
     def install(self, setup: Setup) -> Setup:
         """Return the same Setup with this technique's wishes in it."""
+        return setup.with_fields(**{FIELDS[self.slot]: self.value})
 
     @property
     def alone(self) -> Setup:
@@ -308,7 +323,7 @@ class PlainTechnique(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "torch's eager mode"
-    counterparts: ClassVar = (Counterpart(arguments={}),)
+    counterparts: ClassVar[tuple[Counterpart, ...]] = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
         """Return the Setup unchanged."""
@@ -321,6 +336,16 @@ class TechniqueBySlot(Protocol):
     def __getitem__(self, slot: Slot | str) -> Technique:
         """Return the technique in this slot."""
         ...
+
+
+def setup_of(*techniques: Technique) -> Setup:
+    """Return the plain Setup after these techniques, in order."""
+    from snugfit.techniques.setup import Setup
+
+    setup = Setup()
+    for technique in techniques:
+        setup = technique.install(setup)
+    return setup
 
 
 def first_sentence(text: str) -> str:

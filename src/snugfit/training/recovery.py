@@ -98,7 +98,7 @@ def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
     """Yield a warning if this recipe, chosen by the user, cuts a batch that gives other gradients in
     pieces."""
     cut = recipe[Slot.BATCHING]
-    if recipe.setup().micro_batches > 1 and (why := cut.planning_objection(job)):
+    if recipe.pieces > 1 and (why := cut.planning_objection(job)):
         cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
         yield {"event": "warning", "text": f"{cut}: {why}.{cure}"}
 

@@ -69,7 +69,7 @@ class Budget(Technique):
         """Refuse an uncompiled layer, which torch does not cut, and a budget of 0 with dropout, whose masks
         are lost.
         """
-        if COMPILE.of(recipe[Slot.ENGINE].install(Setup())) is None:
+        if COMPILE.of(recipe[Slot.ENGINE].alone) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
         # A budget of 0 ignores the marks that keep random numbers (`memory_budget.py`).
         if self.share == 0 and (dropout := job.stated_dropout()):

@@ -140,8 +140,7 @@ class Compiled(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse kernels of other libraries, dispatch modes and joined layers, which do not compile."""
-        setup = recipe[Slot.CHECKPOINTING].install(Setup())
-        wish = setup.checkpoint
+        wish = recipe[Slot.CHECKPOINTING].value
         # Selective checkpointing inspects single operators, which a compiled layer does not run.
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
             yield (
@@ -149,14 +148,14 @@ class Compiled(Technique):
                 "'every_layer' or 'every_nth_layer'."
             )
         attention, gradients = recipe[Slot.ATTENTION], recipe[Slot.GRADIENTS]
-        if attention.alone.attention not in COMPILES:
+        if attention.value not in COMPILES:
             yield f"{attention} was not tried with it. Take 'sdpa'."
         if not gradients.plain:
             yield f"{gradients} was not tried with it. Leave one of them out."
         if not job.trains:
             yield "compiled layers are simulated in training only. Leave it out."
         # A budget is a setting of Inductor's partitioner.
-        if self.backend != "inductor" and COMPILE.of(setup) is not None:
+        if self.backend != "inductor" and COMPILE.of(recipe[Slot.CHECKPOINTING].alone) is not None:
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} cuts the programs of Inductor. Try "
                 f"'compiled + {recipe[Slot.CHECKPOINTING]}'."
@@ -171,20 +170,18 @@ class Compiled(Technique):
         """Yield the techniques whose results a replayed graph would overwrite, or that were not tried
         in one.
         """
-        slots = Slot.BATCHING, Slot.CHECKPOINTING
-        batching, checkpointing = (recipe[slot].install(Setup()) for slot in slots)
         instead = "'compiled'" if self.what == "layers" else "'compiled(what=model)'"
-        if batching.micro_batches > 1:
+        if recipe[Slot.BATCHING].value > 1:
             yield (
                 f"a CUDA graph gives each micro-batch's gradients in the same memory, so those of "
                 f"{recipe[Slot.BATCHING]} would not add up: torch stops with an error. Try {instead}."
             )
-        if checkpointing.checkpoint is not None:
+        if recipe[Slot.CHECKPOINTING].value is not None:
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} runs programs again in the backward pass, which was not tried "
                 f"with CUDA graphs. Try {instead}."
             )
-        if recipe[Slot.HEAD].install(Setup()).logits is not None:
+        if recipe[Slot.HEAD].value is not None:
             yield (
                 f"{recipe[Slot.HEAD]} runs a backward pass within the forward pass, which was not tried with "
                 f"CUDA graphs. Try {instead}."

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Self
 
 from snugfit.job.job import Job
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
@@ -36,17 +35,14 @@ class Flex(Technique):
     extra: ClassVar = "compile"
     unplanned: ClassVar = "one step of it was measured, so no plan chooses it by itself"
     caveat: ClassVar = "the first step compiles its kernels, which takes some seconds that are not predicted."
+    value: ClassVar = "flex_attention"
     source: ClassVar = "Dong et al., arXiv 2412.05496; torch.nn.attention.flex_attention"
     elsewhere: ClassVar = ("flex_attention", "flexattention")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose transformers' implementation by name."""
-        return setup.with_fields(attention="flex_attention")
-
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse attention with dropout, and layers that keep a part of it."""
-        wish = recipe[Slot.CHECKPOINTING].alone.checkpoint
+        wish = recipe[Slot.CHECKPOINTING].value
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
         if wish is not None and wish.keep:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Distributed(Feature):
     """Add the techniques of the slots for several GPUs, their handlers, simulation and prices."""
 
+    needs: ClassVar[Mapping[str, str]] = {"sharded": "loops"}
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.SHARDING: tuple(
             f"techniques.{name}" for name in ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
@@ -38,17 +39,17 @@ class Distributed(Feature):
 
         return ParallelHandler(), ShardingHandler()
 
+    def tensor_parts(self) -> Any:
+        """Return the code for sharded tensors."""
+        from snugfit.features.distributed.apply.meshes import MeshParts
+
+        return MeshParts()
+
     def state_parts(self) -> Any:
         """Return the code for shards in checkpoints."""
         from snugfit.features.distributed.checkpoint.parts import SpreadState
 
         return SpreadState()
-
-    def trainer_parts(self, trainer: Any) -> Any:
-        """Return the code for a Trainer by DDP, or by FSDP2 where it is configured."""
-        from snugfit.features.distributed.trainer.sharded import DdpTrainer, ShardedTrainer
-
-        return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
 
     def processes(self) -> Any:
         """Return the code of runs of several processes."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from snugfit.features.engine.fields import MASTERS
 from snugfit.features.engine.master_optimizers import compact_adamw
 from snugfit.techniques import roster
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.setup import OptimizerWish
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -42,18 +42,16 @@ class AdamWCompact(Technique):
     master_bits: Literal[32, 24] = 32
     """Bits of a master of `bf16_master`: with 24, rounded by chance, its other half takes 1 byte, not 2."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose our own optimizer; the HF Trainer has no name for it."""
-        return setup.with_fields(optimizer=compact_adamw(self.master_bits))
+    @property
+    def value(self) -> OptimizerWish:
+        """Return our own optimizer; the HF Trainer has no name for it."""
+        return compact_adamw(self.master_bits)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse all weights except fp32 or two halves, on one GPU."""
-        setup = Setup()
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
-        for technique in reversed(
-            [recipe[slot] for slot in reversed(slots)]
-        ):  # a search fills the last one last
-            setup = technique.install(setup)
+        # A search fills the last slot last, and stops at the first that it lacks.
+        setup = setup_of(*reversed([recipe[slot] for slot in reversed(slots)]))
         dtype = setup.trained_dtype(job) if job.trains else "float32"
         if dtype != "float32" and not MASTERS.of(setup):
             yield (

@@ -43,7 +43,7 @@ class Bf16Master(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cut weights in halves, without autocast, and choose an optimizer that updates both."""
-        return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
+        return setup.with_precision(weights="bfloat16").with_fields(masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require one optimizer for masters, one GPU and one process."""

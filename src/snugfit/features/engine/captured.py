@@ -71,7 +71,7 @@ class Captured(Technique):
         offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
         if not offload.plain:
             yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
-        wish = again.alone.checkpoint
+        wish = again.value
         by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)
         # A graph cannot reset a GPU's generator, so recomputed dropout would draw other numbers.
         if wish is not None and not by_seeds and (dropout := job.stated_dropout()):

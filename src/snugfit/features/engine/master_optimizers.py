@@ -35,4 +35,4 @@ def master_adamw() -> OptimizerWish:
 
 def keeps_masters(setup: Setup) -> bool:
     """Return whether this Setup's optimizer updates masters."""
-    return setup.optimizer.factory.path in (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)
+    return setup.optimizer_path in (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)

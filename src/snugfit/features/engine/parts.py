@@ -14,7 +14,6 @@ each graph as one, and with several micro-batches it writes a share for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,8 +105,7 @@ def rehearse_captured_update(
     """
     import torch
 
-    setup = replace(setup, micro_batches=1, checkpoint=None)
-    step = _CapturedUpdateAlone(job, setup, torch.device("meta"))
+    step = _CapturedUpdateAlone(job, setup.for_update(), torch.device("meta"))
     step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED)
     # A recording that failed, or is still repeated, is no steady update.

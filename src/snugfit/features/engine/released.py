@@ -36,7 +36,7 @@ from snugfit.features.engine.fields import CAPTURE
 from snugfit.features.engine.master_optimizers import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -68,13 +68,11 @@ class Released(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse gradients that are not whole when they come, or that other weights need too."""
-        setup = Setup()
         # All slots, since each may change the dtype, the optimizer or the recording.
-        for slot in Slot:
-            setup = recipe[slot].install(setup)
+        setup = setup_of(*(recipe[slot] for slot in Slot))
         if not job.trains:
             yield "an evaluation has no gradients. Leave it out."
-        if setup.micro_batches > 1:
+        if recipe[Slot.BATCHING].value > 1:
             yield (
                 f"with {recipe[Slot.BATCHING]} gradients are sums over backward passes, which must be kept. "
                 "Try 'whole_batch'."
@@ -86,7 +84,7 @@ class Released(Technique):
             )
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "gradients that several processes average are kept until then. Try 'all_gradients'."
-        if setup.optimizer.factory.path not in UPDATES_ONE:
+        if setup.optimizer_path not in UPDATES_ONE:
             yield (
                 f"{recipe[Slot.OPTIMIZER]} does not update one weight at a time. Try 'adamw_fused', 'adamw', "
                 "'sgd' or 'adamw_compact'."

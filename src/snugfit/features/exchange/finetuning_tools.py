@@ -20,7 +20,7 @@ from snugfit.features.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
 from snugfit.step.checkpointing import NAMES
 from snugfit.techniques import roster
-from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.setup import CheckpointWish
 from snugfit.techniques.technique import ALL_LINEAR, Slot
 from snugfit.techniques.translate import write_arguments
 
@@ -320,7 +320,7 @@ def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
 def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
     """Return the dtype of the model's weights, and that of autocast or None."""
     setup = recipe.setup()
-    return setup.weights_dtype or job.dtype, setup.autocast
+    return setup.created_dtype(job), setup.autocast
 
 
 def _refuse_other_layers(arguments: Mapping[str, Any], job: Job, recipe: Recipe, to: str) -> None:
@@ -331,7 +331,7 @@ def _refuse_other_layers(arguments: Mapping[str, Any], job: Job, recipe: Recipe,
             technique.name
             for technique in roster.techniques()
             if technique.slot is Slot.CHECKPOINTING
-            and any(one.install(Setup()).checkpoint == CheckpointWish() for one in technique.settings(job))
+            and any(one.value == CheckpointWish() for one in technique.settings(job))
         )
         why = f"it checkpoints every layer or none. Try {every}"
         raise _refusal(to, recipe[Slot.CHECKPOINTING], why)

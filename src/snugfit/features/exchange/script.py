@@ -87,7 +87,7 @@ def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
     """Return samples of a micro-batch on one GPU. Raises `UsageError` for a batch that does not split
     evenly."""
     setup = on_gpus(recipe.setup(), gpus)
-    return job_of_rank(job, setup).batch_size // setup.micro_batches
+    return setup.per_piece(job_of_rank(job, setup).batch_size)
 
 
 def write_script(template: str, script: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from snugfit.job.inputs import has_classes
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import LOGITS_BYTES, LogitsWish, Setup
+from snugfit.techniques.setup import LOGITS_BYTES, LogitsWish
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -54,9 +54,10 @@ class ChunkedLoss(Technique):
     in their dtype).
     """
 
-    def install(self, setup: Setup) -> Setup:
-        """Make the head compute logits as the loss needs them."""
-        return setup.with_fields(logits=LogitsWish(tokens=self.tokens))
+    @property
+    def value(self) -> LogitsWish:
+        """Return the number of tokens of a chunk."""
+        return LogitsWish(tokens=self.tokens)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require a head over a vocabulary."""

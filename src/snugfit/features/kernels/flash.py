@@ -18,7 +18,6 @@ from typing import ClassVar, Self
 
 from snugfit.job.job import Job
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 HALVES = ("bfloat16", "float16")
@@ -31,27 +30,21 @@ class Flash(Technique):
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)
     unplanned: ClassVar = "it was measured on no GPU, so no plan chooses it by itself"
+    value: ClassVar = "flash_attention_2"
     source: ClassVar = "Dao, arXiv 2307.08691; flash_attn.flash_attn_func and flash_attn_varlen_func"
     elsewhere: ClassVar = ("flash_attention_2", "flash_attention", "flash_attn", "fa2")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose transformers' implementation by name."""
-        return setup.with_fields(attention="flash_attention_2")
-
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require 16 bits, and a model for which transformers calls the package."""
-        # Only these slots decide about the dtype of attention and about recomputation.
-        setup = Setup()
-        for slot in (Slot.PRECISION, Slot.CHECKPOINTING):
-            setup = recipe[slot].install(setup)
+        checkpoint = recipe[Slot.CHECKPOINTING].value
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
-        dtype = setup.autocast or setup.weights_dtype or job.dtype
+        dtype = recipe[Slot.PRECISION].alone.product_dtype(job)
         if dtype not in HALVES:
             yield f"it computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
         # Selective checkpointing recognizes torch's attention operators, and this kernel is none of them.
-        if setup.checkpoint is not None and setup.checkpoint.keep:
+        if checkpoint is not None and checkpoint.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

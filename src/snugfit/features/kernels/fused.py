@@ -83,7 +83,7 @@ class Fused(Technique):
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.lowering is not None:
             yield f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with it."
-        if recipe[Slot.ATTENTION].alone.attention not in ("sdpa", PADDING_FREE):
+        if recipe[Slot.ATTENTION].value not in ("sdpa", PADDING_FREE):
             yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."

@@ -96,7 +96,7 @@ class Liger(Technique):
             yield f"{why} Try 'torch_kernels'."
         if why or not job.trains:
             return
-        if recipe[Slot.ENGINE].install(Setup()).lowering is not None:
+        if recipe[Slot.ENGINE].alone.lowering is not None:
             yield f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it."
         parts = liger_table.parts_by_model_type()[_model_type(job)]
         for part in sorted(self.set_parts.keys() - parts):
@@ -114,7 +114,7 @@ class Liger(Technique):
         off = replace(self, fused_linear_cross_entropy=False)
         if not _has_its_loss(job):
             yield f"Liger's loss is that of {WITH_LOSS}, and this is {job.task}. Try '{off}'."
-        elif recipe[Slot.HEAD].install(Setup()).logits is not None:
+        elif recipe[Slot.HEAD].value is not None:
             yield f"{recipe[Slot.HEAD]} and Liger's loss both take the head's place. Try '{off}'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

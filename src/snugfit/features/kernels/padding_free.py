@@ -23,8 +23,7 @@ from typing import Any, ClassVar, Self
 from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.job.job import Job, Task
 from snugfit.job.kv_prefix import prompt_kind
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
 """Tasks with one output for each token."""
@@ -45,26 +44,21 @@ class PaddingFree(Technique):
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)
     drops_padding: ClassVar = True
+    value: ClassVar = PADDING_FREE
     source: ClassVar = (
         "Dao, arXiv 2307.08691; torch.nn.attention.varlen's operator; transformers' "
         "DataCollatorWithFlattening, trl's padding_free"
     )
     elsewhere: ClassVar = ("varlen", "varlen_attention", "packing", "remove_padding", "unpad", "unpadding")
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose our own attention by name, which drops the padding of the model's inputs."""
-        return setup.with_fields(attention=PADDING_FREE)
-
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require an output for each token, and attention that the kernel supports."""
-        setup = Setup()
-        for slot in (Slot.PRECISION, Slot.SHARDING):
-            setup = recipe[slot].install(setup)
+        setup = setup_of(*(recipe[slot] for slot in (Slot.PRECISION, Slot.SHARDING)))
         if not job.trains:
             yield "it drops padding in training alone. Take 'sdpa'."
         elif why := _why_not(job):
             yield f"{why} Try 'sdpa'."
-        dtype = setup.autocast or setup.weights_dtype or job.dtype
+        dtype = setup.product_dtype(job)
         if dtype not in HALVES:
             yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
         for other in (recipe[slot] for slot in (Slot.TENSOR_PARALLEL, Slot.PIPELINE_PARALLEL)):

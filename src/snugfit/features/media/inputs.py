@@ -25,9 +25,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError
+from snugfit.features.media import tasks
 from snugfit.job.batch import IGNORED, Batch, BatchShapes, SampleInputs
 from snugfit.job.inputs import ModelInputs
 from snugfit.job.job import Job, Task
@@ -292,13 +293,7 @@ ADDED = "voxtral_realtime"
 class Pictures(ModelInputs):
     """Pictures in place of tokens."""
 
-    heads: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "image-classification": (
-            "AutoModelForImageClassification",
-            "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        )
-    }
-
+    task = tasks.PICTURES.name
     has_classes = True
 
     def of_job(self, job: Job, config: Any) -> PictureInput:
@@ -309,15 +304,12 @@ class Pictures(ModelInputs):
 class Sounds(ModelInputs):
     """Sounds in place of tokens, or among them."""
 
-    heads: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "speech-to-text": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
-    }
-
+    task = tasks.SOUNDS.name
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:
         """Return True for models with sound input, in a task with a text to learn."""
-        return task in self.heads or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
+        return task == self.task or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
 
     def complete(self, config: Any) -> None:
         """Set a token for sounds if missing: the hub's configs have one, and no byte depends on its value."""

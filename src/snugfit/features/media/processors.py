@@ -15,7 +15,8 @@ from typing import Any
 
 from snugfit.data.pretrained import load_pretrained
 from snugfit.errors import UsageError
-from snugfit.job.job import Job, Task
+from snugfit.features.media.tasks import PICTURES, SOUNDS
+from snugfit.job.job import Job
 from snugfit.job.weights import own_folder as folder_of_model
 
 FILES = ("preprocessor_config.json", "processor_config.json")
@@ -30,7 +31,7 @@ def load_processor(given: Any, job: Job) -> Any:
 
     inner, what = _KINDS[job.task]
     if isinstance(given, str | os.PathLike):
-        is_picture = job.task is Task.IMAGE_CLASSIFICATION
+        is_picture = job.task == PICTURES.name
         return load_pretrained(
             given,
             _load_image_processor if is_picture else AutoFeatureExtractor.from_pretrained,
@@ -52,8 +53,8 @@ def load_processor(given: Any, job: Job) -> Any:
 
 
 _KINDS = {
-    Task.IMAGE_CLASSIFICATION: ("image_processor", "image processor"),
-    Task.SPEECH_TO_TEXT: ("feature_extractor", "feature extractor"),
+    PICTURES.name: ("image_processor", "image processor"),
+    SOUNDS.name: ("feature_extractor", "feature extractor"),
 }
 """For each task, a multi-part processor's attribute for the part, and its name in messages."""
 

@@ -33,6 +33,7 @@ from snugfit.features.media.inputs import hears_in_place_of_tokens, pixels, soun
 from snugfit.features.media.pictures import PicturePreprocessor
 from snugfit.features.media.processors import has_processor, load_processor, own_folder, settings_of
 from snugfit.features.media.sounds import SoundPreprocessor
+from snugfit.features.media.tasks import PICTURES, SOUNDS
 from snugfit.job.job import Job, Task
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from snugfit.data.collate import Collate
     from snugfit.data.rows import Rows
 
-INPUTS = {Task.IMAGE_CLASSIFICATION: (("image",),), Task.SPEECH_TO_TEXT: (("audio", "text"),)}
+INPUTS = {Task(PICTURES.name): (("image",),), Task(SOUNDS.name): (("audio", "text"),)}
 """Roles that each task reads, as `data/columns.py` has them for texts."""
 
 USUAL = {
@@ -53,7 +54,7 @@ USUAL = {
 }  # fmt: skip
 """Usual names of their columns."""
 
-LABELS = {Task.IMAGE_CLASSIFICATION: ("label", "labels", "class", "category", "fine_label")}
+LABELS = {Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label")}
 """Usual names of the label's column."""
 
 RATE = "sampling_rate"
@@ -154,7 +155,7 @@ def read_samples(
             "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
         )
     loaded = load_processor(chosen, job)
-    if job.task is not Task.SPEECH_TO_TEXT:
+    if job.task != SOUNDS.name:
         return media_samples(rows, job, loaded, label_names=label_names)
     words = tokenizer if tokenizer is not None else _tokenizer_of(chosen)
     return media_samples(rows, job, loaded, as_tokenizer(getattr(words, "tokenizer", words)))
@@ -186,7 +187,7 @@ def media_samples(
     media = rows.select_columns({column} | ({RATE} & {*rows.columns}))
     _refuse_missing(media, column)
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    if job.task is Task.IMAGE_CLASSIFICATION:
+    if job.task == PICTURES.name:
         shape = pixels(job.config_to_read())
         preprocessor = PicturePreprocessor(processor=processor, shape=shape)
         targets = _classes(rows.select_columns({columns["label"]}), columns["label"], job, label_names)

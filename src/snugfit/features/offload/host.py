@@ -73,9 +73,9 @@ class Host(Technique):
 
         The compiler decides which tensors its layers save. A layer that is not recomputed has no saved input.
         """
-        if recipe[Slot.ENGINE].install(Setup()).lowering is not None:
+        if recipe[Slot.ENGINE].alone.lowering is not None:
             yield f"what layers of {recipe[Slot.ENGINE]} keep is not moved. Try 'uncompiled'."
-        if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].install(Setup()).checkpoint is None:
+        if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].value is None:
             yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

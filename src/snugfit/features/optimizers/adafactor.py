@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -20,6 +20,14 @@ class Adafactor(Technique):
     """Adafactor of transformers, which keeps row and column means in place of a second moment."""
 
     fidelity: ClassVar = Fidelity.LEARNS
+    # The arguments are those of the HF Trainer.
+    value: ClassVar = OptimizerWish(
+        factory=Call(
+            path="transformers.optimization:Adafactor",
+            arguments={"scale_parameter": False, "relative_step": False},
+        ),
+        trainer_name="adafactor",
+    )
     source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; transformers.optimization.Adafactor"
     advice: ClassVar = dict.fromkeys(
         ("lomo", "adalomo", "galore_adamw_layerwise"),
@@ -27,11 +35,3 @@ class Adafactor(Technique):
         "does, without micro-batches. Small states: 'adafactor', 'adamw_4bit', 'adamw_8bit', 'lion_8bit'.",
     )
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adafactor"}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose transformers' Adafactor with the HF Trainer's arguments."""
-        factory = Call(
-            path="transformers.optimization:Adafactor",
-            arguments={"scale_parameter": False, "relative_step": False},
-        )
-        return setup.with_fields(optimizer=OptimizerWish(factory=factory, trainer_name="adafactor"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -19,9 +19,5 @@ class AdafactorTorch(Technique):
     """Adafactor of torch, which keeps row and column means in place of a second moment."""
 
     fidelity: ClassVar = Fidelity.LEARNS
+    value: ClassVar = OptimizerWish(factory=Call(path="torch.optim:Adafactor"))
     source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; torch.optim.Adafactor"
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose torch's Adafactor with its defaults."""
-        factory = Call(path="torch.optim:Adafactor")
-        return setup.with_fields(optimizer=OptimizerWish(factory=factory))

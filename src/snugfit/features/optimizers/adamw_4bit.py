@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -23,6 +23,10 @@ class AdamW4bit(Technique):
     fidelity: ClassVar = Fidelity.LEARNS
     caveat: ClassVar = (
         "the seconds of its update were measured on no GPU: they follow from the bytes it moves."
+    )
+    # The HF Trainer has no name for it.
+    value: ClassVar = OptimizerWish(
+        factory=Call(path="snugfit.features.optimizers.updates.four_bit:FourBitAdamW")
     )
     source: ClassVar = (
         "Li et al., arXiv 2309.01507; torch.optim.AdamW(fused=True) on copies in 32 bits. torchao's "
@@ -35,8 +39,3 @@ class AdamW4bit(Technique):
         "is not predicted. Small states here: 'adamw_4bit' (the same as torchao's), 'adamw_8bit', "
         "'lion_8bit'.",
     )
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose our own optimizer; the HF Trainer has no name for it."""
-        factory = Call(path="snugfit.features.optimizers.updates.four_bit:FourBitAdamW")
-        return setup.with_fields(optimizer=OptimizerWish(factory=factory))

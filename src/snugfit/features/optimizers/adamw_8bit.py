@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from snugfit.features.optimizers.small_states import EightBitStates, bitsandbytes_wish
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import OptimizerWish
 from snugfit.techniques.technique import Fidelity
 
 
@@ -28,7 +28,7 @@ class AdamW8bit(EightBitStates):
         Counterpart(arguments={"optim": "adamw_8bit"}),
     )
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose AdamW of bitsandbytes."""
-        wish = bitsandbytes_wish("AdamW8bit", "adamw_bnb_8bit", {}, self.embeddings)
-        return setup.with_fields(optimizer=wish)
+    @property
+    def value(self) -> OptimizerWish:
+        """Return AdamW of bitsandbytes."""
+        return bitsandbytes_wish("AdamW8bit", "adamw_bnb_8bit", {}, self.embeddings)

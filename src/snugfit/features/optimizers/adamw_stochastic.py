@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.setup import Call, OptimizerWish
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -32,20 +32,19 @@ class AdamWStochastic(Technique):
         "the seconds of its update follow from the bytes it moves. One step was measured, BERT-large on "
         "an H100: the bytes as predicted, and 63.7 ms where 52.8 are predicted."
     )
+    # The HF Trainer has no name for it.
+    value: ClassVar = OptimizerWish(
+        factory=Call(path="snugfit.features.optimizers.updates.stochastic:StochasticAdamW")
+    )
     source: ClassVar = (
         "Zamirai et al., arXiv 2010.06192; torch.optim.AdamW(fused=True) on copies in 32 bits. torchao's "
         "_AdamW(bf16_stochastic_round=True) rounds the weights so, and its moments to the nearest"
     )
     elsewhere: ClassVar = ("bf16_stochastic", "bf16_stochastic_round", "stochastic_rounding")
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose our own optimizer; the HF Trainer has no name for it."""
-        factory = Call(path="snugfit.features.optimizers.updates.stochastic:StochasticAdamW")
-        return setup.with_fields(optimizer=OptimizerWish(factory=factory))
-
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield an objection if weights have 32 bits, because nothing is rounded then."""
-        setup = recipe[Slot.ADAPTERS].install(recipe[Slot.PRECISION].install(Setup()))
+        setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.ADAPTERS])
         if job.trains and (dtype := setup.trained_dtype(job)) != "bfloat16":
             yield (
                 f"the weights that train are {dtype}, and it rounds weights of bfloat16 only. Add "

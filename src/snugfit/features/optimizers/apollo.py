@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from snugfit.features.optimizers.of_matrices import UPDATES, Projected
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Apollo(Projected):
     renew: int = between(1, 1_000_000, default=200)
     """Steps after which another projection is drawn."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
-        wish = OptimizerWish(
+    @property
+    def value(self) -> OptimizerWish:
+        """Return APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.apollo:ApolloWithAdamW",
                 arguments={"rank": self.rank, "renew": self.renew},
             ),
             prepare=Call(path=f"{UPDATES}.matrices:leave_to_adamw"),
         )
-        return setup.with_fields(optimizer=wish)

@@ -16,6 +16,11 @@ bytes, scales and code book.
 The update is bound by arithmetic: with one state it takes 0.59 of the time of two.
 """
 
+IN_BACKWARD = (
+    "updates weights during the backward pass, so no step can be stopped before its update, or repeated"
+)
+WITH_OBJECTS = "has objects in its state, which checkpoints cannot contain, so the run could not be resumed"
+
 
 class Optimizers(Feature):
     """Add the techniques, the rates of their kernels and the states in managed memory."""
@@ -26,6 +31,12 @@ class Optimizers(Feature):
             "galore", "host_adamw", "lion", "lion_8bit", "muon", "paged_adamw", "paged_lion",
         )
     }  # fmt: skip
+
+    # Projectors and torchao's tensors are the objects.
+    refused_optimizers: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("layerwise", "lomo"), IN_BACKWARD),
+        **dict.fromkeys(("galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit"), WITH_OBJECTS),
+    }
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
         """Return a sentence about states in managed memory."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from snugfit.features.optimizers.of_matrices import UPDATES, Projected
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ class Galore(Projected):
     """Words in the names of projected linear layers, or `all-linear` (with the head); by default the matrices
     of hidden layers."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
-        wish = OptimizerWish(
+    @property
+    def value(self) -> OptimizerWish:
+        """Return GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.galore:GaloreWithAdamW",
                 arguments={
@@ -91,7 +92,6 @@ class Galore(Projected):
                 arguments={"targets": list(self.targets or ())},
             ),
         )
-        return setup.with_fields(optimizer=wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield an objection to projections of thin matrices."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -25,6 +25,8 @@ class HostAdamW(Technique):
         "the seconds of its update are by hosts of one kind, whose eight threads updated 3.2e9 weights "
         "in a second in fp32 and 4.5e9 in bfloat16; with fewer threads or slower memory it takes longer."
     )
+    # The HF Trainer has no name for it.
+    value: ClassVar = OptimizerWish(factory=Call(path="snugfit.features.optimizers.updates.host:AdamWOnHost"))
     source: ClassVar = (
         "Ren et al., ZeRO-Offload, arXiv 2101.06840; torch.optim.AdamW(fused=True) on the CPU. torchao's "
         "CPUOffloadOptimizer copies while the CPU computes, and keeps weights and gradients on the host too"
@@ -35,11 +37,3 @@ class HostAdamW(Technique):
         "'paged_adamw' keep optimizer states on the host, and 'host(all)' activations.",
     )
     elsewhere: ClassVar = ("host_states", "cpu_offload_optimizer", "cpu_adam", "deepspeed_cpu_adam")
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
-        return setup.with_fields(
-            optimizer=OptimizerWish(
-                factory=Call(path="snugfit.features.optimizers.updates.host:AdamWOnHost")
-            ),
-        )

@@ -17,7 +17,6 @@ from snugfit.features.optimizers.small_states import (
     bitsandbytes_wish,
     lion_counterparts,
 )
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity
 
 
@@ -27,10 +26,7 @@ class Lion(OfBitsandbytes):
 
     fidelity: ClassVar = Fidelity.LEARNS
     unplanned: ClassVar = LION_RATE
+    value: ClassVar = bitsandbytes_wish("Lion", "lion_32bit", LION)
     source: ClassVar = "Chen et al., arXiv 2302.06675; bitsandbytes.optim.Lion"
     elsewhere: ClassVar = ("lion_32bit", "lion32bit")
     counterparts: ClassVar = lion_counterparts("lion_32bit", {})
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose bitsandbytes' Lion, whose moment has 32 bits."""
-        return setup.with_fields(optimizer=bitsandbytes_wish("Lion", "lion_32bit", LION))

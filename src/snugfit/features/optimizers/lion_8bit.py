@@ -17,7 +17,7 @@ from snugfit.features.optimizers.small_states import (
     bitsandbytes_wish,
     lion_counterparts,
 )
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import OptimizerWish
 from snugfit.techniques.technique import Fidelity
 
 
@@ -33,7 +33,7 @@ class Lion8bit(EightBitStates):
     elsewhere: ClassVar = ("lion8bit",)
     counterparts: ClassVar = lion_counterparts("lion_8bit", {})
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose Lion of bitsandbytes."""
-        wish = bitsandbytes_wish("Lion8bit", "lion_8bit", LION, self.embeddings)
-        return setup.with_fields(optimizer=wish)
+    @property
+    def value(self) -> OptimizerWish:
+        """Return Lion of bitsandbytes."""
+        return bitsandbytes_wish("Lion8bit", "lion_8bit", LION, self.embeddings)

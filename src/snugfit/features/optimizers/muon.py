@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from snugfit.features.optimizers.of_matrices import UPDATES, OfMatrices
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,13 @@ class Muon(OfMatrices):
     momentum: float = between(0.0, 0.9999, default=0.95)
     """Share of the last momentum in the next one."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
-        wish = OptimizerWish(
+    @property
+    def value(self) -> OptimizerWish:
+        """Return torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
+        return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.matrices:MuonWithAdamW",
                 arguments={"momentum": self.momentum},
             ),
             prepare=Call(path=f"{UPDATES}.matrices:leave_to_adamw"),
         )
-        return setup.with_fields(optimizer=wish)

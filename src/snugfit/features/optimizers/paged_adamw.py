@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from snugfit.features.optimizers.small_states import PagedStates
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import OptimizerWish
 from snugfit.techniques.technique import Fidelity
 
 
@@ -34,6 +34,7 @@ class PagedAdamW(PagedStates):
         for bits in (32, 8)
     )
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose AdamW of bitsandbytes."""
-        return setup.with_fields(optimizer=self.paged_wish("AdamW", {}))
+    @property
+    def value(self) -> OptimizerWish:
+        """Return AdamW of bitsandbytes."""
+        return self.paged_wish("AdamW", {})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.features.optimizers.small_states import LION, PagedStates, lion_counterparts
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import OptimizerWish
 from snugfit.techniques.technique import Fidelity
 
 
@@ -29,6 +29,7 @@ class PagedLion(PagedStates):
         *lion_counterparts("paged_lion_8bit", {"bits": 8}),
     )
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose Lion of bitsandbytes."""
-        return setup.with_fields(optimizer=self.paged_wish("Lion", LION))
+    @property
+    def value(self) -> OptimizerWish:
+        """Return Lion of bitsandbytes."""
+        return self.paged_wish("Lion", LION)

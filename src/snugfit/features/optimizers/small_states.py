@@ -58,7 +58,7 @@ class OfBitsandbytes(Technique):
 
     def code(self, job: Job) -> tuple[str, ...]:
         """Return lines that set the width of embeddings; none where it is that of other states."""
-        prepare = self.alone.optimizer.prepare
+        prepare = self.value.prepare
         # With 8 bits, bitsandbytes needs no override.
         if prepare is None or prepare.arguments["bits"] == 8:
             return ()

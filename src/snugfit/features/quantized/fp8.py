@@ -64,16 +64,11 @@ class Fp8(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Choose autocast as with bf16, and converted linear layers."""
-        return setup.with_fields(
-            weights_dtype=None,
-            autocast="bfloat16",
-            scale_gradients=False,
-            float8=Float8Wish(recipe=self.recipe),
-        )
+        return setup.with_precision(products="bfloat16").with_fields(float8=Float8Wish(recipe=self.recipe))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield an objection if weights do not train or another technique replaces the operators."""
-        checkpoint = recipe[Slot.CHECKPOINTING].alone.checkpoint
+        checkpoint = recipe[Slot.CHECKPOINTING].value
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
         elif why := _why_unconverted(job):

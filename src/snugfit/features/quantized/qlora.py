@@ -97,7 +97,7 @@ class Qlora(LowRank):
             yield f"products of {kernels} read weights, which are quantized here. Try 'torch_kernels'."
         if engine.alone.lowering is not None:
             yield f"products with quantized weights are not compiled, so leave {engine} out, or try 'lora'."
-        if (wish := checkpointing.alone.checkpoint) is not None and wish.keep:
+        if (wish := checkpointing.value) is not None and wish.keep:
             yield (
                 f"products with quantized weights are bitsandbytes' own operators, of which {checkpointing} "
                 "keeps nothing. Try 'every_layer', or 'lora'."

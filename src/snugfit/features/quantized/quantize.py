@@ -54,8 +54,8 @@ class QuantizeHandler(Handler):
         if value is None:
             return {}
         setup = context.setup
-        weights = setup.weights_dtype or context.job.dtype
-        computed = setup.autocast or weights
+        weights = setup.created_dtype(context.job)
+        computed = setup.product_dtype(context.job)
         # Weights that are wider than the computation are widened after loading.
         widens = weights == "float32" != computed
         if not widens and weights != computed:

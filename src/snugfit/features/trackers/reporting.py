@@ -229,8 +229,8 @@ def _arguments(run: Run) -> Any:
         "report_to": list(options.reports),
         "learning_rate": run.job.learning_rate,
         "max_grad_norm": run.job.clip or 0.0,
-        "per_device_train_batch_size": run.job.batch_size // setup.micro_batches,
-        "gradient_accumulation_steps": setup.micro_batches,
+        "per_device_train_batch_size": setup.per_piece(run.job.batch_size),
+        "gradient_accumulation_steps": run.recipe.pieces,
     }
     vars(arguments).update({name: value for name, value in known.items() if name in vars(arguments)})
     return arguments

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.rehearsal.record.first_launches import settings_known
 from snugfit.rehearsal.rehearse import record_step
-from snugfit.rehearsal.splice import NOTHING, Part, kept_workspaces
+from snugfit.rehearsal.splice import Part, kept_workspaces, without_update
 from snugfit.rehearsal.trace.profile import MicroBatchProfile, profile_micro_batches
 from snugfit.rehearsal.trace.relative import Alloc, Free, Move
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind, Work
@@ -102,7 +102,7 @@ def rehearse_sizes(
 
     # Clipping and groups of weights concern the update, which this step does not have.
     job = replace(job, clip=None, decay_groups=False)
-    step = _StepsOfSizes(job, replace(setup, micro_batches=1, optimizer=NOTHING), torch.device("meta"))
+    step = _StepsOfSizes(job, without_update(setup.with_fields(micro_batches=1)), torch.device("meta"))
     sizes = sorted(set(sizes))
     step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1

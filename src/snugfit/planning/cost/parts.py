@@ -295,7 +295,7 @@ class Parts:
             part = record(*asked) if few is None else few
             return write_out(part) if is_short else part
 
-        samples = self.job.batch_size // setup.micro_batches
+        samples = setup.per_piece(self.job.batch_size)
         return self._remember(("passes", passes_key(setup), samples, setup.micro_batches > 1), make)
 
     def _second_step_is_redundant(self, setup: Setup) -> bool:

@@ -39,7 +39,7 @@ from snugfit.prediction.profile import INSTALLED
 from snugfit.prediction.rates import link_of
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import AUTO, AUTO_SLOTS, Recipe, without_auto
-from snugfit.techniques.setup import EVERY_LAYER, Setup
+from snugfit.techniques.setup import EVERY_LAYER
 from snugfit.techniques.technique import Slot
 from snugfit.units import show_bytes
 
@@ -271,7 +271,7 @@ def _each_layer(job: Job) -> list[Technique]:
     """Return the technique that recomputes each layer, in a list."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.CHECKPOINTING]
     settings = [one for kind in kinds for one in kind.settings(job)]
-    return [one for one in settings if one.install(Setup()).checkpoint == EVERY_LAYER][:1]
+    return [one for one in settings if one.value == EVERY_LAYER][:1]
 
 
 def _all_on_host() -> list[Technique]:

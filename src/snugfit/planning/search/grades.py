@@ -35,7 +35,7 @@ from snugfit.planning.search.space import Candidate, Space
 from snugfit.planning.step_key import step_key
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
-from snugfit.techniques.setup import EVERY_LAYER, Setup
+from snugfit.techniques.setup import EVERY_LAYER
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between
 def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
     """Yield the recipes that keep all and do not fit, but may fit with each layer recomputed."""
     space, plain = state.space, roster.plain(slot)
-    every = next((one for one in space.offers(slot) if one.install(Setup()).checkpoint == EVERY_LAYER), None)
+    every = next((one for one in space.offers(slot) if one.value == EVERY_LAYER), None)
     for number, bound in state.bounds.items():
         known = state.judged.get(number) or bound
         is_plain = space.candidates[number].recipe[slot] == plain

@@ -193,7 +193,7 @@ def cures(
     if sizes_of:
         flags = " or ".join(f"--largest {size}" for size in sizes_of)
         yield f"snugfit predict with --recipe '{recipe}' and {flags} finds the size that fits."
-    cut = recipe.setup().micro_batches == job.batch_size
+    cut = recipe.pieces == job.batch_size
     yield f"Or with {smaller}{': the global batch cannot be cut further' if cut else ''}."
 
 

@@ -96,7 +96,7 @@ class RecomputingKinds:
         """Waiting candidates by kind of passes."""
         offered = self.space.offers(Slot.CHECKPOINTING)
         # None if the space does not offer it, as next to another fixed technique.
-        self._each_layer = next((o for o in offered if o.install(Setup()).checkpoint == EVERY_LAYER), None)
+        self._each_layer = next((o for o in offered if o.value == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}

@@ -254,7 +254,7 @@ def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -
     from snugfit.step.applier import refuse_unsupported
 
     try:
-        refuse_unsupported(front_end, technique.install(Setup()))
+        refuse_unsupported(front_end, technique.alone)
     except SnugfitError as refusal:
         excluded.append(Exclusion(what=str(technique), why=str(refusal)))
         return False

@@ -89,6 +89,12 @@ def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicChe
     return PeriodicCheckpoint(replace(wish, spans=count), count)
 
 
+def periodic_setup(setup: Setup, layers: int) -> tuple[Setup, int]:
+    """Return the Setup with the checkpointing of `periodic_checkpoint`, and the period of layers."""
+    checkpoint, repeats = periodic_checkpoint(setup.checkpoint, layers)
+    return setup.with_fields(checkpoint=checkpoint), repeats
+
+
 def _period_of(values: Sequence[Any]) -> int:
     """Return the fewest entries after which a list repeats, or its length if it does not repeat."""
     return next(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +35,8 @@ class ShortRun(NamedTuple):
     job: Job
     setup: Setup
     steps: int
+    micro_batches: int
+    """Micro-batches of a step of the long run."""
 
 
 def short_run(
@@ -56,10 +58,10 @@ def short_run(
         return None
     count = int(min(setup.micro_batches, recorded))
     # The batch shrinks with the micro-batches, so that each has its size in the long run.
-    small = replace(job, batch_size=job.batch_size // setup.micro_batches * count)
+    small, few = setup.in_pieces(count, job)
     # If micro-batches settle late, steps may too, so all of them are recorded.
     recorded_steps = steps if late else min(steps, RECORDED_STEPS)
-    return ShortRun(small, replace(setup, micro_batches=count), recorded_steps)
+    return ShortRun(small, few, recorded_steps, setup.micro_batches)
 
 
 class Piece(NamedTuple):

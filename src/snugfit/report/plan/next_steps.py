@@ -13,7 +13,7 @@ from snugfit.feature_folders import plugin_words
 from snugfit.job.inputs import has_sequence, has_target
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.registry import hooks
+from snugfit.techniques.registry import hooks, public_module
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -39,7 +39,9 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
     recipe = plan.best.recipe
     train = f"snugfit train {job_words(job)} --recipe {shlex.quote(recipe)} --dataset DATA"
     steps = {"Train it": f"{train} --output-dir FOLDER"}
-    with suppress(SnugfitError):  # an existing Trainer cannot use this recipe
+    # An existing Trainer may not support this recipe, and the feature that trains it may be deleted.
+    with suppress(SnugfitError, AttributeError):
+        public_module("fit")
         refuse_unsupported("fit", Recipe.parse(recipe).setup())
         steps["In a Trainer"] = f"snugfit.fit(trainer, {recipe!r}) before trainer.train()"
     for further in hooks("next_steps"):

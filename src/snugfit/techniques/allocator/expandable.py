@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -15,12 +14,9 @@ class Expandable(Technique):
     """Grows the allocator's segments in place, which leaves less memory in unusable pieces."""
 
     fidelity: ClassVar = Fidelity.SAME
+    value: ClassVar = True
     source: ClassVar = "PYTORCH_ALLOC_CONF=expandable_segments:True"
     elsewhere: ClassVar = ("expandable_segments",)
     counterparts: ClassVar = (
         Counterpart(arguments={"environment.PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     )
-
-    def install(self, setup: Setup) -> Setup:
-        """Set the allocator's switch, before the process first allocates."""
-        return setup.with_fields(expandable_segments=True)

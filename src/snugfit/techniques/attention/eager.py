@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -19,10 +18,7 @@ class Eager(Technique):
     """Computes attention step by step, with the score matrix in memory."""
 
     fidelity: ClassVar = Fidelity.SAME
+    value: ClassVar = "eager"
     source: ClassVar = "Vaswani et al., arXiv 1706.03762; transformers' eager_attention_forward"
     elsewhere: ClassVar = ("math_attention", "vanilla_attention")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "eager"}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose transformers' eager implementation by name."""
-        return setup.with_fields(attention="eager")

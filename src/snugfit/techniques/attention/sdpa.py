@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sdpa(Technique):
+class Sdpa(PlainTechnique):
     """Computes attention by torch's scaled_dot_product_attention, which picks a fused kernel."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
     source: ClassVar = "torch.nn.functional.scaled_dot_product_attention; Dao et al., arXiv 2205.14135"
     elsewhere: ClassVar = ("mem_efficient", "scaled_dot_product_attention")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "sdpa"}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Choose transformers' default implementation by name."""
-        return setup.with_fields(attention="sdpa")

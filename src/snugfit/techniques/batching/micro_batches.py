@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -40,9 +39,10 @@ class MicroBatches(Technique):
     n: int = between(1, 1 << 20)
     """Pieces; a divisor of the global batch."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Cut the global batch into n equal pieces."""
-        return setup.with_fields(micro_batches=self.n)
+    @property
+    def value(self) -> int:
+        """Return the number of pieces."""
+        return self.n
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require equal pieces, none of them empty."""

@@ -6,19 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeBatch(Technique):
+class WholeBatch(PlainTechnique):
     """Runs the global batch in one piece."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
     source: ClassVar = "the textbook loop"
     counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": 1}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave the global batch in one piece."""
-        return setup.with_fields(micro_batches=1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.setup import EVERY_LAYER
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class EveryLayer(Technique):
     """Keeps only each layer's input, and computes the layer again in the backward pass."""
 
     fidelity: ClassVar = Fidelity.SAME
+    value: ClassVar = EVERY_LAYER
     source: ClassVar = (
         "torch.utils.checkpoint (non-reentrant), as transformers' activation_checkpointing_enable"
     )
@@ -61,10 +62,6 @@ class EveryLayer(Technique):
             }
         ),
     )
-
-    def install(self, setup: Setup) -> Setup:
-        """Make each layer a span of its own and recompute all of them."""
-        return setup.with_fields(checkpoint=CheckpointWish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse a prefix of keys and values, which would be dropped."""

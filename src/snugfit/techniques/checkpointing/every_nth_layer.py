@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.setup import CheckpointWish
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -48,9 +48,10 @@ class EveryNthLayer(Technique):
     n: int = between(1, 10_000, default=2)
     """One layer in n is recomputed, the first among them; 1 is every layer."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Make each layer a span of its own and recompute every n-th."""
-        return setup.with_fields(checkpoint=CheckpointWish(every=self.n))
+    @property
+    def value(self) -> CheckpointWish:
+        """Return every n-th layer, each a span of its own."""
+        return CheckpointWish(every=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse a prefix of keys and values, which would be dropped."""

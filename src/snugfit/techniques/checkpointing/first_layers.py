@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.setup import CheckpointWish
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ class FirstLayers(Technique):
     """Layers that are recomputed, from the first; of an encoder and a decoder so many each. As many as there
     are is every layer."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Make each layer a span of its own and recompute the first k."""
+    @property
+    def value(self) -> CheckpointWish:
+        """Return the first k layers, each a span of its own."""
         # Backward comes to the first layers last, when the activations of all others are freed.
-        return setup.with_fields(checkpoint=CheckpointWish(first=self.k))
+        return CheckpointWish(first=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse a prefix of keys and values, which would be dropped."""

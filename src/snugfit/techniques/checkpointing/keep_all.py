@@ -6,19 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepAll(Technique):
+class KeepAll(PlainTechnique):
     """Keeps every activation that the backward pass needs."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
     source: ClassVar = "torch.autograd's saved tensors"
     counterparts: ClassVar = (Counterpart(arguments={"activation_checkpointing": False}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Recompute nothing in the backward pass."""
-        return setup.with_fields(checkpoint=None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.setup import CheckpointWish
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ class Segments(Technique):
     k: int | None = between(1, 10_000, default=None)
     """Segments per stack of layers; by default the square root of its length, rounded."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Cut the stack of layers into k spans."""
-        return setup.with_fields(checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
+    @property
+    def value(self) -> CheckpointWish:
+        """Return the stack of layers in k spans."""
+        return CheckpointWish(layers_per_span=0, spans=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse a prefix of keys and values, which would be dropped. Refuse layers that pass on more than

@@ -53,7 +53,7 @@ class Selective(Technique):
         kept.
         """
         yield from dropped_prefix(job)
-        if self.what == "attention" and recipe[Slot.ATTENTION].install(Setup()).attention == "eager":
+        if self.what == "attention" and recipe[Slot.ATTENTION].value == "eager":
             yield (
                 f"{recipe[Slot.ATTENTION]} attention is many operators, of which nothing would be kept. Try "
                 "'sdpa', or 'selective(products)'."

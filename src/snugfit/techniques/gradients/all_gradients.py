@@ -5,20 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGradients(Technique):
+class AllGradients(PlainTechnique):
     """Keeps the gradients of all weights until the optimizer's step has read them."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
     source: ClassVar = "torch.Tensor.backward, then torch.optim.Optimizer.step"
-    counterparts: ClassVar = (Counterpart(arguments={}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Set updates after the end of the backward pass."""
-        return setup

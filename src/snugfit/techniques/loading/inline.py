@@ -6,19 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import LoaderWish, Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inline(Technique):
+class Inline(PlainTechnique):
     """Prepares batches in the training process."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
     source: ClassVar = "torch.utils.data.DataLoader(num_workers=0, pin_memory=False)"
     counterparts: ClassVar = (Counterpart(arguments={"dataloader_num_workers": 0}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Start no worker processes."""
-        return setup.with_fields(loader=LoaderWish())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from snugfit.job.inputs import inputs_of
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import LoaderWish, Setup
+from snugfit.techniques.setup import LoaderWish
 from snugfit.techniques.technique import Fidelity, Technique
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ class Workers(Technique):
         # Tokens are cheap to prepare, so only floats (pictures, sound) need more workers.
         yield cls(n=min(MOST, max(FEW, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
 
-    def install(self, setup: Setup) -> Setup:
-        """Start n worker processes and pin their batches."""
-        return setup.with_fields(loader=LoaderWish(workers=self.n, pinned=True))
+    @property
+    def value(self) -> LoaderWish:
+        """Return n worker processes with pinned batches."""
+        return LoaderWish(workers=self.n, pinned=True)
 
 
 def _bytes_of_floats(job: Job) -> int:

@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ieee(Technique):
+class Ieee(PlainTechnique):
     """Multiplies 32-bit matrices with all 24 significant bits."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
     source: ClassVar = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"
     elsewhere: ClassVar = ("highest",)
     counterparts: ClassVar = (Counterpart(arguments={"tf32": False}), Counterpart(arguments={"tf32": None}))
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave torch's precision of 32-bit products at its default."""
-        return setup.with_fields(matmul="ieee")

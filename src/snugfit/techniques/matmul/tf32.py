@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -15,13 +14,10 @@ class Tf32(Technique):
     """Multiplies 32-bit matrices on tensor cores, reading 11 of their 24 significant bits."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
+    value: ClassVar = "tf32"
     source: ClassVar = (
         "NVIDIA A100 architecture whitepaper; torch.backends.cuda.matmul.fp32_precision = 'tf32'"
     )
     elsewhere: ClassVar = ("allow_tf32",)
     least_capability: ClassVar = (8, 0)
     counterparts: ClassVar = (Counterpart(arguments={"tf32": True}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Allow TensorFloat-32 through torch's switch."""
-        return setup.with_fields(matmul="tf32")

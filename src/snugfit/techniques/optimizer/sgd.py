@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, OptimizerWish
 from snugfit.techniques.technique import Fidelity, Technique
 
 
@@ -24,8 +24,9 @@ class Sgd(Technique):
     momentum: float = between(0.0, 1.0, default=0.9)
     """Share of the last update in the next one; 0 keeps no state at all."""
 
-    def install(self, setup: Setup) -> Setup:
-        """Choose torch's SGD; the HF Trainer's own has no momentum."""
+    @property
+    def value(self) -> OptimizerWish:
+        """Return torch's SGD; the HF Trainer's own has no momentum."""
         factory = Call(path="torch.optim:SGD", arguments={"momentum": self.momentum, "foreach": True})
         name = None if self.momentum else "sgd"
-        return setup.with_fields(optimizer=OptimizerWish(factory=factory, trainer_name=name))
+        return OptimizerWish(factory=factory, trainer_name=name)

@@ -11,26 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import PlainTechnique
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsLoaded(Technique):
+class AsLoaded(PlainTechnique):
     """Keeps the weights in the dtype in which they were loaded."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
     source: ClassVar = "from_pretrained(dtype='auto'), transformers' default"
     elsewhere: ClassVar = ("no", "auto")
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Leave dtypes unchanged, without autocast."""
-        return setup.with_fields(weights_dtype=None, autocast=None, scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Warn on a GPU before Ampere, which emulates bfloat16."""

@@ -31,7 +31,7 @@ class Bf16(Technique):
     def install(self, setup: Setup) -> Setup:
         """Run the forward pass and the loss under autocast."""
         # bfloat16 has the exponent of fp32, so no gradient underflows and none is scaled.
-        return setup.with_fields(weights_dtype=None, autocast="bfloat16", scale_gradients=False)
+        return setup.with_precision(products="bfloat16")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Warn on a GPU before Ampere, which emulates bfloat16."""

@@ -30,7 +30,7 @@ class Bf16Pure(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Create the weights in bfloat16 and use no autocast."""
-        return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False)
+        return setup.with_precision(weights="bfloat16")
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from snugfit.job.dtype import LOST_BELOW
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -33,7 +33,7 @@ class Fp16(Technique):
     def install(self, setup: Setup) -> Setup:
         """Run forward pass and loss under autocast, with a gradient scaler around the update."""
         # float16 reaches down to 6e-8 only, so small gradients need a scaled loss.
-        return setup.with_fields(weights_dtype=None, autocast="float16", scale_gradients=True)
+        return setup.with_precision(products="float16", is_scaled=True)
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
         """Return True for `bf16` on GPUs that compute it at float16's rate, without a scaler."""
@@ -43,7 +43,7 @@ class Fp16(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Refuse trained weights of 16 bits: the scaler takes 32-bit gradients only."""
         # Adapters may train in fp32 on 16-bit weights, which the scaler accepts.
-        adapted = recipe[Slot.ADAPTERS].install(self.install(Setup()))
+        adapted = setup_of(self, recipe[Slot.ADAPTERS])
         if job.trains and (dtype := adapted.trained_dtype(job)) in LOST_BELOW:
             yield (
                 f"the weights are loaded in {dtype}, but its gradient scaler takes only fp32 gradients "

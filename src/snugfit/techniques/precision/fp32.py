@@ -27,7 +27,7 @@ class Fp32(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Create the weights in 32 bits and use no autocast."""
-        return setup.with_fields(weights_dtype="float32", autocast=None, scale_gradients=False)
+        return setup.with_precision(weights="float32")
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

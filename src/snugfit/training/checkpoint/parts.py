@@ -64,6 +64,9 @@ class StateParts:
     def restore(self, state: Any, folder: Path) -> None:
         """Keep this process's part of a state that was just restored, and load its parts from `folder`."""
 
+    def of_trainer(self, trainer: Any) -> Any:
+        """Return the parts of each process of a user's Trainer; None if each has all of the model."""
+
 
 @functools.cache
 def state_parts() -> StateParts:

@@ -67,7 +67,7 @@ def digits_job(**more: Any) -> Job:
     }
     model = Model.from_config(facts, name="digits-vit")
     settings = {"batch_size": 128, "labels": 10, "learning_rate": 5e-3, **more}
-    return Job(model=model, task=Task.IMAGE_CLASSIFICATION, **settings)
+    return Job(model=model, task=Task("image-classification"), **settings)
 
 
 def digits_model() -> Any:

@@ -60,7 +60,7 @@ class ActiveRun:
         self._run, self._checkpoints, self._journal, self._spikes = run, checkpoints, journal, spikes
         self._logger, self._sync_to = logger, sync_to
         self.setup = run.setup(recipe)
-        self.order = run.order(self.setup.micro_batches)
+        self.order = run.order(recipe.pieces)
         self.steps = run.steps(self.order)
         """Optimizer steps of the whole run."""
         self._engine = engine_of(self.setup)

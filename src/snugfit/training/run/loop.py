@@ -45,9 +45,9 @@ from typing import TYPE_CHECKING, Any
 from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
 from snugfit.step.applier import after_update
+from snugfit.step.clipping import gradient_norm, scale, tensor_parts
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
-from snugfit.step.spread_tensors import gradient_norm, scale, total_norm, whole
 from snugfit.step.step import Observer
 from snugfit.training.recovery import Exhausted
 
@@ -343,7 +343,7 @@ class TrainingStep(PlainStep):
             state.scaler.unscale_(state.optimizer)
         if self.passes is not None:
             return self.passes.norm_of_all(trained)
-        return whole(gradient_norm(state.optimizer, trained))
+        return tensor_parts().whole(gradient_norm(state.optimizer, trained))
 
     def _raise_if_non_finite(
         self, state: TrainState, trained: list[torch.nn.Parameter], loss: float, *, has_norm: bool
@@ -387,7 +387,8 @@ class TrainingStep(PlainStep):
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return True if no tensor has a NaN or an infinity; waits for the device."""
     # The largest absolute value is NaN or infinite if any value is, and needs a single reduction.
-    largest = whole(total_norm(tensors, norm_type=float("inf")))
+    parts = tensor_parts()
+    largest = parts.whole(parts.total_norm(tensors, norm_type=float("inf")))
     return bool(largest.isfinite().item())
 
 

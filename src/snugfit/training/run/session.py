@@ -100,7 +100,7 @@ class Session:
             resumed_from=checkpoint.step if checkpoint else None,
         )
         # An uncut batch needs no comparison yet; `_recover` compares before it cuts one.
-        if self._active.setup.micro_batches > 1:
+        if self._active.order.micro_batches > 1:
             self._compare_cut()
         # A finished run is resumed to give its result, unless its last evaluation is still due.
         if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
@@ -129,7 +129,7 @@ class Session:
             job = self._recovery.job
             chosen = ranks.first_answers(lambda: ran_out.next_recipe(self._run, self._recovery))
             self._open_smaller(chosen, checkpoint, ran_out.exhausted, ran_out.step)
-            if self._active.setup.micro_batches > before.setup().micro_batches:
+            if self._active.order.micro_batches > before.pieces:
                 self._compare_cut()
             mixes = ranks.first_answers(lambda: self._recovery.job is not job)  # noqa: B023 - called at once
             if mixes:
@@ -160,7 +160,7 @@ class Session:
     def _cuts_alone(self) -> bool:
         """Return True if this process cuts its batch, and no other waits for it."""
         active = self._active
-        return active.setup.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
+        return active.order.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
 
     def _run_to_the_end(self) -> str:
         while True:
@@ -338,7 +338,7 @@ class Session:
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
         # Without its own setting, an evaluation uses the size that is known to fit.
-        micro_batch = self._run.job.batch_size // ranks.data_ranks // self._active.setup.micro_batches
+        micro_batch = self._active.setup.per_piece(self._run.job.batch_size // ranks.data_ranks)
         passes = self._active.step.passes
         try:
             evaluated = evaluate(

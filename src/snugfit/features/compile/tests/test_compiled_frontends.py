@@ -27,8 +27,8 @@ from small_models import small_job
 from snugfit import accelerate
 from snugfit.errors import UsageError
 from snugfit.features.compile.compiling import run_as_written
-from snugfit.frontends.trainer.job import job_of
-from snugfit.frontends.trainer.setup import apply
+from snugfit.features.loops.trainer.job import job_of
+from snugfit.features.loops.trainer.setup import apply
 from snugfit.step.build import build_model
 from snugfit.step.plain_loop import PlainStep
 from snugfit.step.step import Observer

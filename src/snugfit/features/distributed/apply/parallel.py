@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.apply import by_accelerate, ring_attention
+from snugfit.features.distributed.apply.meshes import mesh, split
 from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
 from snugfit.features.distributed.apply.ring_attention import cut_batch
 from snugfit.features.distributed.apply.sharded_optimizer import sharded_optimizer
@@ -31,7 +32,6 @@ from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts
 from snugfit.features.distributed.fields import PARALLEL, ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
 from snugfit.step.checkpointing import layer_names, layer_stacks
-from snugfit.step.spread_tensors import mesh, split
 from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.precision import MIXED
@@ -119,7 +119,7 @@ class ParallelHandler(Handler):
 
     def refuse_training(self, value: ParallelWish, recipe: Recipe) -> None:
         """Refuse optimizers of stages whose states no checkpoint has."""
-        if value.stages == 1 or recipe.setup().optimizer.factory.path in KNOW_SHARDS:
+        if value.stages == 1 or recipe.setup().optimizer_path in KNOW_SHARDS:
             return
         raise UsageError(
             f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "

@@ -23,7 +23,7 @@ from snugfit.features.distributed.apply.rank_mesh import device_of, mesh_of
 from snugfit.features.distributed.apply.stages import is_tied, parts_of, position_of, shared_weight
 from snugfit.features.distributed.apply.tensor import sum_parts_of_gradients
 from snugfit.step.batches import join, place
-from snugfit.step.spread_tensors import scale, total_norm, whole
+from snugfit.step.clipping import scale, tensor_parts
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class StagePasses:
     ) -> torch.Tensor | None:
         """Leave a step's gradients in the parameters: all micro-batches at once, in the schedule's order.
         Return the loss where this process computes it and the loop keeps losses."""
-        count = loop.setup.micro_batches
+        count = loop.pieces
         whole = join(pieces, count)
         inputs = place(self.inputs(whole), loop.device)
         # Missing micro-batches have no share of the loss.
@@ -146,7 +146,7 @@ class StagePasses:
 
         elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
         own = [weight.grad for weight in trained if weight is not elsewhere and weight.grad is not None]
-        square: torch.Tensor = whole(total_norm(own)) ** 2
+        square: torch.Tensor = tensor_parts().whole(tensor_parts().total_norm(own)) ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 

@@ -46,6 +46,12 @@ class SpreadState(StateParts):
         shards.load_weight_shards(model, folder, ranks)
         load_model_state(model, folder)
 
+    def of_trainer(self, trainer: Any) -> Any:
+        """Return the code for a Trainer by DDP, or by FSDP2 where it is configured."""
+        from snugfit.features.distributed.trainer.sharded import DdpTrainer, ShardedTrainer
+
+        return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
+
     def restore(self, state: Any, folder: Path) -> None:
         """Keep this process's parts of whole states, and load shards."""
         if shards.is_sharded(state):

@@ -58,7 +58,7 @@ def engine_config(
     """
     wish = SHARDING.of(setup)
     assert wish is not None
-    rows = max(1, batch_size // setup.micro_batches)
+    rows = max(1, setup.per_piece(batch_size))
     return {
         "train_batch_size": rows * setup.micro_batches * wish.ranks,
         "train_micro_batch_size_per_gpu": rows,

@@ -48,7 +48,7 @@ class EngineAccelerateStep(AccelerateStep):
             )
             accelerator = Accelerator(
                 deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-                gradient_accumulation_steps=self.setup.micro_batches,
+                gradient_accumulation_steps=self.pieces,
             )
             place_state(accelerator, self.device)
             model = built_by_transformers(self.job, self.setup, self.device)
@@ -58,7 +58,7 @@ class EngineAccelerateStep(AccelerateStep):
         engine, optimizer, batches = self._prepare(model, accelerator)
         tell_of_updates(engine, observer)
         observer.build_ends(engine.module, engine.optimizer.optimizer)
-        pieces = self.setup.micro_batches
+        pieces = self.pieces
         losses: list[torch.Tensor] = []
         for index in range(steps):
             observer.step_begins(index)

@@ -55,7 +55,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
         if not kind.needs_several_gpus or kind.missing_package():
             continue
         for one in kind.settings(job):
-            if (processes := processes_of(one.install(Setup()))) is not None and processes.axes:
+            if (processes := processes_of(one.alone)) is not None and processes.axes:
                 slots.setdefault(kind.slot, []).append(one)
     return slots
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.features.distributed.apply.stages import layers_at
@@ -43,7 +42,7 @@ from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import MODELS_OWN
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.depth import periodic_checkpoint
+from snugfit.rehearsal.trace.depth import periodic_setup
 from snugfit.rehearsal.trace.trace import COLLECTIVES
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ class StagesQuestion:
         if depth is None:
             return (0,)
         # Recomputed layers form a pattern, which a shallower model must repeat whole.
-        _, repeats = periodic_checkpoint(self._setup.checkpoint, depth.layers)
+        _, repeats = periodic_setup(self._setup, depth.layers)
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
@@ -150,15 +149,11 @@ class StagesQuestion:
     def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
         """Return the stages of a model with so many layers in each, on each kind, with so many
         micro-batches."""
-        part, setup = self._part, replace(self._setup, micro_batches=pieces)
         # The batch changes in proportion, so a micro-batch has the same size.
-        part = replace(part, batch_size=part.batch_size // self._setup.micro_batches * pieces)
+        part, setup = self._setup.in_pieces(pieces, self._part)
         if depth is not None and layers:
-            checkpoint, _ = periodic_checkpoint(setup.checkpoint, depth.layers)
-            part, setup = (
-                depth.shallower(part, layers * self._wish.all_stages),
-                replace(setup, checkpoint=checkpoint),
-            )
+            part = depth.shallower(part, layers * self._wish.all_stages)
+            setup, _ = periodic_setup(setup, depth.layers)
         known: list[_OfStages] = [{} for _ in self._kinds]
         for stage in stages_to_rehearse(self._wish, part.model.layers):
             trace = rehearse(part, setup, self._policy, steps=STEPS, rank=rank_of(stage, self._wish))

@@ -23,7 +23,7 @@ from snugfit.job.job import Task
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import MOST_GPUS
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -75,10 +75,7 @@ class ContextParallel(Technique):
         """Yield the settings that ring attention does not support or that are not simulated on several
         GPUs.
         """
-        setup = Setup()
-        for slot in Slot:
-            if slot is not self.slot:
-                setup = recipe[slot].install(setup)
+        setup = setup_of(*(recipe[slot] for slot in Slot if slot is not self.slot))
         wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, context=self.n))
         if SHARDING.of(setup) is not None:
@@ -93,7 +90,7 @@ class ContextParallel(Technique):
                 "sequences (--padding 0; pack: true when training)."
             )
         # Gathered weights are cast first, then autocast decides, then the weights' own dtype.
-        yield from self._of_lengths(job, wish.dtype or setup.autocast or setup.weights_dtype or job.dtype)
+        yield from self._of_lengths(job, wish.dtype or setup.product_dtype(job))
         if job.model.module is None:
             yield from _of_model(job)
 

@@ -115,7 +115,8 @@ def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
     """Return the Setup in which DeepSpeed runs the steps. Autocast's dtype becomes the dtype of the weights,
     with fp32 weights for the update.
     """
-    return setup.with_fields(sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
+    dtype, setup = setup.without_autocast()
+    return setup.with_fields(sharding=replace(wish, dtype=dtype or "float32"))
 
 
 def refuse_training(wish: ShardingWish) -> None:
@@ -151,9 +152,9 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
         )
     for technique in untried_techniques(recipe):
         yield f"it is not simulated together with {technique}. Leave one of them out."
-    if recipe[Slot.ATTENTION].install(Setup()).attention in own_attentions():
+    if recipe[Slot.ATTENTION].value in own_attentions():
         yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
-    if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
+    if recipe[Slot.OPTIMIZER].value.factory.path != ADAMW:
         update = (
             "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"
         )

@@ -48,7 +48,7 @@ class Expert(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Require as many GPUs that share layers, and a mixture of experts."""
-        wish = PARALLEL.of(recipe[Slot.TENSOR_PARALLEL].install(Setup()))
+        wish = PARALLEL.of(recipe[Slot.TENSOR_PARALLEL].alone)
         if wish is None or wish.tensor != self.n:
             yield (
                 f"experts are spread over the GPUs that share a layer, and {recipe[Slot.TENSOR_PARALLEL]} "

@@ -22,7 +22,7 @@ from snugfit.features.distributed.techniques import several_gpus
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -84,9 +84,7 @@ class Pipeline(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the settings that cannot be cut into stages or are not simulated on several GPUs."""
-        setup = Setup()
-        for slot in roster.slots_of_several_gpus():
-            setup = recipe[slot].install(setup)
+        setup = setup_of(*(recipe[slot] for slot in roster.slots_of_several_gpus()))
         wish = PARALLEL.of(setup)
         assert wish is not None
         if SHARDING.of(setup) is not None or wish.states == "sharded" or wish.on_host:
@@ -127,10 +125,7 @@ class Pipeline(Technique):
             )
 
     def _about_recipe(self, recipe: TechniqueBySlot) -> Iterator[str]:
-        setup = Setup()
-        for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING):
-            setup = recipe[slot].install(setup)
-        pieces = setup.micro_batches
+        pieces: int = recipe[Slot.BATCHING].value
         # GPipe runs with fewer micro-batches than stages too.
         if pieces < self.n and self.schedule != "gpipe":
             waits = (self.n - 1) / (pieces + self.n - 1)  # Narayanan et al., section 2.2.1
@@ -140,12 +135,12 @@ class Pipeline(Technique):
             )
         if pieces == 1 and self.schedule == "gpipe":
             yield (f"with one micro-batch only one GPU works at a time. Add micro_batches({2 * self.n}).")
-        yield from self._about_chunks(setup, recipe)
-        if setup.scale_gradients:
+        yield from self._about_chunks(pieces, recipe)
+        if recipe[Slot.PRECISION].alone.scale_gradients:
             yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Try 'bf16'."
 
-    def _about_chunks(self, setup: Setup, recipe: TechniqueBySlot) -> Iterator[str]:
-        pieces, rounds = setup.micro_batches, max(1, setup.micro_batches // self.n)
+    def _about_chunks(self, pieces: int, recipe: TechniqueBySlot) -> Iterator[str]:
+        rounds, checkpoint = max(1, pieces // self.n), recipe[Slot.CHECKPOINTING].value
         if not self._interleaves:
             if self.chunks != Pipeline(n=self.n).chunks:
                 yield f"schedule={self.schedule} has one part of the layers on each GPU, not {self.chunks}."
@@ -157,7 +152,7 @@ class Pipeline(Technique):
                 f"schedule={self.schedule} runs {pieces} micro-batches in {rounds} rounds, which must be "
                 f"alike. Take micro_batches({pieces // self.n * self.n})."
             )
-        if setup.checkpoint is not None and setup.checkpoint.layers_per_span != 1 and self._chunks > 1:
+        if checkpoint is not None and checkpoint.layers_per_span != 1 and self._chunks > 1:
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} recomputes layers together that other GPUs' layers lie "
                 "between. Try 'every_layer'."

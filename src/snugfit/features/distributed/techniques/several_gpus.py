@@ -11,7 +11,7 @@ from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import untried_techniques
-from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot, setup_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -73,12 +73,13 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
     """
     if wish.weights == "copied":
         return setup.with_fields(parallel=wish)
-    return setup.with_fields(parallel=replace(wish, dtype=setup.autocast), autocast=None)
+    dtype, setup = setup.without_autocast()
+    return setup.with_fields(parallel=replace(wish, dtype=dtype))
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
     """Yield why several GPUs cannot train this job under this recipe."""
-    setup = recipe[Slot.OPTIMIZER].install(recipe[Slot.PRECISION].alone)
+    setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.OPTIMIZER])
     if not job.trains:
         yield "it is about training only. Leave it out."
     if job.model.module is not None:
@@ -88,7 +89,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
-    if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in KNOW_SHARDS:
+    if "sharded" in (wish.weights, wish.states) and setup.optimizer_path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
     yield from _objections_to_parts(recipe, setup, wish)
     if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
@@ -100,13 +101,13 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
     if wish.tensor == 1:
         return
     sharding = recipe[Slot.SHARDING]
-    if SHARDING.of(sharding.install(Setup())) is not None or wish.states == "sharded" or wish.on_host:
+    if SHARDING.of(sharding.alone) is not None or wish.states == "sharded" or wish.on_host:
         yield f"it is not simulated together with {sharding}. Try 'fsdp' or 'ddp'."
     if wish.bucket_views:
         yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
     if wish.weights != "sharded" and setup.scale_gradients:
         yield f"it does not go with {recipe[Slot.PRECISION]}. Try 'bf16'."
-    if wish.weights != "sharded" and setup.optimizer.factory.path not in KNOW_SHARDS:
+    if wish.weights != "sharded" and setup.optimizer_path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on parts of matrices. Try 'adamw' or 'adamw_fused'."
 
 

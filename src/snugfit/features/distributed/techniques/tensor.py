@@ -55,9 +55,9 @@ class Tensor(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the settings that are not simulated on several GPUs, and sizes that n parts cannot share."""
-        wish = PARALLEL.of(recipe[Slot.SHARDING].install(Setup())) or ParallelWish(weights="alone")
+        wish = PARALLEL.of(recipe[Slot.SHARDING].alone) or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
-        spread = PARALLEL.of(recipe[Slot.EXPERT_PARALLEL].install(Setup()))
+        spread = PARALLEL.of(recipe[Slot.EXPERT_PARALLEL].alone)
         yield from tensor_plans.objections(job, self.n, experts=spread is not None)
 
     @classmethod

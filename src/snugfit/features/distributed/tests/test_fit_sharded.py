@@ -25,8 +25,8 @@ from small_runs import events
 from snugfit.errors import RecipeError, UsageError
 from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.trainer.sharded import refuse_other_sharding
-from snugfit.frontends.trainer.parts import trainer_parts
-from snugfit.frontends.trainer.ranks import recipe_in_each
+from snugfit.features.loops.trainer.parts import trainer_parts
+from snugfit.features.loops.trainer.ranks import recipe_in_each
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 from tolerance import ROUNDS, SAME, same_losses, same_parameters

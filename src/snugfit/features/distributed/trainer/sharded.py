@@ -35,8 +35,8 @@ from snugfit.features.distributed.checkpoint.shards import (
 )
 from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
-from snugfit.frontends.trainer.parts import TrainerParts
-from snugfit.frontends.trainer.users_files import weights_folder
+from snugfit.features.loops.trainer.parts import TrainerParts
+from snugfit.features.loops.trainer.users_files import weights_folder
 from snugfit.step.applier import after_evaluation
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
@@ -154,7 +154,7 @@ class ShardedTrainer(DdpTrainer):
                 "fp16 does not go with FSDP2 in fit: weights are gathered in bf16 or as they are. Try 'bf16'."
             )
         if optimizer is None:
-            refuse_optimizer_of_parts(setup.optimizer.factory.path)
+            refuse_optimizer_of_parts(setup.optimizer_path)
         elif optimizer and optimizer not in OPTIMIZERS:
             raise _unknown(f"optim={optimizer!r}")
 

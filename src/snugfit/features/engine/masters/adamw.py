@@ -72,7 +72,7 @@ class MasterAdamW(OwnAdamW):
     """
 
     clips_inside: ClassVar = True
-    """True: it has `gradient_norm` and `clip_by` (`step/spread_tensors.py`)."""
+    """True: it has `gradient_norm` and `clip_by` (`step/clipping.py`)."""
 
     generation = 0
     """Counter of address changes of weights or states. A CUDA graph with an earlier launch updates the old

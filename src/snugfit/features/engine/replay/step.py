@@ -31,7 +31,7 @@ from snugfit.features.engine.replay.batch import (
 from snugfit.features.engine.replay.graphs import NotRecorded
 from snugfit.features.engine.replay.update import RecordableUpdate
 from snugfit.step.batches import place
-from snugfit.step.spread_tensors import gradient_norm, scale
+from snugfit.step.clipping import gradient_norm, scale
 from snugfit.step.step_runner import StepRunner
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from masters_in_triton import CLOSE, MODELS, exact, milliseconds, say, two_model
 from snugfit.features.engine.masters.block import LaunchSettings
 from snugfit.features.engine.masters.compact_adamw import SCALES, CompactAdamW
 from snugfit.features.engine.masters.table import MOMENTS
-from snugfit.step.spread_tensors import gradient_norm, scale
+from snugfit.step.clipping import gradient_norm, scale
 from triton_cases import asks_all
 
 SETTINGS = (LaunchSettings(), LaunchSettings(block=2048, warps=8, narrow=16))

@@ -24,7 +24,7 @@ from snugfit.features.engine.masters.block import LaunchSettings
 from snugfit.features.engine.masters.compact_adamw import CompactTable
 from snugfit.features.engine.masters.halves import RESIDUAL, join, split_weights
 from snugfit.features.engine.masters.table import WeightTable
-from snugfit.step.spread_tensors import gradient_norm, scale
+from snugfit.step.clipping import gradient_norm, scale
 from triton_cases import asks_all
 
 ALL_SIZES = ((33, 200), (1000,), (3, 4, 5, 6), (), (4099,), (2048,), (1,), (65, 64))

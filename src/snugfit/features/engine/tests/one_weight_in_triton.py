@@ -18,7 +18,7 @@ from snugfit.features.engine.masters import one_weight
 from snugfit.features.engine.masters.adamw import MOMENTS, MasterAdamW
 from snugfit.features.engine.masters.compact_adamw import CompactAdamW
 from snugfit.features.engine.masters.one_weight import MasterUpdates
-from snugfit.step.spread_tensors import gradient_norm, scale
+from snugfit.step.clipping import gradient_norm, scale
 from triton_cases import asks_all
 
 STEPS = 3

@@ -23,7 +23,7 @@ from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import STEPS, rehearse
 from snugfit.rehearsal.trace.trace import COPY_IN
-from snugfit.step.spread_tensors import clip, gradient_norm
+from snugfit.step.clipping import clip, gradient_norm
 from snugfit.step.wishes.own_adamw import flat
 from snugfit.techniques.recipe import Recipe
 

@@ -11,7 +11,7 @@ from snugfit.errors import UsageError
 from snugfit.features.exchange.check import check
 from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
 from snugfit.features.exchange.read import read_arguments
-from snugfit.job.inputs import model_inputs
+from snugfit.job.inputs import added_tasks
 
 CASES = Path(__file__).parent / "data" / "reading"
 
@@ -83,7 +83,7 @@ def test_a_file_is_read_with_every_field_that_changes_memory(name: str, expected
 
 
 def test_a_concrete_class_of_sounds_has_its_task() -> None:
-    if not any("speech-to-text" in one.heads for one in model_inputs()):
+    if not any(one.name == "speech-to-text" for one in added_tasks()):
         pytest.skip("the feature that reads sounds is not installed")
     reading = read_arguments(CASES / "script-concrete-classes" / "whisper.py")
     assert (reading.settings["task"], reading.settings["recipe"]) == (

@@ -7,7 +7,7 @@ import pytest
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
-from snugfit.frontends.trainer.ranks import recipe_in_each
+from snugfit.features.loops.trainer.ranks import recipe_in_each
 from snugfit.planning.cost.short_passes import second_step_is_redundant
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of

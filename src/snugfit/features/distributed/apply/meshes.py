@@ -1,0 +1,65 @@
+"""Weights and gradients that are parts of others (`DTensor`), some over other ranks than the rest, or whole.
+
+Under tensor parallelism matrices are sharded over some ranks, and norms are whole in each. With FSDP2
+matrices are sharded along two axes of the mesh and norms along one. torch's operators on lists of tensors
+take those of one mesh alone. So an optimizer has a group for each mesh, as in transformers' Trainer. The norm
+of all gradients is that of the norms of each. If all are alike, torch's functions are called as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from snugfit.hub_kernels import quiet
+from snugfit.step.clipping import TensorParts
+
+if TYPE_CHECKING:
+    import torch
+
+
+def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> list[list[torch.Tensor]]:
+    """Group the tensors by a key, in the order of the first of each."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(key(tensor), []).append(tensor)
+    return list(groups.values())
+
+
+def mesh(tensor: Any) -> Any:
+    """Return the mesh of ranks that a tensor is sharded over; None for a whole one."""
+    return getattr(tensor, "device_mesh", None)
+
+
+class MeshParts(TensorParts):
+    """Tensors that are whole, or sharded over meshes of ranks."""
+
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is sharded."""
+        return mesh(tensor) is not None
+
+    def own(self, tensor: Any) -> torch.Tensor:
+        """Return this process's shard."""
+        shard: torch.Tensor = tensor.to_local() if self.is_part(tensor) else tensor
+        return shard
+
+    def whole(self, tensor: Any) -> torch.Tensor:
+        """Return the gathered tensor."""
+        gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return gathered
+
+    def groups(self, tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the tensors of each mesh."""
+        return split(tensors, mesh)
+
+    def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all, sharded as they are if all are sharded over one mesh."""
+        import torch
+
+        tensors = list(tensors)
+        if len(self.groups(tensors)) == 1:
+            return super().total_norm(tensors, norm_type)
+        alike = split(tensors, lambda tensor: (mesh(tensor), getattr(tensor, "placements", None)))
+        with quiet("torch.distributed.tensor._redistribute"):  # advice to sum along both axes at once
+            norms = [self.whole(torch.nn.utils.get_total_norm(part, norm_type)) for part in alike]
+        return torch.nn.utils.get_total_norm(norms, norm_type)

@@ -1,0 +1,128 @@
+"""Random generators of a user's data, separate from those of the model.
+
+An epoch's order, a masking collator and an augmenting dataset draw from the process's generators. So does
+dropout, and a loader works ahead of the step. With shared generators, a resumed run would draw other numbers.
+So the data has its own states, and the process's generators are set to them while batches are fetched. The
+states at an epoch's beginning are saved, because a resumed run draws the epoch's order again. Those before
+each batch are saved too (`loader.py`). Worker processes have generators of their own, which an epoch's
+beginning determines. Generators inside the data's objects are included (`own_state.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+from snugfit.features.loops.own_state import OwnState, State
+from snugfit.training.rng import (
+    HostRngStates,
+    host_rng_states,
+    rng_states_from_json,
+    rng_states_to_json,
+    set_host_rng_states,
+)
+
+LOOKS = 5
+"""Number of state reads at an epoch's start, until its second batch, that search for new generators."""
+
+
+class DataRngStates(NamedTuple):
+    """States of all generators of the data."""
+
+    host: HostRngStates
+    """States of the process's generators."""
+
+    own: State | None
+    """States of the data's own generators, and its counters; None if an older checkpoint lacks them."""
+
+    def to_json(self) -> list[Any]:
+        """Return JSON values; `states_from_json` reads them back."""
+        return [rng_states_to_json(self.host), self.own]
+
+
+def states_from_json(document: list[Any]) -> DataRngStates:
+    """Return the states that `DataRngStates.to_json` wrote.
+
+    Older checkpoints contain a list of the loader's own generators, or the process's alone.
+    """
+    if len(document) != 2:
+        return DataRngStates(rng_states_from_json(document), None)
+    host, own = document
+    if isinstance(own, list):
+        own = {
+            name: ["torch", state]
+            for name, state in zip(("generator", "sampler.generator"), own, strict=False)
+        }
+    return DataRngStates(rng_states_from_json(host), own)
+
+
+@final
+class DataRng:
+    """The generators of one loader's data: the process's, during `drawing`, and the data's own."""
+
+    def __init__(self, loader: Any = None) -> None:
+        self._own, self._looks = OwnState(loader), 0
+        self.now = self.at_epoch_start = self.states()
+        """States for the next fetch, and those that gave this epoch's order."""
+
+    def watch(self, loader: Any) -> None:
+        """Switch to the data of this loader."""
+        self._own = OwnState(loader)
+        self.now = self.now._replace(own=self._own.state())
+
+    def states(self) -> DataRngStates:
+        """Return the current states of the generators."""
+        if self._looks:
+            self._looks -= 1
+            self._own.look()
+        return DataRngStates(host_rng_states(), self._own.state())
+
+    def set(self, states: DataRngStates) -> None:
+        """Restore the states that `states` returned."""
+        set_host_rng_states(states.host)
+        if states.own is not None:
+            self._own.set(states.own)
+
+    def begin_epoch(self) -> None:
+        """Start an epoch with the next fetch, and search for generators created with its first batches."""
+        self._looks = LOOKS
+        self.at_epoch_start = self.between_epochs
+
+    @property
+    def between_epochs(self) -> DataRngStates:
+        """States at the start of a new epoch.
+
+        The data's own generators may have advanced since the last batch. An evaluation has the same collator,
+        and a counter may be set.
+        """
+        return self.now._replace(own=self.states().own)
+
+    def resume(self, at_epoch_start: DataRngStates, now: DataRngStates) -> None:
+        """Restore the states of another process."""
+        self.at_epoch_start, self.now, self._looks = at_epoch_start, now, LOOKS
+        if now.own is not None:
+            self._own.set(now.own)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Restore the data's own generators after draws outside of training.
+
+        An evaluation may have the same collator, for example.
+        """
+        own = self.states().own or {}
+        try:
+            yield
+        finally:
+            self._own.set(own)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Set the process's generators to the data's states within the context, then to the model's again."""
+        models = host_rng_states()
+        set_host_rng_states(self.now.host)
+        try:
+            yield
+        finally:
+            self.now = self.states()
+            set_host_rng_states(models)

@@ -1,0 +1,186 @@
+"""The end of a fitted trainer's step: requested checkpoints and stops, and abandoned evaluations.
+
+After a step the Trainer logs, evaluates and saves, in this order, and again at an epoch's end. A signal may
+arrive at any of these moments. A checkpoint of the current step is then saved without waiting for an
+evaluation. It contains the Trainer's state and the random generators from before that evaluation, and marks
+it as pending. A resumed run evaluates first. After a stop within an epoch, its end is not processed until the
+run is resumed there.
+
+transformers continues, logs a loss of 0 and leaves NaN weights. Here the step's loss and the norm of its
+gradients are copied to the host together, once a step. Overflows of a gradient scaler are handled by the
+scaler.
+
+Nothing else in a step waits for the GPU. The plain Trainer waits twice. It waits for the copy of a batch,
+which follows the whole previous step. It also waits for the loss at the end of the backward pass, as here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.features.loops.trainer.live_trainer import loss_since_log
+from snugfit.features.loops.trainer.out_of_memory import go_on_with_less
+from snugfit.features.loops.trainer.plan import compared_job
+from snugfit.features.loops.trainer.step_timer import StepFigures
+from snugfit.frontends.items import join_pieces, write_batch
+from snugfit.training.interrupt import EvaluationStopped
+from snugfit.training.rng import rng_states, set_rng_states
+from snugfit.training.run.loop import NonFinite
+
+if TYPE_CHECKING:
+    from snugfit.features.loops.trainer.fit_run import FitRun
+    from snugfit.features.loops.trainer.step_timer import StepState
+    from snugfit.features.loops.trainer.trainer_hooks import StepEnd
+    from snugfit.job.job import Job
+
+
+def compare_again(trainer: Any, run: FitRun) -> None:
+    """Compare the micro-batches of a step with the whole batch, before some of the steps.
+
+    If they are padded to different lengths, the example is compared again instead.
+    """
+    plan = trainer.snugfit
+    run.steps += 1
+    cuts = plan.max_rows is not None or len(run.step.batches) > 1
+    if not cuts or run.ranks.are_many:
+        return
+
+    def compare(job: Job) -> Job:
+        batch = join_pieces(run.step.batches, job.model.batch_dims) or plan.samples
+        return compared_job(trainer, job, batch, pieces=plan.recipe.pieces, again=True)
+
+    run.recovery.compare_again(plan.recipe, run.steps - 1, compare)
+    trainer.snugfit = replace(plan, job=run.recovery.job)
+
+
+def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
+    """Finish a step or an epoch; `go_on` logs, evaluates and saves as the Trainer does."""
+    interrupts, step = run.checkpoints.interrupts, trainer.state.global_step
+    ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
+    if figures.learning_rate is None:  # this process had no step in the epoch
+        figures = run.checkpoints.state.last_figures or figures
+    run.checkpoints.state.last_figures = figures
+    # The Trainer calls this at the end of a step, and again at the end of its epoch.
+    is_of_epoch, run.last_boundary = run.last_boundary == step, step
+    if is_of_epoch and run.is_stopped:
+        return
+    if not ended and not trainer.control.should_training_stop:
+        run.data.end_epoch()
+    run.checkpoints.check_first_update()
+    interrupts.agree()
+    asked = interrupts.wants_checkpoint()
+    _stop_where_asked(trainer, run)
+    try:
+        go_on(figures)
+    except EvaluationStopped:
+        _stop_where_asked(trainer, run)
+        run.checkpoints.state.rewind_evaluation()
+    if (asked or run.is_stopped) and not run.checkpoints.is_saved:
+        trainer.save_now()
+    goes_on = ended and not trainer.control.should_training_stop
+    if goes_on and not run.ranks.are_many and run.logger.is_thrashing():
+        go_on_with_less(trainer, run)
+
+
+def _stop_where_asked(trainer: Any, run: FitRun) -> None:
+    if run.checkpoints.interrupts.stopping is not None:
+        run.is_stopped = trainer.control.should_training_stop = True
+
+
+def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
+    """Run the Trainer's own evaluation. Raises `EvaluationStopped` at a signal before or during it.
+
+    Several processes finish it, because each waits for the results of the others.
+    """
+    interrupts = run.checkpoints.interrupts
+    run.checkpoints.state.note_before_evaluation()
+    if not run.ranks.are_many:
+        interrupts.raise_if_stopping()
+    interrupts.watch_modules(lambda module: interrupts.raise_if_stopping())
+    try:
+        # The evaluation's collator may share a generator with the data, which must not advance.
+        with run.data.rng.apart():
+            return go_on()
+    finally:
+        interrupts.watch_modules(None)
+
+
+def repeat_evaluation(trainer: Any, run: FitRun) -> None:
+    """Run the evaluation that was abandoned before a resume."""
+    run.last_boundary = trainer.state.global_step
+    pending = run.checkpoints.state.unevaluated
+    if pending is None:
+        return
+    try:
+        trainer.repeat_boundary(save=pending["save"], ignored_keys=run.ignored_keys)
+    except EvaluationStopped:
+        _stop_where_asked(trainer, run)
+    run.checkpoints.state.note_generators()
+
+
+# ---- start of a step, and its check before the update -----------------------------------------------------
+
+
+LEFT_OVER = (
+    "The data of an epoch ends within a batch: the last {n} of {count} micro-batches are left out, because "
+    "they do not fill a step. transformers would add their gradients to the first step of the next epoch."
+)
+
+
+def begin_step(trainer: Any, step: StepState) -> None:
+    """Save the state to which a step returns, before its first micro-batch.
+
+    Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
+    """
+    if step.pending_micro_batches:
+        trainer.model.zero_grad(set_to_none=True)
+        # The Trainer has added their losses to its sum already.
+        loss_since_log(trainer).copy_(step.logged_loss_at_start)
+        count = trainer.args.gradient_accumulation_steps
+        trainer.snugfit.journal.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
+    step.pending_micro_batches = len(step.batches)
+    step.rng_at_step_start = rng_states(trainer.args.device)
+    step.logged_loss_at_start = loss_since_log(trainer).clone()
+
+
+def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
+    """Raise `SnugfitError` when this step's loss or norm is NaN or infinite.
+
+    Its batch is written to disk, and a checkpoint from before the step is saved.
+    """
+    import torch
+
+    step = run.step
+    step.pending_micro_batches = 0
+    if step.loss_sum is None:
+        return
+    total, tokens = step.loss_sum, run.timer.tokens
+    run.backward.raise_if_updated()
+    # One transfer for all three, because each would wait for the device.
+    scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
+    loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
+    if run.ranks.are_many:  # one NaN makes the mean NaN, in all processes
+        loss, count = run.ranks.sum([loss / run.ranks.size, count])
+    step.figures = StepFigures(loss, size, int(count))
+    has_scaler = trainer.accelerator.scaler is not None  # the scaler skips overflows
+    if math.isfinite(loss) and (has_scaler or math.isfinite(size)):
+        return
+    trainer.model.zero_grad(set_to_none=True)
+    number = trainer.state.global_step + 1
+    file = write_batch(run.checkpoints.root, number, step.batches, rank=run.ranks.rank)
+    set_rng_states(step.rng_at_step_start, trainer.args.device)
+    loss_since_log(trainer).copy_(step.logged_loss_at_start)
+    run.data.unuse(len(step.batches))
+    run.checkpoints.save()
+    run.checkpoints.wait()
+    of_all = " Those of other processes have their numbers." if run.ranks.are_many else ""
+    raise run.ranks.alike(
+        SnugfitError(
+            f"Step {number}: {NonFinite(loss, size)} The step's batch is in {file}.{of_all} Look at it, or "
+            "use a smaller learning rate or another precision."
+        )
+    )

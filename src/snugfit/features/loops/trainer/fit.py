@@ -1,0 +1,102 @@
+"""`snugfit.fit`: a user's live `transformers.Trainer`, trained under a plan.
+
+    import snugfit
+
+    trainer = snugfit.fit(trainer)                            # planned for the GPU here
+    trainer = snugfit.fit(trainer, "bf16 + micro_batches(4)") # or with a named recipe
+    trainer.train()
+
+`fit` returns the same object. Settings with a counterpart in `TrainingArguments` are written there. The rest
+is applied to the model, or read by one subclass that the trainer's class becomes (`trainer_class.py`). It has
+the name of the user's class and precedes it. The global batch (`per_device_train_batch_size` times
+`gradient_accumulation_steps`) stays the same under any recipe.
+
+Started by torchrun or `accelerate launch`, the same script trains in several processes. They use the
+Trainer's own DDP (`ranks.py`) or its FSDP2, if configured (`sharded.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from snugfit.errors import escape_controls
+from snugfit.features.loops.trainer.fit_run import FitPlan
+from snugfit.features.loops.trainer.job import job_of, several_samples
+from snugfit.features.loops.trainer.plan import choose, compared_job
+from snugfit.features.loops.trainer.setup import (
+    apply,
+    refuse_optim_without_package,
+    refuse_what_cannot_be_fitted,
+)
+from snugfit.features.loops.trainer.trainer_class import FittedTrainer, fitted_class
+from snugfit.job.batch_layout import BatchDims
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity, Slot
+from snugfit.training.journal import Event, Journal
+from snugfit.training.recovery import cut_warning
+
+
+def say(event: Event) -> None:
+    """Print warnings and changes of plan, one line each; the default `watch`."""
+    if text := event.get("text"):
+        with suppress(OSError):  # a closed terminal: the run continues to its checkpoint
+            print(f"snugfit: {escape_controls(text)}", flush=True)
+
+
+def fit(
+    trainer: Any,
+    recipe: Recipe | str | None = None,
+    *,
+    gpu: str | None = None,
+    fidelity: Fidelity | str = Fidelity.SAME,
+    batch_dims: BatchDims | None = None,
+    compare_code: bool = True,
+    watch: Callable[[Event], None] = say,
+) -> Any:
+    """Prepare `trainer`, a `transformers.Trainer` or a subclass's, to train under `recipe`; return it.
+
+    `recipe` may be text. The default is a plan, no less exact than the trainer's own arguments and
+    `fidelity`. It is for the named `gpu`, or the one here; without any GPU, the trainer keeps its settings.
+    `batch_dims` names the dimension of the samples for tensors that do not start with it, as in
+    `Model.from_module`. A run resumes only with unchanged code (collator, loss, forward passes), unless
+    `compare_code` is False. `watch` receives every event of the journal, and every change; events for the
+    user have a `text`.
+
+    Raises `UsageError` for an unsupported trainer or recipe, by name, and `NothingFits`. Nothing has changed
+    then.
+    """
+    refuse_what_cannot_be_fitted(trainer)
+    if recipe is None:
+        refuse_optim_without_package(trainer)
+    job = job_of(trainer, batch_dims)
+    chosen = choose(trainer, job, recipe, gpu, fidelity)
+    journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)
+    if chosen.says:
+        journal.tell("planned", text=chosen.says)
+    for line in apply(trainer, job, chosen.recipe, chosen.user_slots):
+        journal.tell("changed", text=line)
+    if trainer.args.device.type == "cpu":
+        for line in chosen.recipe.lines_on_cpu():
+            journal.tell("note", text=line)
+    pieces, samples = chosen.recipe.pieces, None
+    if pieces > 1:
+        samples = several_samples(trainer, job)
+        before, job = job, compared_job(trainer, job, samples, pieces=pieces)
+        is_own = Slot.BATCHING in chosen.user_slots  # layers that mix samples then do so with any Trainer
+        for warning in cut_warning(job, chosen.recipe) if job is not before or not is_own else ():
+            journal.tell("warning", text=warning["text"])
+    if not isinstance(trainer, FittedTrainer):
+        # The object stays the user's, because the script and callbacks refer to it.
+        trainer.__class__ = fitted_class(type(trainer))
+    trainer.snugfit = FitPlan(
+        job=job,
+        recipe=chosen.recipe,
+        user_slots=chosen.user_slots,
+        journal=journal,
+        compare_code=compare_code,
+        samples=samples,
+    )
+    trainer.snugfit_run = None
+    return trainer

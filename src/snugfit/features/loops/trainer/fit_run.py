@@ -1,0 +1,161 @@
+"""One call of a fitted trainer's `train()`: its folder, its checkpoints, its journal and its step.
+
+The plan is an attribute of the trainer (`trainer.snugfit`) and immutable; when memory runs out another one
+replaces it. State that changes from step to step is in the `StepState` of the run (`fit_run.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.loops.backward_updates import BackwardWatch
+from snugfit.features.loops.loader import DataPosition
+from snugfit.features.loops.trainer.checkpoints import TrainerCheckpoints, refuse_no_checkpoint
+from snugfit.features.loops.trainer.loss import LossTraits
+from snugfit.features.loops.trainer.module_tree import ModuleTree
+from snugfit.features.loops.trainer.plan import compared_job
+from snugfit.features.loops.trainer.ranks import ranks_of
+from snugfit.features.loops.trainer.step_timer import StepState, StepTimer, logger_for
+from snugfit.frontends.next_recipe import next_recipe
+from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.manager import open_shared_store
+from snugfit.training.interrupt import Interrupts, Stops
+from snugfit.training.ranks import ALONE, Ranks
+from snugfit.training.recovery import Recovery, Unplanned
+from snugfit.training.rng import preserve_rng
+from snugfit.training.run.loader import Prefetcher
+from snugfit.training.step_logger import StepLogger
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.training.journal import Journal
+
+
+@dataclass(kw_only=True)
+class FitRun:
+    """State of a running `train()`."""
+
+    checkpoints: TrainerCheckpoints
+    logger: StepLogger
+    recovery: Recovery
+    timer: StepTimer
+    data: DataPosition
+    """Position of the run in its data."""
+
+    prefetcher: Prefetcher[Any] | None = None
+    """The micro-batches of the next step, and the Trainer's count of their items."""
+
+    epoch_iterator: Any = None
+    """The Trainer's iterator over the current epoch, from which they come."""
+
+    ranks: Ranks = ALONE
+    """This process among those that train together."""
+
+    ignored_keys: list[str] | None = None
+    """The user's `ignore_keys_for_eval` of `train()`."""
+
+    last_boundary: int | None = None
+    """The step that ended last; its second end is an epoch's end."""
+
+    is_stopped: bool = False
+    """True after a stop by a signal at that step, so that the Trainer leaves the epoch."""
+
+    tree: ModuleTree | None = None
+    """The modules of the trainer's model, without its wrappers."""
+
+    steps: int = 0
+    """Number of started steps."""
+
+    step: StepState = field(default_factory=StepState)
+    backward: BackwardWatch = field(default_factory=BackwardWatch)
+
+    def tree_of(self, model: Any) -> ModuleTree:
+        """Return the modules of the trainer's model; a previous model is released."""
+        if self.tree is None or self.tree.model is not model:
+            self.tree = ModuleTree(model)
+        return self.tree
+
+
+@contextlib.contextmanager
+def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
+    """Open the run of one `train()`, in a folder that is locked meanwhile.
+
+    `checkpoints.resumed` is the checkpoint of a resumed run. `trainer.snugfit_run` is the run within this
+    context, and None outside.
+    """
+    journal = trainer.snugfit.journal
+    folder, begin_anew = Path(trainer.args.output_dir), "without resume_from_checkpoint"
+    refuse_no_checkpoint(folder, resume_from)
+    with (
+        ranks_of(trainer) as ranks,
+        open_shared_store(folder, ranks, begin_anew=begin_anew) as store,
+        Interrupts(store.root if ranks.is_first else None) as interrupts,
+        journal.writing_to(store.root) if ranks.is_first else contextlib.nullcontext(),
+    ):
+        data, stops = DataPosition(), Stops(interrupts, ranks)
+        checkpoints = TrainerCheckpoints(trainer, store, journal, stops, data, ranks)
+        try:
+            checkpoints.open(resume_from)
+            trainer.snugfit_run = FitRun(
+                checkpoints=checkpoints,
+                logger=logger_for(trainer, journal),
+                recovery=_recovery(trainer, journal),
+                timer=StepTimer(trainer.args.device, ranks.size),
+                data=data,
+                ranks=ranks,
+            )
+            yield trainer.snugfit_run
+        finally:
+            checkpoints.wait()  # no writes after the folder is unlocked
+            trainer.snugfit_run = None
+
+
+def _recovery(trainer: Any, journal: Journal) -> Recovery:
+    """Return the search for recipes under which this trainer's live model can continue."""
+    device, plan = trainer.args.device, trainer.snugfit
+    changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
+
+    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
+        with preserve_rng(device):
+            recovery.job = compared_job(trainer, job, trainer.snugfit.samples, pieces=recipe.pieces)
+            return next_recipe(device, live=True, changing=changing)(recovery.job, recipe, cause)
+
+    recovery = Recovery(plan.job, journal, replan)
+    return recovery
+
+
+# ---- the plan of a fitted trainer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPlan:
+    """Job, recipe and journal of a fitted trainer."""
+
+    job: Job
+    recipe: Recipe
+    user_slots: frozenset[Slot]
+    """Slots that stay under the user's control."""
+
+    journal: Journal
+    """Sends events to the listener, and to the run's folder during `train()`."""
+
+    compare_code: bool = True
+    """Resume a run only with unchanged code."""
+
+    samples: Mapping[str, Any] | None = None
+    """A host batch for comparisons during a run; None where the job's example is one."""
+
+    loss: LossTraits = field(default_factory=LossTraits)
+    """Properties of the model's loss."""
+
+    max_rows: int | None = None
+    """Most samples of each piece, if the loader's micro-batches are split again after memory ran out."""
+
+    def cut_finer(self, recipe: Recipe) -> FitPlan:
+        """Return the plan under this recipe, which splits the batch finer than the loader."""
+        return replace(self, recipe=recipe, max_rows=recipe.setup().per_piece(self.job.batch_size))

@@ -1,0 +1,77 @@
+"""Describe a live trainer as a job: its model, its batch, and an example from its own loader.
+
+Every random generator is restored, and the loader of the example is discarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.features.loops.example import example_of
+from snugfit.features.loops.loader import count_of
+from snugfit.features.loops.trainer.live_trainer import bare_model, loading_batches_of, without_loader_record
+from snugfit.frontends.items import samples_in
+from snugfit.job.batch_layout import BatchDims
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.step.checkpointing import copy_without_data
+
+SAMPLES = 16
+"""Number of samples from which the compared ones are chosen, if the global batch has as many."""
+
+
+def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
+    """Return this trainer's job; `dims` names the dimensions of the samples in its batches.
+
+    Raises `UsageError` for a missing or empty dataset.
+    """
+    args = trainer.args
+    module, example = meta_copy(trainer), _first_batch(trainer)
+    return Job(
+        model=Model.from_module(module, example, batch_dims=dims),
+        task=Task.CUSTOM,
+        batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        clip=float(args.max_grad_norm),
+        decay_groups=True,
+        learning_rate=float(args.learning_rate),
+        build_on="host",
+    )
+
+
+def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
+    """Read one batch of several samples by the trainer's own loader, if its micro-batches have fewer.
+
+    Return None if the example has all, and for a loader that cannot create one.
+    """
+    if samples_in(job.model.example or {}, job.model.batch_dims) >= job.batch_size:
+        return None
+    with (
+        contextlib.suppress(Exception),
+        without_loader_record(trainer),
+        loading_batches_of(trainer, min(job.batch_size, SAMPLES)),
+    ):
+        return example_of(trainer.get_train_dataloader, trainer.args.device, resumes=False)
+    return None
+
+
+def meta_copy(trainer: Any) -> Any:
+    """Return the trainer's model without data, as it was before any preparation for training.
+
+    Changes by a fit are left out, and so is accelerate's wrapper around the forward pass of a trained model.
+    """
+    if (plan := getattr(trainer, "snugfit", None)) is not None:
+        return plan.job.model.module
+    with bare_model(trainer.model):
+        return copy_without_data(trainer.model)
+
+
+def _first_batch(trainer: Any) -> dict[str, Any]:
+    """Return the first micro-batch of the trainer's own loader, on the host."""
+    if trainer.train_dataset is None:
+        raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
+    if count_of(trainer.train_dataset) == 0:
+        raise UsageError("The trainer's train_dataset is empty. Training needs at least one sample.")
+    with without_loader_record(trainer):
+        return example_of(trainer.get_train_dataloader, trainer.args.device, resumes=True)

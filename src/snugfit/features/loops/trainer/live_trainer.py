@@ -1,0 +1,147 @@
+"""Private fields of a live trainer and of its accelerator (`step/transformers_internals.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+LOGGED = {"loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged"}
+"""Fields of a trainer's losses for its next log, by our names."""
+
+ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared")
+"""Attributes that `Accelerator.prepare` leaves on a model."""
+
+
+def logged_losses(trainer: Any) -> dict[str, Any]:
+    """Return the values that the trainer's next log depends on, as JSON values."""
+    values = {name: getattr(trainer, field) for name, field in LOGGED.items()}
+    return {**values, "loss": values["loss"].item()}
+
+
+def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
+    """Restore the values of `logged_losses`; the losses since the last log are added to."""
+    trainer._tr_loss += losses["loss"]
+    trainer._total_loss_scalar = losses["total_loss"]
+    trainer._globalstep_last_logged = losses["last_logged"]
+
+
+def restore_callbacks(trainer: Any) -> None:
+    """Give the trainer's callbacks the states that its own state holds of them."""
+    trainer._load_callback_state()
+
+
+def average_losses_over_all_steps(trainer: Any) -> None:
+    """Scale the trainer's loss sum before it takes a run's mean. The sum is over all steps, those before a
+    resume included. From 5.19 on transformers divides by the steps of this call, before by all.
+    """
+    steps = trainer.state.global_step
+    divisor = max(steps - getattr(trainer, "_initial_global_step", 0), 0.001)  # as transformers has it
+    mean = (trainer._total_loss_scalar + trainer._tr_loss.item()) / max(steps, 0.001)
+    trainer._tr_loss.zero_()
+    trainer._total_loss_scalar = mean * divisor
+
+
+def loss_since_log(trainer: Any) -> Any:
+    """Return the sum of the losses since the last log, () on the device: the trainer's own tensor."""
+    return trainer._tr_loss
+
+
+def trainer_shifts_labels(trainer: Any) -> bool:
+    """Return whether the trainer counts labels of a model that shifts them by one."""
+    return bool(trainer._loss_shifts_labels)
+
+
+def weigh_losses_ourselves(trainer: Any) -> None:
+    """Stop the trainer from dividing each micro-batch's loss by their number."""
+    trainer.current_gradient_accumulation_steps = 1
+
+
+def has_users_schedule(trainer: Any) -> bool:
+    """Return whether the learning-rate schedule is the user's own."""
+    return trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
+
+
+def replace_model(trainer: Any, model: Any) -> None:
+    """Another model takes the place of the trainer's, where it is another."""
+    if trainer.model is model:
+        return
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+    # These columns are from the signature of the old model's forward pass.
+    trainer._signature_columns = None
+
+
+def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
+    """Set `TrainingArguments` of a built trainer, and the values that it has derived from them."""
+    args = trainer.args
+    if "bf16" in changes:
+        _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")
+    for name, value in changes.items():
+        if name not in ("bf16", "fp16"):
+            # After `__post_init__`, `optim` is a member of an enumeration.
+            setattr(args, name, type(args.optim)(value) if name == "optim" else value)
+    if "per_device_train_batch_size" in changes:
+        trainer._train_batch_size = args.train_batch_size
+
+
+def _set_precision(trainer: Any, mixed: str) -> None:
+    """Set the precision of its accelerator, which autocasts and scales gradients. accelerate keeps one state
+    for the process, which is made again.
+    """
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    args = trainer.args
+    if trainer.accelerator.mixed_precision == mixed:
+        return
+    # `prepare` wrapped the forward pass in the autocast of the old precision.
+    trainer.model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    trainer.model_wrapped = trainer.model
+    args.bf16, args.fp16, args.mixed_precision = mixed == "bf16", mixed == "fp16", mixed
+    AcceleratorState._reset_state()
+    if PartialState._shared_state.get("distributed_type") == DistributedType.FSDP:  # it made that of GPUs
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer.create_accelerator_and_postprocess()
+
+
+def made_by_accelerate(optimizer: Any) -> bool:
+    """Return whether this optimizer is accelerate's wrapper, as in a trainer that has trained."""
+    return hasattr(optimizer, "accelerator_state")
+
+
+@contextlib.contextmanager
+def bare_model(model: Any) -> Iterator[None]:
+    """Restore the model from before `Accelerator.prepare` wrapped its forward pass, inside of this
+    context.
+    """
+    put = {name: model.__dict__.pop(name) for name in ON_A_PREPARED_MODEL if name in model.__dict__}
+    if put and "_original_forward" not in put and "forward" in put:  # the user's own
+        model.__dict__["forward"] = put["forward"]
+    try:
+        yield
+    finally:
+        model.__dict__.update(put)
+
+
+@contextlib.contextmanager
+def without_loader_record(trainer: Any) -> Iterator[None]:
+    """Make loaders without workers, and without a record in accelerate, inside of this context."""
+    args, accelerator = trainer.args, trainer.accelerator
+    with (
+        patch.multiple(
+            args,
+            dataloader_num_workers=0,
+            dataloader_prefetch_factor=None,
+            dataloader_persistent_workers=False,
+        ),
+        # The copy receives the new loaders, so accelerate's own list stays as it was.
+        patch.object(accelerator, "_dataloaders", list(accelerator._dataloaders)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
+    """Make loaders of the trainer return batches of this many samples."""
+    with patch.object(trainer, "_train_batch_size", samples):
+        yield

@@ -1,0 +1,79 @@
+"""Repeat a fitted trainer's step under a smaller recipe when memory runs out.
+
+The next recipe is planned as for any run (`next_recipe.py`), within the limits of a live model. It may
+recompute layers from now on, and split micro-batches finer. The loader is unchanged, and each of its
+micro-batches is split here. So the global batch stays, and no sample is lost or repeated. The failed step is
+repeated from its beginning: its partial gradients are dropped and the random generators restored. A failed
+update has changed weights and is not repeated.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.loops.trainer.setup import change_recipe
+from snugfit.frontends.next_recipe import cut_smaller
+from snugfit.training.checkpoint.state import release_unused_memory
+from snugfit.training.recovery import WHAT_TO_TRY, Exhausted, out_of_memory, short_of_memory
+from snugfit.training.rng import set_rng_states
+
+if TYPE_CHECKING:
+    from snugfit.errors import OutOfMemory
+    from snugfit.features.loops.trainer.fit_run import FitPlan, FitRun
+
+
+NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under another recipe."
+
+
+def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
+    """Restart the step under the next recipe, after memory ran out in the forward or the backward pass.
+
+    Raises `OutOfMemory` without a next recipe, and in one of several processes: the others wait for its
+    exchanges.
+    """
+    if run.ranks.are_many:
+        exhausted = Exhausted(cause=cause, phase="gradients", message=message)
+        text = f"It was rank {run.ranks.rank}. {NOT_BY_SEVERAL} {WHAT_TO_TRY}"
+        raise out_of_memory(exhausted, trainer.snugfit.recipe, trainer.state.global_step, text)
+    trainer.model.zero_grad(set_to_none=True)
+    number = trainer.state.global_step + 1
+    exhausted = Exhausted(cause=cause, phase="gradients", message=message)
+    what = f"Memory ran out in step {number} ({cause}). The step is repeated with"
+    _go_on(trainer, run, exhausted, number, what)
+    # The repeated step draws the same random numbers as the failed one.
+    set_rng_states(run.step.rng_at_step_start, trainer.args.device)
+
+
+def go_on_with_less(trainer: Any, run: FitRun) -> None:
+    """Switch to the next recipe, if any, after a step in which memory was so tight that steps slowed down."""
+    number, exhausted = trainer.state.global_step + 1, short_of_memory()
+    what = (
+        f"Memory is too tight ({exhausted.cause} in several steps in a row). From step {number} the recipe is"
+    )
+    _go_on(trainer, run, exhausted, number, what)
+
+
+def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
+    """Switch to the next recipe from step `number` on."""
+    plan: FitPlan = trainer.snugfit
+    release_unused_memory(trainer.args.device)
+    chosen = run.recovery.next_recipe(exhausted, plan.recipe, number - 1)
+    if chosen is None:
+        run.logger.ignore_retries()
+        return
+    change_recipe(trainer, chosen)
+    text = f"{what} '{chosen}'. The global batch stays {plan.job.batch_size}."
+    run.recovery.tell(exhausted, plan.recipe, chosen, number, text=text)
+    run.logger.restart(plan.job, chosen)
+    run.logger.watch_retries()
+
+
+def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
+    """Return the error for memory that ran out in a step that cannot be repeated."""
+    plan: FitPlan = trainer.snugfit
+    smaller = cut_smaller(plan.job, plan.recipe)
+    cure = f" Resume with a recipe that needs less, such as '{smaller}'." if smaller else ""
+    exhausted = Exhausted(cause=cause, phase="update", message=str(error))
+    return out_of_memory(
+        exhausted, plan.recipe, trainer.state.global_step, f"The step cannot be repeated.{cure}"
+    )

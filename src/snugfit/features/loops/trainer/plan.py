@@ -1,0 +1,176 @@
+"""Plan for a live trainer: its current recipe, and the slots that may change.
+
+Some of the user's choices stay: attention, engine, loader, allocator and adapters. Choices that are less
+exact than `fidelity` (a bf16 autocast under `same`, an SGD) stay too, as the user's mathematics. The rest is
+searched: recomputed layers, the split of the batch, and the kernels of a named optimizer. An optimizer
+without a name stays the Trainer's default. Under `rounds` the precision of fp32 training is searched too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import NothingFits, UsageError
+from snugfit.features.loops.trainer.job import several_samples
+from snugfit.features.loops.trainer.live_trainer import bare_model
+from snugfit.features.loops.trainer.loss import weighed_loss
+from snugfit.features.loops.trainer.parts import trainer_parts
+from snugfit.features.loops.trainer.ranks import processes_of, recipe_in_each
+from snugfit.features.loops.trainer.setup import brings_optimizer
+from snugfit.frontends.cut_gradients import unchanged_attributes
+from snugfit.frontends.cut_loss import counted_by, job_with_mixing
+from snugfit.job.sample_mixing import mixing_of
+from snugfit.planning.request import fidelity_of
+from snugfit.step.checkpointing import NAMES
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity, Slot
+from snugfit.techniques.translate import read_slots
+from snugfit.training.rng import preserve_rng
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
+"""Slots that no plan for a live trainer changes.
+
+The model has its adapters and its attention, and the process has already allocated. It is unknown if the
+user's dataset supports workers. It is also unknown if it yields batches of one length, for which layers are
+compiled once.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The recipe of a trainer, and the slots that stay the user's."""
+
+    recipe: Recipe
+    """The recipe, as far as the notation can express the settings."""
+
+    user_slots: frozenset[Slot] = frozenset()
+    """Slots that stay under the user's control, even without notation in the recipe."""
+
+    default_optimizer: bool = False
+    """True for the default optimizer of `TrainingArguments`, without a name given."""
+
+    says: str = ""
+    """The reason, in one line."""
+
+
+def choose(
+    trainer: Any, job: Job, recipe: Recipe | str | None, gpu: str | None, fidelity: Fidelity | str
+) -> Chosen:
+    """Return the named recipe, or a plan's for this GPU or the one here, or the trainer's own."""
+    import torch
+
+    if recipe is not None:
+        if gpu is not None:
+            raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
+        named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+        refuse = trainer_parts(trainer).refuse_sharding
+        return Chosen(recipe=recipe_in_each(named, processes_of(trainer), refuse))
+    degree, device = fidelity_of(fidelity), trainer.args.device
+    own = recipe_of(trainer)
+    if (processes := processes_of(trainer)) > 1:
+        return _own_of_several(own, processes, gpu)
+    if gpu is None and device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+    if gpu is not None:
+        with preserve_rng(device):
+            return _plan_from(own, compared_job(trainer, job, several_samples(trainer, job)), gpu, degree)
+    why = "there is no GPU to plan for, and gpu= is not given"
+    says = f"{why}: the trainer keeps its own settings, '{own.recipe}'"
+    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
+
+
+def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
+    """Keep a trainer's own settings in several processes. Raises `UsageError` for a requested plan."""
+    where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
+    if gpu is not None:
+        raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
+    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer's own stays, whichever it is
+    says = f"{where}. The trainer keeps its own settings, '{recipe}'"
+    return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
+
+
+def compared_job(
+    trainer: Any,
+    job: Job,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    pieces: int = 1,
+    again: bool = False,
+) -> Job:
+    """Return the job, with the result of comparing this trainer's own loss in `pieces` (`cut_loss.py`)."""
+    loss_of = partial(weighed_loss, trainer, counted_by(job, trainer.model))
+    autocast = trainer.accelerator.autocast
+    with unchanged_attributes(trainer), bare_model(trainer.model):
+        return job_with_mixing(
+            job, trainer.model, loss_of, batch, most=job.batch_size // pieces, context=autocast, again=again
+        )
+
+
+def recipe_of(trainer: Any) -> Chosen:
+    """Return the trainer's current settings as a recipe."""
+    by_slot = {read.slot: read.technique for read in read_slots(arguments_of(trainer))}
+    techniques = tuple(by_slot[slot] or roster.plain(slot) for slot in Slot)
+    unsaid = frozenset(slot for slot, technique in by_slot.items() if technique is None)
+    if brings_optimizer(trainer):
+        unsaid |= {Slot.OPTIMIZER}
+    default = trainer.args.optim == next(f.default for f in fields(trainer.args) if f.name == "optim")
+    return Chosen(recipe=Recipe(techniques), user_slots=unsaid, default_optimizer=default)
+
+
+def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
+    """Return the fastest recipe that fits, with the fixed slots. Raises `NothingFits`, with the nearest
+    miss."""
+    from snugfit.planning.search.search import plan
+
+    degrees = list(Fidelity)
+    most = degrees.index(fidelity)
+    less_exact = {technique.slot for technique in own.recipe if degrees.index(technique.fidelity) > most}
+    default = {Slot.OPTIMIZER} if own.default_optimizer else set()
+    whole = (
+        {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
+    )  # the user's batching stays where a split is wrong or unclear
+    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
+    keep = {slot: own.recipe[slot] for slot in unchanged}
+    best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")
+    shown = best.best_or_nearest.recipe
+    if not best.fits:
+        raise NothingFits(
+            f"No recipe for this training fits a {gpu}. The nearest is '{shown}'. Use a smaller global "
+            "batch, or allow more with fidelity='rounds' or 'learns'."
+        )
+    says = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
+    if default:
+        says += ". The optimizer stays the Trainer's default; name another with TrainingArguments(optim=...)"
+    return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, says=says)
+
+
+def arguments_of(trainer: Any) -> dict[str, Any]:
+    """Return the trainer's arguments and model, by the names of the techniques (`counterpart.py`)."""
+    args, model = trainer.args, trainer.model
+    name = next(name for name in NAMES if hasattr(args, name))
+    recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    parts = dict(getattr(args, f"{name}_kwargs") or {})
+    new = NAMES[0]
+    known = {
+        f"{new}_kwargs.use_reentrant": parts.get("use_reentrant", False),
+        f"{new}_kwargs.every_n_layers": parts.get("every_n_layers", 1),
+        f"{new}_kwargs.offload": parts.get("offload", False),
+    }
+    return {
+        **{field: getattr(args, field) for field in vars(args)},
+        **known,
+        new: bool(getattr(args, name)) or recomputed,
+        "optim": getattr(args.optim, "value", args.optim),
+        "optim_args.momentum": 0.0,
+        "model.attn_implementation": getattr(getattr(model, "config", None), "_attn_implementation", "sdpa"),
+        "lora.r": None,
+        "environment.PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF"),
+    }

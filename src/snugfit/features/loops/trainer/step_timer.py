@@ -1,0 +1,163 @@
+"""Start and end of a fitted trainer's steps, and their waits for data.
+
+A step starts when its micro-batches are requested and ends before the Trainer logs, evaluates and saves. Most
+micro-batches are created in the previous step (`loader.py`). That step has waited for data if the device had
+no work left when they arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from snugfit.features.loops.trainer.setup import brings_optimizer
+from snugfit.frontends.items import samples_in
+from snugfit.frontends.predicted import run_predictor
+from snugfit.job.batch import token_count
+from snugfit.job.batch_layout import BatchDims
+from snugfit.training.predicted import RunAnswer, predict_nothing
+from snugfit.training.rng import preserve_rng
+from snugfit.training.step_logger import StepLogger
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.training.journal import Journal
+
+
+def logger_for(trainer: Any, journal: Journal) -> StepLogger:
+    """Return the logger of one call of `train()`; DDP or FSDP2 with a user's own model is not predicted."""
+    device = trainer.args.device
+    unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
+    predict = predict_nothing if unknown else run_predictor(device)
+
+    def predict_run(job: Job, recipe: Recipe) -> RunAnswer | Future[RunAnswer]:
+        # Starting a prediction must not advance the generators of the training.
+        with preserve_rng(device):
+            return predict(job, recipe)
+
+    every = round(trainer.args.logging_steps)  # below 1 it is a share of all steps
+    logger = StepLogger(journal, device, every=max(1, every), predict=predict_run)
+    logger.restart(trainer.snugfit.job, trainer.snugfit.recipe)
+    logger.watch_retries()
+    return logger
+
+
+@final
+class StepTimer:
+    """Times successive steps, in seconds."""
+
+    def __init__(self, device: torch.device, processes: int = 1) -> None:
+        import torch
+
+        self._launched = torch.cuda.Event() if device.type == "cuda" else None
+        self._began = self._stalled = 0.0
+        self._samples, self._processes = 0, processes
+        self.tokens: torch.Tensor | int = 0
+        """Number of tokens of the step, on the batch's device; read together with its loss
+        (`boundary.py`)."""
+        self._unwritten = False
+
+    def begin(self) -> None:
+        """Start the clock of a step, when its micro-batches are requested."""
+        self._began, self._stalled = time.perf_counter(), 0.0
+
+    def record_launched(self) -> None:
+        """Record that all of a step's computations before its update are launched."""
+        if self._launched is not None:
+            self._launched.record()
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Time the creation of micro-batches within the context."""
+        began = time.perf_counter()
+        yield
+        # A fetch delays nothing while the device still computes.
+        if self._launched is None or self._launched.query():
+            self._stalled += time.perf_counter() - began
+
+    def count(self, batches: list[Any], dims: BatchDims | None) -> None:
+        """Count the samples and tokens of the step's micro-batches, with the named dimensions of their
+        samples."""
+        self._samples = self._processes * sum(samples_in(batch, dims) for batch in batches)
+        self.tokens = sum(token_count(batch) for batch in batches)
+        self._unwritten = bool(batches)
+
+    def write(self, trainer: Any, logger: StepLogger, step: StepState, learning_rate: float | None) -> bool:
+        """Write the line of the step that just ended; return False without one."""
+        if not self._unwritten or step.figures is None or step.pending_micro_batches:
+            return False
+        self._unwritten = False
+        logger.note(
+            step=trainer.state.global_step,
+            epoch=trainer.state.epoch,
+            loss=step.figures.loss,
+            learning_rate=learning_rate,
+            updated=not trainer.accelerator.optimizer_step_was_skipped,
+            seconds=time.perf_counter() - self._began,
+            stall_seconds=self._stalled,
+            samples=self._samples,
+            tokens=step.figures.tokens,
+        )
+        logger.write(step.figures.norm)
+        return True
+
+
+# ---- state of a step --------------------------------------------------------------------------------------
+
+
+class StepFigures(NamedTuple):
+    """Figures of one step, read from the device before its update."""
+
+    loss: float
+    norm: float
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """One optimizer step, from its micro-batches to its figures."""
+
+    batches: list[Any] = field(default_factory=list)
+    """The step's micro-batches, as the loader yields them."""
+
+    micro_batch_index: int = 0
+    """Number of started micro-batches."""
+
+    item_counts: list[int] = field(default_factory=list)
+    """Number of items in each micro-batch, once counted."""
+
+    shares: torch.Tensor | None = None
+    """Weights of the micro-batches, (n,) on the device, when several processes share one batch."""
+
+    share: float | torch.Tensor | None = None
+    """Weight of the current micro-batch among the batch's items; None in an evaluation."""
+
+    loss_sum: torch.Tensor | None = None
+    """The weighted losses of the micro-batches so far, () on the device."""
+
+    pending_micro_batches: int = 0
+    """Micro-batches of a started step without an update so far; 0 without such a step."""
+
+    rng_at_step_start: tuple[torch.Tensor, ...] = ()
+    """States of the generators of a forward pass at the start of the step."""
+
+    logged_loss_at_start: torch.Tensor | None = None
+    """The Trainer's losses since its last log at the start of the step, () on the device."""
+
+    figures: StepFigures | None = None
+    """Figures of the step; None before the end of its last micro-batch."""
+
+    def following(self, batches: list[Any]) -> StepState:
+        """Return the next step, with the count of this one's micro-batches that got no update."""
+        return StepState(
+            batches=batches,
+            pending_micro_batches=self.pending_micro_batches,
+            logged_loss_at_start=self.logged_loss_at_start,
+        )

@@ -1,0 +1,138 @@
+"""Files that a user's own subclass of Trainer adds to its checkpoints.
+
+A subclass may override `_save`, `save_model` or `_save_checkpoint`: sentence-transformers writes the parts of
+its models, TRL a model card. Such methods write into the folder `output_dir/checkpoint-N` directly. Here they
+are called while `output_dir` is a hidden draft, whose last part is the real one's name. Their files are then
+stored with the run's own files: under one manifest, and published by one rename. Files outside the checkpoint
+go to the real `output_dir`.
+
+A subclass may write a model's weights in any form. The weights for resuming the run are then stored in a
+folder of their own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.loops.trainer.trainer_hooks import overrides
+from snugfit.training.checkpoint.model_state import has_model_state
+from snugfit.training.checkpoint.save_failed import why
+
+if TYPE_CHECKING:
+    from snugfit.training.checkpoint.state import Snapshot
+
+OWN_WEIGHTS = "snugfit"
+"""Folder in a checkpoint for the run's weights, if the user's subclass also writes weights."""
+
+SAVES_MODEL = ("_save", "save_model")
+
+
+def weights_folder(checkpoint: Path) -> Path:
+    """Return the folder of the weights in a fitted trainer's checkpoint."""
+    own = checkpoint / OWN_WEIGHTS  # or an adapter of that name, next to the model's state
+    return own if own.is_dir() and not has_model_state(checkpoint) else checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectedFiles:
+    """The files of a checkpoint, written into a draft by the run and the user's subclass."""
+
+    step: int
+    """Number of finished optimizer steps."""
+
+    bytes: int
+    """Size of the run's own files in bytes."""
+
+    draft: Path
+    """Draft folder, deleted after its files have been moved."""
+
+    files: Path
+    """Folder within the draft that becomes the checkpoint."""
+
+    fault: Exception | None = None
+    """Error of the system during the writes; None without one."""
+
+    def write(self, folder: Path) -> None:
+        """Move them into `folder`, on the same file system. Raises the stored `fault`."""
+        try:
+            if self.fault is not None:
+                raise self.fault
+            for path in self.files.iterdir():
+                path.rename(folder / path.name)
+        finally:
+            shutil.rmtree(self.draft, ignore_errors=True)
+
+
+class UsersFiles:
+    """Calls the saving methods of one trainer's subclass, and collects their files."""
+
+    def __init__(self, trainer: Any, root: Path) -> None:
+        self._trainer, self._root = trainer, root
+        self.any = overrides(trainer, *SAVES_MODEL, "_save_checkpoint")
+        """True if it has such methods."""
+
+        self.weights = overrides(trainer, *SAVES_MODEL)
+        """True if they write the model."""
+
+        self._write: Callable[[], None] | None = None
+
+    def collect(self, draft: Path, snapshot: Snapshot, save: Callable[[], None]) -> CollectedFiles:
+        """Collect the files that the user's `save` writes into this snapshot's checkpoint, with the
+        snapshot's own.
+
+        Raises errors of `save`, except the system's: these are stored in `fault` and raised by `write`.
+        """
+        args, output_dir = self._trainer.args, self._trainer.args.output_dir
+        beside = draft / self._root.name
+        files = beside / f"checkpoint-{snapshot.step}"
+        collected: dict[str, Any] = {
+            "step": snapshot.step,
+            "bytes": snapshot.bytes,
+            "draft": draft,
+            "files": files,
+        }
+        try:
+            files.mkdir(parents=True)
+            self._write = lambda: self._write_own(snapshot, files)
+            # The user's methods write to this folder, which is the draft meanwhile.
+            args.output_dir = str(beside)
+            save()
+            self.write_own()
+        except Exception as fault:
+            if why(fault, files) is None:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            return CollectedFiles(**collected, fault=fault)
+        finally:
+            args.output_dir = output_dir
+        # Files next to the checkpoint belong in the real output folder.
+        for path in beside.iterdir():
+            if path != files:
+                _move_into(path, self._root)
+        return CollectedFiles(**collected)
+
+    def write_own(self) -> None:
+        """Write the run's own files, once, at the end of the user's methods, in
+        `super()._save_checkpoint()`."""
+        write, self._write = self._write, None
+        if write is not None:
+            write()
+
+    def _write_own(self, snapshot: Snapshot, files: Path) -> None:
+        if self.weights:
+            self._trainer.save_model(str(files), _internal_call=True)
+            snapshot = replace(snapshot, weights_folder=OWN_WEIGHTS, processing=None)
+        snapshot.write(files)
+
+
+def _move_into(path: Path, folder: Path) -> None:
+    """Move a file or a folder, and replace files of the same name."""
+    if path.is_dir() and (folder / path.name).is_dir():
+        for inner in path.iterdir():
+            _move_into(inner, folder / path.name)
+    else:
+        path.replace(folder / path.name)

@@ -1,0 +1,15 @@
+"""The tasks of models of pictures and sounds."""
+
+from __future__ import annotations
+
+from snugfit.job.inputs import AddedTask
+
+PICTURES = AddedTask(
+    name="image-classification",
+    head=("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+)
+SOUNDS = AddedTask(
+    name="speech-to-text",
+    head=("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+    elsewhere="automatic-speech-recognition",
+)

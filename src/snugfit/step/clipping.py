@@ -1,0 +1,85 @@
+"""The norm of gradients, and clipping.
+
+A process has each weight and gradient whole, unless a feature cuts them (`Feature.tensor_parts`). An
+optimizer that clips within its update (`clips_inside`) has `gradient_norm` and `clip_by`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from snugfit.techniques.registry import hooks
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TensorParts:
+    """Weights and gradients of a process that has each of them whole."""
+
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        """Return whether other processes have further parts of the tensor."""
+        return False
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a tensor."""
+        return tensor
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor, in each of the processes that have parts of it."""
+        return tensor
+
+    def groups(self, tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the tensors in groups that torch's operators on lists take."""
+        return [list(tensors)]
+
+    def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all of them as one vector, a scalar; a part if all are parts alike."""
+        import torch
+
+        return torch.nn.utils.get_total_norm(tensors, norm_type)
+
+
+@functools.cache
+def tensor_parts() -> TensorParts:
+    """Return the parts of the feature that cuts tensors, or else whole tensors."""
+    parts: TensorParts = next((make() for make in hooks("tensor_parts")), TensorParts())
+    return parts
+
+
+def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of these weights' gradients as one vector, a scalar on their device. An optimizer that
+    clips within its update takes that of all its weights, in 32 bits.
+    """
+    if getattr(optimizer, "clips_inside", False):
+        norm: torch.Tensor = optimizer.gradient_norm()
+        return norm
+    return tensor_parts().total_norm([weight.grad for weight in weights if weight.grad is not None])
+
+
+def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) -> None:
+    """Scale all gradients down if their norm exceeds `most` (`torch.nn.utils.clip_grad_norm_`): now, or in an
+    optimizer's update (`scale`).
+    """
+    import torch
+
+    weights = [weight for weight in weights if weight.grad is not None]
+    if not getattr(optimizer, "clips_inside", False) and len(tensor_parts().groups(weights)) == 1:
+        torch.nn.utils.clip_grad_norm_(weights, most)
+    else:
+        scale(weights, most, gradient_norm(optimizer, weights), optimizer)
+
+
+def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, optimizer: Any = None) -> None:
+    """Clip gradients of a known norm. An optimizer that clips within its update gets the norm, and gradients
+    are not changed; its step must be the next one.
+    """
+    import torch
+
+    if getattr(optimizer, "clips_inside", False):
+        optimizer.clip_by(norm, most)
+        return
+    for part in tensor_parts().groups(weights):
+        torch.nn.utils.clip_grads_with_norm_(part, most, norm)
