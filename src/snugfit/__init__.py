@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
     from snugfit.planning.search.ways_out import ways_out
-    from snugfit.planning.several_gpus.search import plan_several_gpus
+    from snugfit.planning.several_gpus import plan_several_gpus
     from snugfit.results.footprint import Footprint, Timing
     from snugfit.results.measurement import Measurement
     from snugfit.results.prediction import Prediction
@@ -106,7 +106,7 @@ _HOMES = {
     "planning.lengths.lengths": ("plan_lengths",),
     "planning.plan": ("Plan",),
     "planning.fleet.search_gpus": ("plan_gpus",),
-    "planning.several_gpus.search": ("plan_several_gpus",),
+    "planning.several_gpus": ("plan_several_gpus",),
     "results.prediction": ("Prediction",),
     "results.footprint": ("Footprint", "Timing"),
     "techniques.recipe": ("Recipe",),

@@ -5,7 +5,6 @@ Exit code 3 when no recipe fits, for use in scripts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,10 +16,10 @@ from snugfit.cli.request import Request, steps_of
 from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.cli.ways_out import with_ways_out_of_plan
 from snugfit.errors import NothingFits, UsageError
+from snugfit.planning.several_gpus import group_plans
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
-    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 
 RUN = "The run"
 
@@ -132,9 +131,9 @@ def plan(
     if gpus is not None or request.gpus != 1:
         alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html, "open": open}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
-        several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
-        several = replace(several, price_per_hour=price, doubts=(*several.doubts, *request.doubts))
-        return _print_several(several, form, details=details, quiet=quiet)
+        several: dict[str, Any] = {"gpus": gpus, "price": price, "fidelity": fidelity, "workers": workers}
+        several |= {"fresh": fresh, "details": details, "form": form, "quiet": quiet}
+        return int(group_plans().print_plan(request, several, alone))
     request = _check(request, verify, price)
     asked = {
         "fidelity": fidelity,
@@ -230,82 +229,3 @@ def _plan(
     )
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
     return with_ways_out_of_plan(chosen, fresh=fresh) if ways_out else chosen
-
-
-# ---- several GPUs that train together ----------------------------------------------------------------------
-
-COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..64)."
-
-
-def _check_several(request: Request, alone: Mapping[str, object]) -> None:
-    """Raise `UsageError` for given options that only a plan for one GPU takes (`alone`), or that no plan
-    takes.
-    """
-    if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
-        raise UsageError(f"A plan with --gpus does not take {', '.join(given_alone)}. Leave it out.")
-    request.refuse_recipe_and_loop()
-    if request.software != "installed":
-        raise UsageError("A plan is for the installed software only. Leave the software profile out.")
-    if request.gpu is None:
-        raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
-
-
-def _plan_several(
-    request: Request,
-    counts: str | None,
-    fidelity: str,
-    workers: int | None,
-    alone: Mapping[str, object],
-    *,
-    fresh: bool,
-) -> SeveralGpusPlan:
-    """Return the plan for the numbers of GPUs in `counts`, from the cache or from a search."""
-    from snugfit.cli.plan_cache import answer
-    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
-    from snugfit.planning.several_gpus.search import plan_several_gpus
-
-    _check_several(request, alone)
-    gpu = request.gpu
-    assert gpu is not None
-    asked: dict[str, Any] = {
-        "gpus": read_counts(counts or str(request.gpus)),
-        "memory_bytes": request.memory_bytes,
-        "fidelity": fidelity,
-        "keep": request.keep,
-        "free": request.free,
-        "headroom": request.headroom,
-    }
-    return answer(
-        SeveralGpusPlan.from_json,
-        lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=workers, tell=tell, **asked),
-        request.job,
-        gpu,
-        fresh=fresh,
-        first=f"planning {request.job.model.name}",
-        what="several gpus",
-        **asked,
-    )
-
-
-def _print_several(several: SeveralGpusPlan, form: str, *, details: bool, quiet: bool) -> int:
-    """Print the plan and return the exit code."""
-    from snugfit.report.plan.several_gpus import render
-    from snugfit.report.text.page import print_as
-
-    print_as(form, several.to_json(), render(several, details=details), quiet=quiet)
-    return 0 if several.fitting else NothingFits.exit_code
-
-
-def read_counts(text: str) -> list[int]:
-    """Parse the numbers of GPUs: `8`, `2,4,8` or `1..64`. Raises `UsageError`."""
-    low, dots, high = text.partition("..")
-    try:
-        if not dots:
-            return [int(part) for part in text.split(",")]
-        first, last = int(low), int(high)
-        powers = [first * 2**power for power in range(17) if first * 2**power <= last]
-    except ValueError:
-        powers, first = [], 0
-    if first < 1 or not powers:
-        raise UsageError(f"--gpus {text!r} is not a number of GPUs. {COUNTS}")
-    return powers

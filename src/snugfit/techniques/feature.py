@@ -162,7 +162,7 @@ class Feature:
         """Return the code for the processes of a user's Trainer (`frontends/trainer/parts.py`)."""
 
     def processes(self) -> Any:
-        """Return the code of runs of several processes: their launch, restart, comparison and measurement."""
+        """Return the code of several processes: launch, restart, comparison, measurement, and plans."""
 
     def trackers(self) -> Any:
         """Return the module that passes a run's metrics to trackers (`report_to`)."""
@@ -236,9 +236,6 @@ class Feature:
     def lowered_kinds(self) -> Sequence[type[Any]]:
         """Return subclasses of `LoweredKinds` (`planning/cost/lowered.py`): bounds of lowered candidates."""
         return ()
-
-    def spreading(self) -> Any:
-        """Return the ways to spread a model over GPUs (`planning/several_gpus/candidates.py`)."""
 
     def has_timed_bytes(self, setup: Setup) -> bool:
         """Return whether saved bytes depend on the time of copies, so that no other step bounds them."""

@@ -17,22 +17,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.job.job import Job
-from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.candidates import (
+from snugfit.features.distributed.plan.candidates import (
     DECIDED_ONCE,
-    Shared,
+    MOST_AXES,
     cuts,
     fillings,
     is_valid,
-    spreading,
     ways,
 )
-from snugfit.planning.several_gpus.evidence import Evidence
-from snugfit.planning.several_gpus.fastest import FastestOnGpus, Judging, Outcome, Screened, smaller_miss
-from snugfit.planning.several_gpus.judge import Judged
-from snugfit.planning.several_gpus.plan import OnGpus
-from snugfit.planning.several_gpus.reasons import why_mesh
+from snugfit.features.distributed.plan.evidence import Evidence
+from snugfit.features.distributed.plan.fastest import FastestOnGpus, Judging, Outcome, Screened, smaller_miss
+from snugfit.features.distributed.plan.judge import Judged
+from snugfit.features.distributed.plan.plan import OnGpus
+from snugfit.features.distributed.plan.shared import Shared
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -74,7 +73,7 @@ def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
 
 def _axes(gpus: int) -> range:
     """Return the numbers of axes of a mesh that so many GPUs may have."""
-    return range(spreading().most_axes + 1 if gpus > 1 else 1)
+    return range(MOST_AXES + 1 if gpus > 1 else 1)
 
 
 class SharedFigures:
@@ -197,3 +196,20 @@ class SearchOfKind:
             why=why_mesh(self.job, one.shared, seconds, outcome.alone_seconds),
             **figures,
         )
+
+
+def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:
+    """Return the sharing of its groups of GPUs with the reason; empty without groups.
+
+    `alone_seconds` is the lower bound of a step that shares the batch alone, None if that does not fit.
+    """
+    if shared.parts == 1:
+        return ""
+    what = " and ".join(shared.groups())
+    if job.batch_size % shared.gpus:
+        why = f"a batch of {job.batch_size:,} cannot be shared evenly by {shared.gpus:,} GPUs"
+    elif alone_seconds is None:
+        why = "nothing fits in which GPUs share the batch alone"
+    else:
+        why = f"sharing the batch alone takes at least {alone_seconds / step_seconds:.1f} times as long"
+    return f"{what}, because {why}."

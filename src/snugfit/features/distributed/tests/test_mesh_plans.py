@@ -10,29 +10,28 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+from made_up_judge import MadeUpJudge, best_of_all, is_best
 
 from kept import REST
-from made_up_judge import MadeUpJudge, best_of_all, is_best
 from small_models import small_job
 from snugfit.errors import UsageError
+from snugfit.features.distributed.plan import cards_report as report_of_cards
+from snugfit.features.distributed.plan import search, search_cards
+from snugfit.features.distributed.plan.candidates import cuts, sharings, ways
+from snugfit.features.distributed.plan.cards import CardPlans, CardsOfKind
+from snugfit.features.distributed.plan.evidence import MARGIN
+from snugfit.features.distributed.plan.judge import Judge
+from snugfit.features.distributed.plan.kind import GAIN, counts_of, why_mesh
+from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
+from snugfit.features.distributed.plan.report import render
+from snugfit.features.distributed.plan.search import plan_several_gpus
+from snugfit.features.distributed.plan.search_cards import plan_cards
+from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.fleet import search_cards
-from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
-from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept, kept_of
-from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.candidates import Shared, cuts, spreading, ways
-from snugfit.planning.several_gpus.evidence import MARGIN
-from snugfit.planning.several_gpus.judge import Judge
-from snugfit.planning.several_gpus.kind import GAIN, counts_of
-from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
-from snugfit.planning.several_gpus.reasons import why_mesh
-from snugfit.planning.several_gpus.search import plan_several_gpus
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.predict import predict
-from snugfit.report.plan import cards as report_of_cards
-from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 from tiers import slow_but
@@ -89,7 +88,7 @@ def test_a_batch_is_shared_by_groups_where_gpus_cannot_share_it() -> None:
     job = replace(JOB, batch_size=24)
     assert not recipes(job, 16, 0)
     assert {"fsdp + tensor(2)", "fsdp + pipeline(2)"} <= recipes(job, 16, 1)
-    assert not list(spreading().sharings(replace(JOB, batch_size=3), 16, Kept(), 1))
+    assert not list(sharings(replace(JOB, batch_size=3), 16, Kept(), 1))
     assert counts_of([5, 8, 16, 32], job, Kept()) == [8, 16, 32]
 
 

@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
+from snugfit.planning.cost.periodic import later_starts
 from snugfit.planning.cost.shallow import linear_extrapolate
-from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.exchanges import MICRO_BATCHES_IN_FULL, exchanges
@@ -35,6 +35,9 @@ from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
 from snugfit.techniques.technique import Slot
 
+if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
+
 FEWEST = 4
 """Least number of layers of the shallower model (chosen).
 
@@ -47,15 +50,6 @@ FEW_PIECES = 3
 
 STEPS = 2
 """Number of simulated steps: permanent allocations exist at the end of the first."""
-
-
-def modules_of(job: Job) -> list[str]:
-    """Return the modules that processes with a `Judge` need, some seconds of imports.
-
-    The last is ignored if transformers has no such file.
-    """
-    name = job.model.architecture
-    return [__name__, *exchanges().modules, f"transformers.models.{name}.modeling_{name}"]
 
 
 class Judged(NamedTuple):
@@ -131,11 +125,6 @@ class Judge:
             for figure, doubts in zip(figures, one.doubts, strict=True)
         ]
 
-    def predict(self, gpus: int, recipe: Recipe) -> Prediction:
-        """Return the whole prediction of a recipe on so many GPUs. Raises `SnugfitError` as `predict`
-        does."""
-        return predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
-
     def in_full(self, gpus: int, recipe: Recipe) -> InFull:
         """Return the bytes of a recipe with all layers, and with few micro-batches.
 
@@ -145,7 +134,11 @@ class Judge:
         setup = on_gpus(recipe.setup(), gpus)
         most = exchanges().micro_batches_in_full(setup)
         few = setup.micro_batches > most
-        prediction = self._with_pieces(gpus, recipe, int(most)) if few else self.predict(gpus, recipe)
+        prediction = (
+            self._with_pieces(gpus, recipe, int(most))
+            if few
+            else predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
+        )
         needed = prediction.needed_bytes
         if few and most > MICRO_BATCHES_IN_FULL:
             fewer = self._with_pieces(gpus, recipe, int(most) - 1).footprint.allocated_bytes or 0
@@ -281,3 +274,33 @@ def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at:
         for on_kind in zip(*map(of, points), strict=True)
         for unused, growing in [([one[0] for one in on_kind], [one[1:] for one in on_kind])]
     ]
+
+
+def with_a_further_piece(trace: Trace) -> Trace | None:
+    """Return this trace with the kernels and waits of its steady step extended by one micro-batch.
+
+    It is a copy of the one between the first and the last, which begins and ends as the next does. This also
+    holds if exchanges in other streams reach from one micro-batch into the next. Blocks and events stay
+    unchanged. Return None if the step has no micro-batch between a first and a last.
+    """
+    starts = later_starts(trace)
+    if len(starts) != 2:
+        return None
+    second, third = starts
+    length = third - second
+    again = [_later(kernel, length, 0) for kernel in trace.kernels[second:third]]
+    rest = [_later(kernel, length, second) for kernel in trace.kernels[third:]]
+    waits = [wait for wait in trace.waits if wait < third]
+    waits += [wait + length for wait in trace.waits if wait >= second]
+    return replace(trace, kernels=(*trace.kernels[:third], *again, *rest), waits=tuple(waits))
+
+
+def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
+    """Return the same kernel `numbers` places later.
+
+    The kernels that it waits for move likewise, except for those before the kernel `since`.
+    """
+    if not kernel.after:
+        return kernel
+    after = tuple(other + numbers if other >= since else other for other in kernel.after)
+    return kernel._replace(after=after)

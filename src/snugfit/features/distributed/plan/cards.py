@@ -9,23 +9,80 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from snugfit.documents import decode_fields, encode_fields
 from snugfit.errors import UsageError
+from snugfit.features.distributed.plan.plan import OnGpus
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet.prices import HOUR, SAMPLES, Prices
 from snugfit.planning.plan import Exclusion, KeptSlot
-from snugfit.planning.several_gpus.plan import OnGpus
 
 SCHEMA = 1
 WHAT = "plans by number of GPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
+class CardsCost:
+    """Cost of a number of GPUs of one kind."""
+
+    key: str
+    """The kind's key in the table."""
+
+    gpus: int
+    """Number of GPUs that train together."""
+
+    per_hour: float | None
+    """USD an hour for all of them; None if the user gave no price."""
+
+    per_1000_samples: float | None
+    """USD for a thousand samples of steady steps."""
+
+    run_seconds: float | None
+    """Seconds of the run without its start-up; None if its length was not given."""
+
+    run: float | None
+    """USD for the run without its start-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheapestCards:
+    """The kind and number of GPUs on which a sample costs least."""
+
+    key: str
+    """The kind's key in the table."""
+
+    gpus: int
+    """Number of GPUs that train together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardsRun:
+    """Costs of a run on several GPUs at the given prices."""
+
+    currency: str = "USD"
+    """Currency of all prices: `USD`."""
+
+    steps: int | None
+    """Optimizer steps of the run; null if they were not given."""
+
+    cheapest: CheapestCards | None
+    """The kind and number at the lowest cost; null without prices."""
+
+    costs: tuple[CardsCost, ...]
+    """Cost of each answer that fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CardsOfKind:
     """The answer for one kind of GPU."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
+        "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
+    }
+    """Keys that `to_json` adds, with types and sentences."""
 
     gpu: Gpu
     """The requested kind of GPU."""
@@ -84,6 +141,15 @@ class CardsOfKind:
 @dataclass(frozen=True, kw_only=True)
 class CardPlans:
     """The answers for many kinds of GPU."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["plans by number of GPUs"], "Name of the document."),
+        "fewest": (str | None, "Key of the GPU that needs the smallest number."),
+        "run": (CardsRun, "Costs of a run; with prices or a run length only."),
+    }
+    """Keys that the command's document adds, with types and sentences."""
+    optional_keys: ClassVar[tuple[str, ...]] = ("run",)
+    """Keys that only the command adds."""
 
     job: Job
     """The training job of the plans."""
@@ -160,29 +226,6 @@ class CardPlans:
 # ---- the cost ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class CardsCost:
-    """Cost of a number of GPUs of one kind."""
-
-    key: str
-    """The kind's key in the table."""
-
-    gpus: int
-    """Number of GPUs that train together."""
-
-    per_hour: float | None
-    """USD an hour for all of them; None if the user gave no price."""
-
-    per_1000_samples: float | None
-    """USD for a thousand samples of steady steps."""
-
-    run_seconds: float | None
-    """Seconds of the run without its start-up; None if its length was not given."""
-
-    run: float | None
-    """USD for the run without its start-up."""
-
-
 def cost_of_cards(kind: CardsOfKind, one: OnGpus, prices: Prices, steps: int | None) -> CardsCost:
     """Return the cost of an answer, for a thousand samples and for a run of `steps` steps."""
     price = prices.per_hour.get(kind.key)
@@ -213,9 +256,6 @@ def cheapest_cards(plans: CardPlans, prices: Prices) -> CardsCost | None:
 def document_of_cards(plans: CardPlans, prices: Prices) -> dict[str, Any]:
     """Return the costs that `snugfit gpus --for MODEL --gpus N --json` prints next to the plans."""
     best = cheapest_cards(plans, prices)
-    return {
-        "currency": "USD",
-        "steps": plans.steps,
-        "cheapest": {"key": best.key, "gpus": best.gpus} if best else None,
-        "costs": list(map(asdict, costs_of_cards(plans, prices))),
-    }
+    cheapest = CheapestCards(key=best.key, gpus=best.gpus) if best else None
+    costs = tuple(costs_of_cards(plans, prices))
+    return asdict(CardsRun(steps=plans.steps, cheapest=cheapest, costs=costs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from snugfit.documents import decode_fields, encode_fields
 from snugfit.job.gpu import Gpu
@@ -63,6 +63,14 @@ class OnGpus:
 @dataclass(frozen=True, kw_only=True)
 class SeveralGpusPlan(Tabular):
     """The fastest recipe for each number of GPUs."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["plan for several GPUs"], "Name of the document."),
+        "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
+        "fastest": (int | None, "The number of GPUs with the shortest step."),
+        "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
+    }
+    """Keys that `to_json` adds, with types and sentences."""
 
     job: Job
     gpu: Gpu

@@ -16,8 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from snugfit.features.distributed.plan.plan import OnGpus
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.techniques.recipe import Recipe
 
 ALIKE = 1.03

@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-
 from made_up_judge import MadeUpJudge
+
 from small_models import small_job
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.plan import smaller
+from snugfit.features.distributed.plan.candidates import cuts, recomputings
+from snugfit.features.distributed.plan.evidence import MARGIN
+from snugfit.features.distributed.plan.shared import Shared
+from snugfit.features.distributed.plan.smaller import ENOUGH, smaller_on_several
 from snugfit.frontends.next_recipe import MEMORY_FACTOR, next_recipe
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus import smaller
-from snugfit.planning.several_gpus.candidates import Shared, cuts, recomputings
-from snugfit.planning.several_gpus.evidence import MARGIN
-from snugfit.planning.several_gpus.smaller import ENOUGH, smaller_on_several
 from snugfit.prediction.headroom import at_most
 from snugfit.prediction.predict import predict
 from snugfit.prediction.worker_pool import WorkerPool

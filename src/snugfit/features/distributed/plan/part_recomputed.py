@@ -17,10 +17,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from snugfit.features.distributed.plan.candidates import is_valid, of_slot, recomputings
+from snugfit.features.distributed.plan.fastest import Screened
+from snugfit.features.distributed.plan.judge import Judged
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.several_gpus.candidates import is_valid, of_slot, recomputings
-from snugfit.planning.several_gpus.fastest import Screened
-from snugfit.planning.several_gpus.judge import Judged
 from snugfit.techniques import roster
 from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Slot
@@ -29,10 +29,10 @@ from snugfit.units import show_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from snugfit.features.distributed.plan.fastest import Judging
+    from snugfit.features.distributed.plan.plan import OnGpus
     from snugfit.job.job import Job
     from snugfit.planning.keep import Kept
-    from snugfit.planning.several_gpus.fastest import Judging
-    from snugfit.planning.several_gpus.plan import OnGpus
     from snugfit.techniques.setup import CheckpointWish
     from snugfit.techniques.technique import Technique
 

@@ -6,30 +6,29 @@ import json
 from dataclasses import replace
 
 import pytest
+from made_up_judge import MadeUpJudge, best_of_all, is_best
 
 from kept import REST
-from made_up_judge import MadeUpJudge, best_of_all, is_best
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.cli.plan import read_counts
 from snugfit.errors import UsageError
+from snugfit.features.distributed.plan import search
+from snugfit.features.distributed.plan.building import built_where_it_fits
+from snugfit.features.distributed.plan.candidates import cuts, sharings, ways
+from snugfit.features.distributed.plan.command import read_counts
+from snugfit.features.distributed.plan.evidence import MARGIN
+from snugfit.features.distributed.plan.judge import Judge, with_a_further_piece
+from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
+from snugfit.features.distributed.plan.report import render
+from snugfit.features.distributed.plan.search import plan_several_gpus
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.keep import Kept, kept_of
-from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.building import built_where_it_fits
-from snugfit.planning.several_gpus.candidates import cuts, spreading, ways
-from snugfit.planning.several_gpus.evidence import MARGIN
-from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
-from snugfit.planning.several_gpus.judge import Judge
-from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
-from snugfit.planning.several_gpus.search import plan_several_gpus
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.startup import model_size
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import GIB, MIB
@@ -51,10 +50,7 @@ H200_POLICY = policy_for(H200, Software())
 
 def test_one_gpu_shares_with_nobody_and_several_do() -> None:
     alone, four, sixteen = (
-        [
-            str(Recipe(one.techniques))
-            for one in spreading().sharings(replace(JOB, batch_size=16), gpus, Kept(), 0)
-        ]
+        [str(Recipe(one)) for one in sharings(replace(JOB, batch_size=16), gpus, Kept(), 0)]
         for gpus in (1, 4, 16)
     )
     assert alone == ["plain"]

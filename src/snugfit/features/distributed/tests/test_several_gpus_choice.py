@@ -6,17 +6,17 @@ import json
 from dataclasses import replace
 
 import pytest
-
 from made_up_judge import MadeUpJudge
+
 from small_models import small_job
+from snugfit.features.distributed.plan import search
+from snugfit.features.distributed.plan.choosing import best_first
+from snugfit.features.distributed.plan.judge import InFull, Judged
+from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
+from snugfit.features.distributed.plan.report import render
+from snugfit.features.distributed.plan.search import plan_several_gpus
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.several_gpus import search
-from snugfit.planning.several_gpus.choosing import best_first
-from snugfit.planning.several_gpus.judge import InFull, Judged
-from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
-from snugfit.planning.several_gpus.search import plan_several_gpus
-from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.units import GIB

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from snugfit.features.distributed.plan.candidates import cuts
+from snugfit.features.distributed.plan.evidence import CutStep, Evidence
+from snugfit.features.distributed.plan.judge import Judged
+from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.candidates import Shared, cuts
-from snugfit.planning.several_gpus.evidence import CutStep, Evidence
-from snugfit.planning.several_gpus.judge import Judged
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank

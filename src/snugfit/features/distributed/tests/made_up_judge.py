@@ -6,14 +6,14 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
+from snugfit.features.distributed.plan.candidates import MOST_AXES, cuts, ways
+from snugfit.features.distributed.plan.evidence import MARGIN
+from snugfit.features.distributed.plan.judge import InFull, Judged
+from snugfit.features.distributed.plan.kind import GAIN
+from snugfit.features.distributed.plan.plan import OnGpus
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.candidates import cuts, spreading, ways
-from snugfit.planning.several_gpus.evidence import MARGIN
-from snugfit.planning.several_gpus.judge import InFull, Judged
-from snugfit.planning.several_gpus.kind import GAIN
-from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.techniques import roster
 from snugfit.techniques.checkpointing.first_layers import FirstLayers
 from snugfit.techniques.recipe import Recipe
@@ -104,11 +104,10 @@ def best_of_all(
     """Return the fastest of all recipes that fit on so many GPUs, with so many usable bytes on each. A mesh
     counts only if it is much faster, or the only one that fits."""
     best: Judged | None = None
-    most_axes = spreading().most_axes
-    for axes in range(most_axes + 1):
+    for axes in range(MOST_AXES + 1):
         every = [MadeUpJudge.of_setup(job, gpu, count, one) for one in every_setup(job, base, count, axes)]
         fit = [one for one in every if one.needed_bytes * more <= bound]
-        if axes < most_axes or best is None:
+        if axes < MOST_AXES or best is None:
             mesh = min(fit, key=lambda one: one.step_seconds, default=None)
             if best is None or (mesh is not None and mesh.step_seconds < GAIN * best.step_seconds):
                 best = mesh

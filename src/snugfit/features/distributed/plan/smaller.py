@@ -18,14 +18,16 @@ from collections.abc import Collection
 from functools import partial
 
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.plan.candidates import recomputings
+from snugfit.features.distributed.plan.evidence import Evidence
+from snugfit.features.distributed.plan.fastest import FastestOnGpus, Screened, size_of
+from snugfit.features.distributed.plan.judge import Judge
+from snugfit.features.distributed.plan.kind import SharedFigures
+from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.candidates import Shared, recomputings, spreading
-from snugfit.planning.several_gpus.evidence import Evidence
-from snugfit.planning.several_gpus.fastest import FastestOnGpus, Screened, size_of
-from snugfit.planning.several_gpus.judge import Judge, modules_of
-from snugfit.planning.several_gpus.kind import SharedFigures
+from snugfit.prediction.exchanges import modules_of
 from snugfit.prediction.headroom import at_most
 from snugfit.prediction.worker_pool import Question, WorkerPool, is_picklable, worker_pool
 from snugfit.step.applier import engine_of
@@ -76,9 +78,9 @@ class _Smaller:
         self._judge = SharedFigures(pool).judge_for(0, (0,))
         self._evidence = Evidence(0)
         uncut = recipe.with_(roster.plain(Slot.BATCHING))
-        self._own = spreading().way(gpus, uncut)
+        self._own = Shared(gpus, uncut)
         techniques = dict.fromkeys([recipe[Slot.CHECKPOINTING], *recomputings(job, fixed)])
-        self._ways = [spreading().way(gpus, uncut.with_(technique)) for technique in techniques]
+        self._ways = [Shared(gpus, uncut.with_(technique)) for technique in techniques]
 
     def find(self, gpu: Gpu, share: float) -> Recipe | None:
         """Return the recipe for the rest of the run."""

@@ -29,8 +29,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from snugfit.planning.several_gpus.candidates import Shared
-from snugfit.planning.several_gpus.judge import Judged
+from snugfit.features.distributed.plan.judge import Judged
+from snugfit.features.distributed.plan.shared import Shared
 
 MARGIN = 1.03
 """Factor on bytes found on few layers (chosen), so that a recipe that fits there also fits in full."""

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_judge import MadeUpJudge, best_of_all
 
 from kept import REST
-from made_up_judge import MadeUpJudge, best_of_all
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
+from snugfit.features.distributed.plan import search_cards
+from snugfit.features.distributed.plan.candidates import cuts, ways
+from snugfit.features.distributed.plan.cards import CardPlans, CardsOfKind, cheapest_cards, costs_of_cards
+from snugfit.features.distributed.plan.cards_report import render
+from snugfit.features.distributed.plan.judge import Judge
+from snugfit.features.distributed.plan.plan import OnGpus
+from snugfit.features.distributed.plan.search import plan_several_gpus
+from snugfit.features.distributed.plan.search_cards import plan_cards
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.fleet import search_cards
-from snugfit.planning.fleet.cards import CardPlans, CardsOfKind, cheapest_cards, costs_of_cards
 from snugfit.planning.fleet.prices import Prices
-from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.candidates import cuts, ways
-from snugfit.planning.several_gpus.judge import Judge
-from snugfit.planning.several_gpus.plan import OnGpus
-from snugfit.planning.several_gpus.search import plan_several_gpus
 from snugfit.prediction.headroom import headroom_of
-from snugfit.report.plan.cards import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 from tiers import slow_but

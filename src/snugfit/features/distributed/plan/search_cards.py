@@ -4,11 +4,11 @@ Each GPU needs less memory if there are more of them. Bisection therefore finds 
 number the fastest recipe is searched as in `snugfit plan --gpus`. The search continues with each larger
 number, as long as a step takes fewer GPU seconds. Two rules keep it short:
 
-- Simulated recipes bound others (`several_gpus/evidence.py`). A way to share the work that cannot take
+- Simulated recipes bound others (`evidence.py`). A way to share the work that cannot take
   fewer GPU seconds than the best answer is skipped.
 - Kinds that run the same kernels share each rehearsal.
 
-Bytes and seconds are those of few layers and few micro-batches (`several_gpus/judge.py`). Nothing is
+Bytes and seconds are those of few layers and few micro-batches (`judge.py`). Nothing is
 simulated in full: for a deep model and hundreds of micro-batches that takes minutes per answer.
 """
 
@@ -18,28 +18,29 @@ import bisect
 import math
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from snugfit.errors import GpuError, UsageError
+from snugfit.features.distributed.plan.building import built_where_it_fits
+from snugfit.features.distributed.plan.cards import CardPlans, CardsOfKind
+from snugfit.features.distributed.plan.fastest import Outcome, Screened
+from snugfit.features.distributed.plan.judge import Judge
+from snugfit.features.distributed.plan.kind import GAIN, SearchOfKind, SharedFigures, counts_of
+from snugfit.features.distributed.plan.search import Tell
+from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
-from snugfit.planning.several_gpus.building import built_where_it_fits
-from snugfit.planning.several_gpus.fastest import Outcome, Screened
-from snugfit.planning.several_gpus.judge import Judge
-from snugfit.planning.several_gpus.kind import GAIN, SearchOfKind, SharedFigures, counts_of
-from snugfit.planning.several_gpus.reasons import doubts_about_mesh
-from snugfit.planning.several_gpus.search import Tell
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.worker_pool import worker_pool
+from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity
 
 PATIENCE = 2
@@ -173,7 +174,7 @@ def _cards_of(
     if not chosen and (miss := search.nearest_miss(counts[-1])) is not None:
         chosen = [(miss, Outcome([], miss))]
     for one, _ in chosen:
-        about_mesh = doubts_about_mesh(search.job, one.shared, gpu)
+        about_mesh = _doubts_about_mesh(search.job, one.shared, gpu)
         doubts.update(dict.fromkeys((*one.judged.doubts, *about_mesh)))
     answers = [search.answer(one, outcome, fits=fits) for one, outcome in chosen]
     return CardsOfKind(
@@ -195,3 +196,13 @@ def _first_that_fits(search: SearchOfKind, counts: Sequence[int]) -> int:
     if len(counts) == 1 or not search.fits(counts[-1]):
         return len(counts)
     return bisect.bisect_left(counts, True, 1, len(counts) - 1, key=search.fits)
+
+
+def _doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
+    """Yield warnings on the limits of measurements with its techniques for groups of GPUs."""
+    if shared.parts == 1:
+        return
+    for slot in roster.slots_of_several_gpus():
+        technique = shared.recipe[slot]
+        for warning in technique.warnings(job, gpu.compute_capability):
+            yield f"{technique}: {warning}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from snugfit.planning.several_gpus.building import BUILT_ON_HOST
-from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.features.distributed.plan.building import BUILT_ON_HOST
+from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
 from snugfit.report.text.answer import uncertain
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line

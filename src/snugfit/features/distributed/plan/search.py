@@ -16,18 +16,19 @@ from dataclasses import replace
 from functools import partial
 
 from snugfit.errors import GpuError, SnugfitError
+from snugfit.features.distributed.plan.building import built_where_it_fits
+from snugfit.features.distributed.plan.choosing import best_first
+from snugfit.features.distributed.plan.fastest import Outcome, Screened
+from snugfit.features.distributed.plan.judge import InFull, Judge
+from snugfit.features.distributed.plan.kind import SearchOfKind, SharedFigures, counts_of
+from snugfit.features.distributed.plan.part_recomputed import FewestRecomputed, recomputes_layers
+from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
-from snugfit.planning.several_gpus.building import built_where_it_fits
-from snugfit.planning.several_gpus.choosing import best_first
-from snugfit.planning.several_gpus.fastest import Outcome, Screened
-from snugfit.planning.several_gpus.judge import InFull, Judge, modules_of
-from snugfit.planning.several_gpus.kind import SearchOfKind, SharedFigures, counts_of
-from snugfit.planning.several_gpus.part_recomputed import FewestRecomputed, recomputes_layers
-from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.prediction.exchanges import modules_of
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for

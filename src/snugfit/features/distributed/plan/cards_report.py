@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from snugfit.errors import some_of
-from snugfit.planning.fleet.cards import (
+from snugfit.features.distributed.plan.building import BUILT_ON_HOST
+from snugfit.features.distributed.plan.cards import (
     CardPlans,
     CardsCost,
     CardsOfKind,
     cheapest_cards,
     cost_of_cards,
 )
+from snugfit.features.distributed.plan.plan import OnGpus
 from snugfit.planning.fleet.prices import Prices
-from snugfit.planning.several_gpus.building import BUILT_ON_HOST
-from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.report.plan.gpu_plans import FEW, SCALED, show_duration, show_money, without_a_price
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
