@@ -25,7 +25,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 from test_gpus_command import made_up as plans_for_gpus
-from test_lengths_command import made_up as of_lengths
 from test_verify import planned
 from test_words import texts_of
 from tiers import slow_but
@@ -79,11 +78,9 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "snugfit.planning.search.search.plan", lambda job, **how: planned(how.get("ranked", 0))
     )
     monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
-    monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
     monkeypatch.setattr("snugfit.features.distributed.launch.launch", lambda *_: 0)
-    (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for command in ("measure", "accuracy", "calibrate", "verify"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
@@ -93,7 +90,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-OF_FEATURES = re.compile(r"(guide|check|export|why-oom)\b|.* --(arguments|export|\w*_\w*) ")
+OF_FEATURES = re.compile(r"(guide|check|export|why-oom|lengths)\b|.* --(arguments|export|\w*_\w*) ")
 """Commands that the tests of features run."""
 OF_GPU_GROUPS = re.compile(r"(plan|gpus)\b.* --gpus ")
 """Plans for several GPUs, which the tests of their feature run."""

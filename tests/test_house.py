@@ -138,7 +138,7 @@ BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 
 INNER = {
     "rehearsal": ("trace", "device", "record", ""),
-    "planning": ("", "cost", "search", "lengths fleet"),
+    "planning": ("", "cost", "search", "fleet"),
     "training": ("", "checkpoint", "run"),
     "report": ("text", "page", "evaluation", "plan", ""),
     "frontends": ("", "trainer custom_loop"),

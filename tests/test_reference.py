@@ -37,7 +37,6 @@ from snugfit.results.measurement import GpuClock, Measurement, RankMeasured
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.roster import techniques
 from test_gpus_command import made_up as plans_for_gpus
-from test_lengths_command import made_up as of_lengths
 from test_ways_out import LARGER, WAYS
 
 pytestmark = pytest.mark.stored_rehearsals
@@ -89,7 +88,7 @@ def answers() -> Iterator[tuple[str, Any]]:
     kept = f"full + sdpa + as_loaded + keep_all + whole_batch + adamw + {REST}"
     how: dict[str, Any] = {"gpu": "h200", "keep": kept, "workers": 1, "fresh": True}
     planned = snugfit.plan(job, free=("loading", "allocator"), start="expandable", ranked=1, **how)
-    yield "plan --json", planned.to_json() | {"lengths": of_lengths().to_json()}
+    yield "plan --json", planned
     kept += " + default + inline"
     yield "plan --json", snugfit.plan(job, memory_bytes=1 << 20, **how | {"keep": kept})
     plans, prices = plans_for_gpus(), Prices({"H200-SXM": 2.5})
@@ -97,7 +96,6 @@ def answers() -> Iterator[tuple[str, Any]]:
     plans = replace(plans, kept=kept_slots, counts=(planned.counts,))
     yield "gpus --for MODEL --json", plans.to_json() | {"run": document(plans, prices)}
     yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
-    yield "lengths --json", of_lengths()
     yield from answers_about_machines(predicted, measured)
     yield "techniques --json", TechniqueList.of(list(techniques())).to_json()
 

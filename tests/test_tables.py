@@ -22,7 +22,7 @@ from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
 from snugfit.report.evaluation import accuracy
-from snugfit.report.plan import gpu_plans, lengths, plan, verify
+from snugfit.report.plan import gpu_plans, plan, verify
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import as_text, show
@@ -31,7 +31,6 @@ from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
 from test_gpus_command import PRICES
 from test_gpus_command import made_up as made_up_gpu_plans
-from test_lengths_command import made_up as made_up_lengths
 from test_peers import verified
 from test_plan_command import made_up as made_up_plan
 from test_verify import a_run
@@ -92,7 +91,6 @@ def _accuracy(kind: str) -> Accuracy:
 REPORTS = {
     "gpus": lambda: gpus.render(all_gpus()),
     "gpus --for --price": _gpu_plans,
-    "lengths": lambda: lengths.render(made_up_lengths()),
     "plan": _plan,
     "predict --operators": lambda: prediction_report.render(prediction(), operators=True),
     "predict --compare": lambda: compare.render(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import snugfit
 from small_models import small_job
 from snugfit.cli import request
 from snugfit.errors import UsageError
@@ -30,7 +29,7 @@ def test_a_mesh_needs_a_technique_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_plan_for_several_gpus_needs_a_technique_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(several_gpus, "hooks", lambda method: ())
     with pytest.raises(UsageError, match=r"none is installed\. Plan for one GPU\."):
-        snugfit.plan_several_gpus(small_job("bert", 1), gpu="h200", gpus=2)
+        several_gpus.group_plans()
 
 
 def test_a_recipe_for_one_gpu_has_one_process_with_the_whole_batch() -> None:

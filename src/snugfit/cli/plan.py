@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli import lengths as of_lengths
 from snugfit.cli.request import Request, steps_of
 from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.cli.ways_out import with_ways_out_of_plan
 from snugfit.errors import NothingFits, UsageError
 from snugfit.planning.several_gpus import group_plans
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
@@ -105,7 +105,6 @@ def plan(
     routing: given.Routing = None,
     memory: given.Memory = None,
     headroom: given.Headroom = None,
-    lengths: of_lengths.Planned = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
     keep: Keep = None,
@@ -129,7 +128,7 @@ def plan(
     """Find the fastest recipe that fits, without a GPU."""
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html, "open": open}
+        alone = {"verify": verify, "plot": plot, "html": html, "open": open}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         several: dict[str, Any] = {"gpus": gpus, "price": price, "fidelity": fidelity, "workers": workers}
         several |= {"fresh": fresh, "details": details, "form": form, "quiet": quiet}
@@ -147,24 +146,34 @@ def plan(
     }
     chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
     given.write_pictures(html, plot, chosen, open_page=open)
-    more_follows = bool(chosen.fits and (lengths or verify))
-    # JSON output is one document, which is then printed by what follows.
-    if not more_follows or form != "json":
+    is_measured = bool(chosen.fits and verify)
+    # JSON output is one document, which a measurement prints itself.
+    if form != "json":
         _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
-    if more_follows:
-        _follow_up(request, chosen, form, lengths=bool(lengths), peers=not no_peers, fresh=fresh)
+    if form != "json" or not is_measured:
+        _print_further(request, chosen, form, fresh=fresh)
+    if is_measured:
+        verify_plan(chosen, form, peers=not no_peers)
     given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _follow_up(
-    request: Request, chosen: Plan, form: given.Format, *, lengths: bool, peers: bool, fresh: bool
-) -> None:
-    """Print the ways of padding under the best recipe, or else measure the best recipes here."""
-    if lengths:
-        of_lengths.show_planned(request, chosen, form, fresh=fresh)
-    else:
-        verify_plan(chosen, form, peers=peers)
+def _print_further(request: Request, chosen: Plan, form: str, *, fresh: bool) -> None:
+    """Print the results that features add to a plan that fits; as JSON the whole document."""
+    from snugfit.report.text.page import print_as
+    from snugfit.report.text.terminal import show_json
+
+    document = chosen.to_json()
+    for add in hooks("add_to_plan") if chosen.fits else ():
+        for key, result in add(request, chosen, fresh=fresh).items():
+            document[key] = result.to_json()
+            if form != "json":
+                from snugfit.report.show import render
+
+                typer.echo()
+                print_as(form, document[key], render(result))
+    if form == "json":
+        show_json(document)
 
 
 def _print(
@@ -207,8 +216,6 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
         raise UsageError(
             "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
         )
-    if request.lengths and verify:
-        raise UsageError("--lengths and --verify cannot be used together. Give one of them.")
     return request
 
 

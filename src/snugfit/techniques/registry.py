@@ -54,6 +54,16 @@ def stored_dtype(tensor: Any) -> str:
     return next(packed, str(tensor.dtype).removeprefix("torch."))
 
 
+def public_names() -> dict[str, str]:
+    """Return the module of each name that features add to the package `snugfit`."""
+    return {
+        name: f"{feature_packages()[feature.name]}.{module}"
+        for feature in features()
+        for module, names in feature.public_names.items()
+        for name in names
+    }
+
+
 def technique_modules() -> tuple[tuple[Slot, str], ...]:
     """Return slot and module of each technique of a feature."""
     return tuple(

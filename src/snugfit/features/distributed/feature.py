@@ -29,6 +29,8 @@ class Distributed(Feature):
         Slot.EXPERT_PARALLEL: ("techniques.expert",),
     }
 
+    public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"plan.search": ("plan_several_gpus",)}
+
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:

@@ -127,11 +127,22 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
     usual = heads(str) if owner in documents().values() else {}
-    left_out, added = LEFT_OUT.get(owner, set()), ADDED.get(owner, usual | getattr(owner, "added_keys", {}))
-    written = {name: (own[name], docs.get(name, "")) for name in names if name not in left_out | set(added)}
+    left_out = LEFT_OUT.get(owner, getattr(owner, "left_out_keys", ()))
+    added = usual | _added_keys(owner)
+    written = {name: (own[name], docs.get(name, "")) for name in names if name not in (*left_out, *added)}
     more = {name: (kind, text or getdoc(getattr(owner, name)) or "") for name, (kind, text) in added.items()}
     first = [name for name in ("schema", "what") if name in more]
     return {name: more[name] for name in first} | written | more
+
+
+def _added_keys(owner: type) -> dict[str, tuple[Any, str]]:
+    """Return the keys that documents add to the fields of an object, with those of its base classes."""
+    bases = reversed(owner.__mro__)
+    return {
+        name: entry
+        for base in bases
+        for name, entry in (ADDED.get(base) or vars(base).get("added_keys", {})).items()
+    }
 
 
 def objects(roots: Iterable[type]) -> Iterator[type]:

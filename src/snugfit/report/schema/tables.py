@@ -14,15 +14,12 @@ from snugfit.comparison.calibrate import Calibration, ProbeReading
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.data.lengths import Lengths
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost
-from snugfit.planning.lengths.length_plan import LengthPlan
-from snugfit.planning.lengths.padding import Way
 from snugfit.planning.plan import Choice, Pace, Plan
 from snugfit.prediction.rates import HostLaunchCosts
 from snugfit.report.techniques import TechniqueList
@@ -59,13 +56,12 @@ DOCUMENTS: dict[str, type] = {
     "gpus --for MODEL --json": GpuPlans,
     "measure --json": Measurement,
     "measure --predict --json": Comparison,
-    "lengths --json": LengthPlan,
     "calibrate --json": Calibration,
     "accuracy --json": Accuracy,
     "doctor --json": Doctor,
     "techniques --json": TechniqueList,
 }
-"""Documents of the core's commands. `plan --lengths` prints a plan with the key `lengths`."""
+"""Documents of the core's commands."""
 
 
 def heads(word: Any) -> dict[str, tuple[Any, str]]:
@@ -94,7 +90,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "tight": (bool, ""),
         "nearest_miss": (Choice | None, "The smallest recipe when nothing fits, up to 3 %."),
         "timing": (PlannedTiming | None, "Seconds of a step of the answer; null without rates."),
-        "lengths": (LengthPlan, "Ways of padding under the best recipe; with `--lengths` only."),
     },
     KnownGpus: {**heads(Literal["gpus"]), "gpus": (tuple[Gpu, ...], "All GPUs, or those that were named.")},
     GpuPlans: {
@@ -118,31 +113,7 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         **heads(Literal["comparison"]),
         "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
     },
-    LengthPlan: {
-        **heads(Literal["lengths"]),
-        "fits": (
-            bool | None,
-            "True if the longest batch fits in at least one way; null without a memory limit or ways.",
-        ),
-        "best": (Way | None, ""),
-        "assumed": (bool, "True if the best way gains only by an assumed cost of unaligned rows."),
-    },
-    Way: {
-        "fits": (
-            bool | None,
-            "True if the longest batch fits; null without a memory limit. In `ways` of the document only.",
-        )
-    },
     Model: {"config": (Mapping[str, Any], "The keys of its config.json that matter; empty for a module.")},
-    Lengths: {
-        "samples": (int, ""),
-        "tokens": (int, ""),
-        "shortest": (int, ""),
-        "median": (int, ""),
-        "mean": (float, ""),
-        "longest": (int, ""),
-        "histogram": (Mapping[str, int], "Samples by their tokens."),
-    },
     Calibration: heads(Literal["calibration"]),
     ProbeReading: {
         "corrects": (str, "The rate that the probe corrects."),
@@ -164,25 +135,22 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
 }
 """Keys that `to_json` adds to the fields. For an empty sentence, the docstring of the property is used.
 
-A class of a feature has its own table `added_keys`, and the names of those that can be absent in
-`optional_keys`.
+A class of a feature has its own table `added_keys`. Its `optional_keys` and `left_out_keys` correspond to the
+tables below.
 """
 
 LEFT_OUT: dict[type, set[str]] = {
     Job: {"mixes_samples", "unclear_cut"},
     Comparison: {"lines", "pace"},
     Model: {"facts", "module", "example", "batch_dims", "resized"},
-    Lengths: {"counts"},
     ProbeReading: {"probe"},
     HostLaunchCosts: {"python_launched"},
 }
 """Fields that `to_json` omits."""
 
 OPTIONAL: dict[type, set[str]] = {
-    Plan: {"lengths"},
     Model: {"dtype"},
     GpuPlans: {"run"},
-    Way: {"fits"},
 }
 """Keys that some documents omit: keys of an option, or of a model with a declared dtype."""
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from small_models import small_job
+from snugfit.features.lengths import length_profile as pacing
+from snugfit.features.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
+from snugfit.features.lengths.length_profile import SOME_PADDING, TOLERANCE, LengthProfiler
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.lengths import length_profile as pacing
-from snugfit.planning.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
-from snugfit.planning.lengths.length_profile import SOME_PADDING, TOLERANCE, LengthProfiler
 from snugfit.prediction.predict import predict
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from snugfit.data.lengths import Lengths
 from snugfit.errors import JobError
-from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, draw, group_by_length
+from snugfit.features.lengths.batches import MULTIPLES, ORDERS, draw, group_by_length
+from snugfit.features.lengths.dataset import Lengths
 
 LONG_TAIL = Lengths.of(
     np.clip(np.random.default_rng(3).lognormal(4.2, 0.8, 1500).astype(int), 3, 500).tolist()

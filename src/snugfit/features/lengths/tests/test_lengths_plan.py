@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 
 from small_models import small_job
-from snugfit.data.lengths import Lengths
 from snugfit.errors import JobError, UsageError
+from snugfit.features.lengths.dataset import Lengths
+from snugfit.features.lengths.length_plan import LengthPlan
+from snugfit.features.lengths.padding import Way
+from snugfit.features.lengths.search import job_of, plan_lengths
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.lengths.length_plan import LengthPlan
-from snugfit.planning.lengths.lengths import job_of, plan_lengths
-from snugfit.planning.lengths.padding import Way
 from snugfit.prediction.predict import predict
 
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]

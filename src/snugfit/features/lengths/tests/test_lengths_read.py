@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from snugfit.data import lengths as reading
-from snugfit.data.lengths import Lengths
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.features.lengths import dataset as reading
+from snugfit.features.lengths.dataset import Lengths
 
 KNOWN = [7, 3, 7, 512, 3, 7]
 COUNTS = ((3, 2), (7, 3), (512, 1))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from snugfit.data.lengths import Lengths
-from snugfit.planning.lengths.length_plan import Cut, LengthPlan
-from snugfit.planning.lengths.padding import Way
-from snugfit.planning.lengths.sizes import Size
+from snugfit.features.lengths.dataset import Lengths
+from snugfit.features.lengths.length_plan import Cut, LengthPlan
+from snugfit.features.lengths.padding import Way
+from snugfit.features.lengths.sizes import Size
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
-from snugfit.data.lengths import Lengths
 from snugfit.documents import decode_fields, encode, encode_fields
 from snugfit.errors import UsageError
+from snugfit.features.lengths.dataset import Lengths
+from snugfit.features.lengths.padding import Way
+from snugfit.features.lengths.sizes import Size
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
-from snugfit.planning.lengths.padding import Way
-from snugfit.planning.lengths.sizes import Size
+from snugfit.planning.plan import Plan
 from snugfit.prediction.rates import knows_alignment
 from snugfit.techniques.recipe import Recipe
 
@@ -44,6 +45,17 @@ class Cut:
 @dataclass(frozen=True, kw_only=True)
 class LengthPlan:
     """Results of a dataset's lengths for a job under a recipe on a GPU."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["lengths"], "Name of the document."),
+        "fits": (
+            bool | None,
+            "True if the longest batch fits in at least one way; null without a memory limit or ways.",
+        ),
+        "best": (Way | None, ""),
+        "assumed": (bool, "True if the best way gains only by an assumed cost of unaligned rows."),
+    }
+    """Keys that `to_json` adds, with types and sentences."""
 
     job: Job
     """Job with the longest sequence."""
@@ -145,6 +157,14 @@ class LengthPlan:
             return decode_fields(cls, document)
         except (KeyError, TypeError, ValueError) as damaged:
             raise UsageError(f"This answer about lengths is damaged: {damaged}.") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWithLengths(Plan):
+    """A plan for the longest batch, with ways of padding under its recipe."""
+
+    lengths: LengthPlan
+    """Ways of padding under the best recipe."""
 
 
 def _best(ways: Sequence[Way]) -> Way | None:

@@ -25,7 +25,7 @@ from snugfit.errors import JobError
 if TYPE_CHECKING:
     import numpy as np
 
-    from snugfit.data.lengths import Lengths
+    from snugfit.features.lengths.dataset import Lengths
 
     Integers = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.planning.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
+from snugfit.features.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.exchanges import exchanges

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from snugfit.data.lengths import Lengths
 from snugfit.errors import JobError, UsageError
+from snugfit.features.lengths.dataset import Lengths
+from snugfit.features.lengths.length_plan import Cut, LengthPlan
+from snugfit.features.lengths.length_profile import LengthProfiler
+from snugfit.features.lengths.padding import Way, Ways, seconds_of
+from snugfit.features.lengths.sizes import sizes_of
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.inputs import has_sequence, has_target
 from snugfit.job.job import Job
-from snugfit.planning.lengths.length_plan import Cut, LengthPlan
-from snugfit.planning.lengths.length_profile import LengthProfiler
-from snugfit.planning.lengths.padding import Way, Ways, seconds_of
-from snugfit.planning.lengths.sizes import sizes_of
 from snugfit.planning.request import refuse_bad_request
 from snugfit.prediction.device import doubts_about
 from snugfit.prediction.headroom import headroom_of

@@ -11,19 +11,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import JobError
-from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, DrawnBatches, draw
-from snugfit.planning.lengths.length_profile import BatchShape, LengthProfiler, LengthSeconds
+from snugfit.features.lengths.batches import MULTIPLES, ORDERS, DrawnBatches, draw
+from snugfit.features.lengths.length_profile import BatchShape, LengthProfiler, LengthSeconds
 
 if TYPE_CHECKING:
-    from snugfit.data.lengths import Lengths
+    from snugfit.features.lengths.dataset import Lengths
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """One way to pad a dataset's batches, with its memory and seconds."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "fits": (
+            bool | None,
+            "True if the longest batch fits; null without a memory limit. In `ways` of the document only.",
+        )
+    }
+    """Keys that a document adds, with types and sentences."""
+    optional_keys: ClassVar[tuple[str, ...]] = ("fits",)
+    """Keys that `best` of the document omits."""
 
     order: str
     """`fixed`, `random` or `grouped` (`batches.py`)."""

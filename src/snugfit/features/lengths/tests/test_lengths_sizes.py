@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from small_models import small_job
+from snugfit.features.lengths.length_profile import LengthProfiler, without_alignment_cost
+from snugfit.features.lengths.sizes import WORTH, Size, sizes_of
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.lengths.length_profile import LengthProfiler, without_alignment_cost
-from snugfit.planning.lengths.sizes import WORTH, Size, sizes_of
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostLaunchCosts, calibration_file, rates_for
 from snugfit.techniques.recipe import Recipe

@@ -13,13 +13,13 @@ import pytest
 from made_up import EVIL
 from made_up import job as made_up_job
 from snugfit.cli.main import run
-from snugfit.data.lengths import Lengths
+from snugfit.features.lengths.dataset import Lengths
+from snugfit.features.lengths.length_plan import Cut, LengthPlan
+from snugfit.features.lengths.padding import Way
+from snugfit.features.lengths.report import ASSUMPTION, answer, render, tables
+from snugfit.features.lengths.sizes import Size
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.lengths.length_plan import Cut, LengthPlan
-from snugfit.planning.lengths.padding import Way
-from snugfit.planning.lengths.sizes import Size
 from snugfit.planning.plan import Choice, Counts, Plan
-from snugfit.report.plan.lengths import ASSUMPTION, answer, render, tables
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -77,7 +77,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", answer)
+    monkeypatch.setattr("snugfit.features.lengths.search.plan_lengths", answer)
     (tmp_path / "lengths.txt").write_text("100\n" * 40 + "509\n509\n")
     return questions
 
@@ -160,7 +160,7 @@ def test_the_exit_code_says_whether_the_longest_fits(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = made_up(memory_bytes=8 * GIB)
-    monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: small)
+    monkeypatch.setattr("snugfit.features.lengths.search.plan_lengths", lambda *_, **__: small)
     assert run([*ASK, "--lengths", "lengths.txt"]) == 3
     assert "The longest batch does not fit: it is short by 1.00 GiB" in capsys.readouterr().out
 
@@ -240,7 +240,7 @@ def test_foreign_words_are_data() -> None:
 
 def test_the_table_of_the_docs_is_the_command_s_own() -> None:
     """docs/plan.md shows a part of the output of `snugfit lengths --json` under results/."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[5]
     written = json.loads((root / "results/lengths-2026-11-20/gpt2-large.json").read_text())
     page = (root / "docs/plan.md").read_text()
     plan = LengthPlan.from_json(written)

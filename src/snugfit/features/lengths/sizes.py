@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.lengths.kernel_interpolation import KernelInterpolator, NotInterpolable
-from snugfit.planning.lengths.length_profile import LengthProfiler, without_alignment_cost
+from snugfit.features.lengths.kernel_interpolation import KernelInterpolator, NotInterpolable
+from snugfit.features.lengths.length_profile import LengthProfiler, without_alignment_cost
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS

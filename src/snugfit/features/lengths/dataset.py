@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from snugfit.data.rows import Row, Rows
 from snugfit.data.text_rows import LineRows, TableRows, read_text
@@ -44,6 +44,19 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
     """A histogram of the lengths of a dataset's samples, in tokens."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "samples": (int, ""),
+        "tokens": (int, ""),
+        "shortest": (int, ""),
+        "median": (int, ""),
+        "mean": (float, ""),
+        "longest": (int, ""),
+        "histogram": (Mapping[str, int], "Samples by their tokens."),
+    }
+    """Keys that `to_json` adds, with types and sentences; an empty one is that of the property."""
+    left_out_keys: ClassVar[tuple[str, ...]] = ("counts",)
+    """Fields that `to_json` omits."""
 
     counts: tuple[tuple[int, int], ...]
     """(tokens, samples), the shortest first."""
