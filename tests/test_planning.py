@@ -497,7 +497,7 @@ def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed:
         told.figures[number] = Figures(size, size, size, 0, after.seconds + 1)
     kinds = {space.candidates[number].passes for number in recomputing}
     state = SearchState(space)
-    looked_at = RecomputingKinds([state], WorkerPool([told]), lambda what: None)  # type: ignore[list-item]
+    looked_at = RecomputingKinds(state, WorkerPool([told]), lambda what: None)  # type: ignore[list-item]
     looked_at.add_others()
     while looked_at.screen(lambda number, least: True, twins=False):
         pass
@@ -525,14 +525,14 @@ def test_each_nth_layer_is_looked_at_where_it_may_lie_by_none_and_each(misleads:
     ]
     numbers = {id(candidate.setup): number for number, candidate in enumerate(space.candidates)}
     told, state = Told(numbers, bounds, list(figures)), SearchState(space)
-    looked_at = RecomputingKinds([state], WorkerPool([told]), lambda what: None)  # type: ignore[list-item]
+    looked_at = RecomputingKinds(state, WorkerPool([told]), lambda what: None)  # type: ignore[list-item]
     looked_at.add_others()
 
     def looked(most_bytes: int, most_seconds: float) -> dict[int, bool]:
         """Return the screened kinds by the layers they recompute, for a query with these limits."""
 
-        def is_needed(number: int, least: Sequence[Bound]) -> bool:
-            return least[0].needed_bytes <= most_bytes and least[0].seconds <= most_seconds
+        def is_needed(number: int, least: Bound) -> bool:
+            return least.needed_bytes <= most_bytes and least.seconds <= most_seconds
 
         looked_at.screen(is_needed, twins=False)
         layers = [(n, wish.every) for n, wish in enumerate(wishes) if wish and wish.layers_per_span == 1]

@@ -264,13 +264,13 @@ def search(
     bounds of all other candidates. The `kinds` of an earlier search of this state continue it; return them.
     Raises `BelowLowerBound`.
     """
-    recomputing = kinds or RecomputingKinds([state], pool, tell, budgets=every_bound)
+    recomputing = kinds or RecomputingKinds(state, pool, tell, budgets=every_bound)
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
         most = state.smallest * (1 - state.nearly)
         # Kinds that still wait may be smaller than every evaluated recipe.
-        recomputing.screen(lambda number, least: least[0].needed_bytes <= most, twins=False)
+        recomputing.screen(lambda number, least: least.needed_bytes <= most, twins=False)
         state.judge_smallest(pool, tell)
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + state.beyond)
