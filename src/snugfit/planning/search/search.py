@@ -21,7 +21,6 @@ simulated in full by `predict`, and the plan reports a mismatch.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import SLOWEST, Pace, Plan, nearest_miss
-from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
+from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of, workers_of
 from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.progress import Tell, with_best
@@ -108,7 +107,7 @@ def plan(
     headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
-    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    workers = workers_of(workers)
     load_ahead(job, [gpu], timer, workers, ahead=fixed.preloaded)
     space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, front_end=front_end)
     slowest = math.inf if whole_front or objective == "memory" else SLOWEST

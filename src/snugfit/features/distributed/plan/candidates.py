@@ -19,6 +19,7 @@ from snugfit.features.distributed.fields import ParallelWish
 from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
+from snugfit.planning.search import mixture
 from snugfit.prediction.exchanges import GPUS_PER_HOST
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -194,7 +195,7 @@ def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
         part = job_of_rank(job, on_gpus(recipe.setup(), gpus))
     except SnugfitError:
         return False
-    return not any(True for technique in recipe for _ in technique.objections(part, recipe))
+    return mixture.is_valid(recipe, part)
 
 
 def _is_alone(technique: Technique, job: Job) -> bool:

@@ -10,7 +10,6 @@ end (`part_recomputed.py`).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
-from snugfit.planning.request import fidelity_of, refuse_bad_request
+from snugfit.planning.request import fidelity_of, refuse_bad_request, workers_of
 from snugfit.prediction.exchanges import modules_of
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
@@ -78,7 +77,7 @@ def plan_several_gpus(
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
     memory = memory_bytes if memory_bytes is not None else gpu.memory_bytes or 0
     spare = headroom_of(headroom, gpu, memory_bytes)
-    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    workers = workers_of(workers)
     job = built_where_it_fits(job, memory - spare)
     make = partial(Judge, job, gpu)
     with worker_pool(make, workers=workers, preload=modules_of(job)) as pool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -32,9 +31,10 @@ from snugfit.features.distributed.plan.search import Tell
 from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.fleet.kinds import refuse_gpu
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
-from snugfit.planning.request import fidelity_of, refuse_bad_request
+from snugfit.planning.request import fidelity_of, refuse_bad_request, workers_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
@@ -71,7 +71,7 @@ def plan_cards(
     fixed.refuse()
     even, uneven = _shared_evenly(counts, job, fixed)
     known, answers = _with_figures(kinds, fixed)
-    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    workers = workers_of(workers)
     refused: dict[str, str] = {}
     doubts: dict[str, None] = {}
     screened = 0
@@ -128,12 +128,8 @@ def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[st
     known, answers = [], {}
     for gpu in kinds:
         try:
-            policy_for(gpu, Software())
+            refuse_gpu(gpu, fixed)
             rates_for(gpu)
-            if gpu.memory_bytes is None:
-                raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
-            if why := fixed.too_new(gpu.compute_capability):
-                raise GpuError(f"{gpu.name}: {why}")
             known.append(gpu)
         except GpuError as unknown:
             answers[gpu.key] = CardsOfKind(gpu=gpu, fits=None, why=str(unknown))
