@@ -61,5 +61,5 @@ def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
 
 
 def workers_of(workers: int | None) -> int:
-    """Return the number of processes that simulate: those that were asked for, or two on several cores."""
+    """Return the number of processes of a search: the requested one, or two on several cores."""
     return min(2, os.cpu_count() or 1) if workers is None else workers

@@ -401,8 +401,8 @@ class RecomputingKinds:
         whole = self._bound_of_whole(number)
         # Chunks of logits do not change the memory within layers, so that of whole logits bounds it.
         of_whole = Bound(int(whole.layers_bytes * (1 - ROUNDING)), whole.seconds * (1 - ROUNDING))
-        others = self._least_of_lowered(number), self._least_by_each(number), self._sizes.least(number)
-        return functools.reduce(Bound.at_least, (of_whole, *others), least)
+        further = self._least_of_lowered(number), self._least_by_each(number), self._sizes.least(number)
+        return functools.reduce(Bound.at_least, (of_whole, *further), least)
 
     def _least_of_lowered(self, number: int) -> Bound:
         """Return the lower bound of compiled layers; zero for any other candidate.
@@ -437,7 +437,7 @@ class RecomputingKinds:
     def _least_by_each(self, number: int) -> Bound:
         """Return the lower bound of a candidate by the figures for each layer recomputed; zero if those are
         unknown."""
-        full = self._bound(self._full.get(number))
+        full = self._bound_of(self._full.get(number))
         setup = self.space.candidates[number].setup
         wish = setup.checkpoint
         if full is None or _has_timed_bytes(setup):
@@ -450,13 +450,13 @@ class RecomputingKinds:
         none = self._without_checkpoints(number)
         if none is None or wish is None or wish.keep:
             return least
-        keeping_all = self._bound(none) or (self._least(none) if self._waits(none) else None)
+        keeping_all = self._bound_of(none) or (self._least(none) if self._waits(none) else None)
         return least if keeping_all is None else least.at_least(least_of_some(keeping_all, full, wish))
 
     def _bound_of_whole(self, number: int) -> Bound:
         """Return the lower bound of the same with whole logits; zero if its logits are whole."""
         whole = self._whole.get(number)
-        if (known := self._bound(whole)) is not None:
+        if (known := self._bound_of(whole)) is not None:
             return known
         # Its counterpart still waits; of such bounds only the seconds hold for chunks as well.
         if whole in self._without:
@@ -477,7 +477,7 @@ class RecomputingKinds:
     def _is_known(self, number: int) -> bool:
         return number in self.state.bounds
 
-    def _bound(self, number: int | None) -> Bound | None:
+    def _bound_of(self, number: int | None) -> Bound | None:
         return None if number is None else self.state.bounds.get(number)
 
     def left_out(self) -> Iterator[Exclusion]:
