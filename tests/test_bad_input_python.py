@@ -12,7 +12,6 @@ from torch import nn
 
 import snugfit
 from snugfit.comparison.compare import compare
-from snugfit.data.lengths import Lengths
 from snugfit.errors import GpuError, JobError, ModelError, RecipeError, UsageError, did_you_mean
 from snugfit.frontends.own import train
 from snugfit.job.config import check_facts
@@ -20,7 +19,6 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.fleet.search_gpus import plan_gpus
-from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -151,9 +149,6 @@ def test_each_argument_of_train_is_checked(asked: dict[str, Any], told: str, tmp
         train(job(), "plain", output_dir=tmp_path, **given)
 
 
-LENGTHS = Lengths.of([3, 5, 8, 8])
-
-
 @pytest.mark.parametrize(("asked", "told"), [
     ({"job": "bert"}, "job is 'bert'"),
     ({"job": None}, "job is NoneType"),
@@ -195,28 +190,6 @@ def test_an_argument_that_plan_has_not_or_cannot_call_is_refused(name: str, told
 def test_each_argument_of_plan_gpus_is_checked(gpus: Any, more: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         plan_gpus(**{"job": job(), "gpus": gpus, **more})
-
-
-@pytest.mark.parametrize(("asked", "told"), [
-    ({"job": "bert"}, "job is 'bert'"),
-    ({"gpu": None}, "must be text, such as"),
-    ({"lengths": [3, 4]}, r"lengths is list; it must be a snugfit\.Lengths: Lengths\.of"),
-    ({"lengths": "lengths.txt"}, r"lengths is str.*Lengths\.read\(path\)"),
-    ({"memory_bytes": "3GiB"}, "memory_bytes is '3GiB'"),
-    ({"cut": 0}, "0 is not a length"),
-    ({"recipe": 3}, "A recipe must be text"),
-])  # fmt: skip
-def test_each_argument_of_plan_lengths_is_checked(asked: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        plan_lengths(**{"job": job(), "lengths": LENGTHS, "gpu": "h200", **asked})
-
-
-@pytest.mark.parametrize("given", [None, 3, "lengths.txt"])
-def test_lengths_are_a_list_or_a_histogram(given: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"neither a list of lengths nor a histogram.*Lengths\.read"):
-        Lengths.of(given)
-    (tmp_path / "a.txt").write_text("3\n5\n8\n8\n")
-    assert Lengths.read(str(tmp_path / "a.txt")).counts == LENGTHS.counts
 
 
 def test_a_gpu_is_found_by_itself() -> None:

@@ -24,10 +24,7 @@ from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
-from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
-from test_lengths_command import made_up as of_lengths
-from test_several_gpus_plan import made_up as several
 from test_verify import planned
 from test_words import texts_of
 from tiers import slow_but
@@ -80,14 +77,10 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "snugfit.planning.search.search.plan", lambda job, **how: planned(how.get("ranked", 0))
     )
-    monkeypatch.setattr("snugfit.planning.several_gpus.search.plan_several_gpus", lambda *_, **__: several())
     monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
-    monkeypatch.setattr("snugfit.planning.fleet.search_cards.plan_cards", lambda *_, **__: cards())
-    monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
     monkeypatch.setattr("snugfit.features.distributed.launch.launch", lambda *_: 0)
-    (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for command in ("measure", "accuracy", "calibrate", "verify"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
@@ -97,13 +90,18 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-OF_FEATURES = re.compile(r"(guide|check|export|why-oom)\b|.* --(arguments|export|\w*_\w*) ")
+OF_FEATURES = re.compile(r"(guide|check|export|why-oom|lengths)\b|.* --(arguments|export|\w*_\w*) ")
 """Commands that the tests of features run."""
+OF_GPU_GROUPS = re.compile(r"(plan|gpus)\b.* --gpus ")
+"""Plans for several GPUs, which the tests of their feature run."""
 
 
 @pytest.mark.parametrize(
     "command",
-    slow_but([one for one in commands() if not OF_FEATURES.match(one)], lambda one: "+ auto" not in one),
+    slow_but(
+        [one for one in commands() if not OF_FEATURES.match(one) and not OF_GPU_GROUPS.match(one)],
+        lambda one: "+ auto" not in one,
+    ),
 )
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, capsys: pytest.CaptureFixture[str]

@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.models.bert.modeling_bert import BertLayer
 
 from small_models import small_job
-from snugfit.data.lengths import Lengths
 from snugfit.frontends.predicted import run_figures
 from snugfit.planning.fleet.search_gpus import plan_gpus
-from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -73,9 +71,8 @@ def test_every_face_of_a_prediction_says_it() -> None:
     [
         partial(plan, BERT, gpu="h200", keep=SETTLED, workers=1),
         partial(plan_gpus, BERT, ["h200", "l4"], keep=SETTLED, workers=1),
-        partial(plan_lengths, BERT, "plain", lengths=Lengths.of({8: 30, 16: 20}), gpu="h200"),
     ],
-    ids=["plan", "gpus", "lengths"],
+    ids=["plan", "gpus"],
 )
 def test_what_is_planned_says_it(ask: Callable[[], Any]) -> None:
     answer = ask()

@@ -49,7 +49,7 @@ def twins_of(bounds: dict[int, Bound], bases: dict[int, int], refused: frozenset
     return Twins(
         space(),
         bases.get,
-        lambda number: [bounds[number]] if number in bounds else None,
+        bounds.get,
         lambda number: number not in refused,
         refused.__contains__,
     )

@@ -8,15 +8,12 @@ import pytest
 
 from made_up import prediction
 from small_models import small_job
-from snugfit.data.lengths import Lengths
 from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.search_gpus import plan_gpus
-from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.prediction.headroom import headroom_of
 from snugfit.report.plan.gpu_plans import render as render_gpus
-from snugfit.report.plan.lengths import render as render_lengths
 from snugfit.report.plan.plan import render
 from snugfit.report.short import verdict
 from snugfit.report.text.terminal import as_text
@@ -26,7 +23,6 @@ from snugfit.units import GIB, MIB
 
 pytestmark = pytest.mark.stored_rehearsals
 
-LENGTHS = Lengths.of({8: 30, 24: 2}, source="made up")
 H200, RTX4090 = find_gpu("h200"), find_gpu("rtx 4090")
 
 
@@ -132,20 +128,3 @@ def test_a_headroom_of_all_the_memory_is_refused(asked: str | int) -> None:
     assert headroom_of("30GiB", RTX4090, one_of_many=True) == 30 * GIB
     with pytest.raises(UsageError, match=r"headroom: '5gb%' is not an amount of memory.*or a share: 2%"):
         headroom_of("5gb%", H200)
-
-
-def test_ways_of_padding_leave_the_same_headroom() -> None:
-    """The default equals a plan's. If no way of padding leaves it, the best that fits is marked as tight."""
-    asked = {"job": small_job("bert", 1), "lengths": LENGTHS, "gpu": "h200"}
-    usual = plan_lengths(**asked)
-    assert usual.headroom_bytes == headroom_of(None, H200)
-    assert usual.best
-    assert "Tight" not in as_text(render_lengths(usual))
-    tight = replace(usual, headroom_bytes=usual.memory_bytes)
-    assert tight.best == usual.best
-    assert "Tight: no way of padding leaves the headroom free" in as_text(render_lengths(tight))
-    assert "best tight" in as_text(render_lengths(tight))
-    needed = usual.best.needed_bytes or 0
-    larger = replace(usual.best, order="fixed", needed_bytes=needed + 9, samples_per_second=1e9)
-    one = replace(usual, ways=(larger, usual.best), memory_bytes=needed + 10, headroom_bytes=5)
-    assert one.best == usual.best, "the fastest leaves less than the headroom"

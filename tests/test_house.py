@@ -142,7 +142,7 @@ BELOW["__init__"] = BELOW["__main__"] | {"features"}
 
 INNER = {
     "rehearsal": ("trace", "device", "record", ""),
-    "planning": ("", "cost", "search", "lengths fleet"),
+    "planning": ("", "cost", "search", "fleet"),
     "training": ("", "checkpoint", "run"),
     "report": ("text", "page", "evaluation", "plan", ""),
 }

@@ -28,7 +28,6 @@ from snugfit.report.text.terminal import as_text
 from snugfit.techniques import roster
 from snugfit.units import GIB
 from test_gpus_command import made_up as plans_for_gpus
-from test_lengths_command import made_up as of_lengths
 
 ASK = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200"]
 
@@ -243,7 +242,6 @@ def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
 
 SHOWN: tuple[tuple[Callable[[], Storable], list[str], str], ...] = (
     (made_up, ASK, "set()"),
-    (of_lengths, ["lengths", *ASK[1:], "--lengths", "lengths.json"], "set()"),
     (plans_for_gpus, ["gpus", "--for", *ASK[1:4]], "{'numpy'}"),
 )
 """A stored answer, the command that shows it, and the packages it imports. The command with the most
@@ -254,7 +252,6 @@ imports comes last."""
 def test_a_remembered_answer_is_shown_without_torch_or_transformers(tmp_path: Path) -> None:
     """The output has all of its last lines. Importing either package takes longer than the rest of the
     command."""
-    (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     lines = ["import json, sys", "from snugfit.cli import plan_cache", "from snugfit.cli.main import run"]
     for number, (answer, words, _) in enumerate(SHOWN):
         file = tmp_path / f"{number}.json"

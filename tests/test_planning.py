@@ -498,7 +498,7 @@ def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed:
         told.figures[number] = Figures(size, size, size, 0, after.seconds + 1)
     kinds = {space.candidates[number].passes for number in recomputing}
     state = SearchState(space)
-    looked_at = RecomputingKinds([state], WorkerPool([told]), lambda what: None)  # type: ignore[list-item]
+    looked_at = RecomputingKinds(state, WorkerPool([told]), lambda what: None)  # type: ignore[list-item]
     looked_at.add_others()
     while looked_at.screen(lambda number, least: True, twins=False):
         pass

@@ -10,7 +10,7 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,19 +28,15 @@ from snugfit.comparison.calibrate import Calibration, ProbeReading, probes
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.job.gpu import find_gpu
 from snugfit.measurement.doctor import GpuStatus, examine
-from snugfit.planning.fleet.cards import document_of_cards
 from snugfit.planning.fleet.prices import Prices, document
 from snugfit.prediction.rates import rates_for
-from snugfit.report.schema.json_schema import schema_of
+from snugfit.report.schema.json_schema import keys, objects, schema_of, title
 from snugfit.report.schema.tables import DOCUMENTS
 from snugfit.report.techniques import TechniqueList
 from snugfit.results.measurement import GpuClock, Measurement, RankMeasured
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.roster import techniques
-from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
-from test_lengths_command import made_up as of_lengths
-from test_several_gpus_plan import made_up as several_gpus
 from test_ways_out import LARGER, WAYS
 
 pytestmark = pytest.mark.stored_rehearsals
@@ -92,27 +88,14 @@ def answers() -> Iterator[tuple[str, Any]]:
     kept = f"full + sdpa + as_loaded + keep_all + whole_batch + adamw + {REST}"
     how: dict[str, Any] = {"gpu": "h200", "keep": kept, "workers": 1, "fresh": True}
     planned = snugfit.plan(job, free=("loading", "allocator"), start="expandable", ranked=1, **how)
-    yield "plan --json", planned.to_json() | {"lengths": of_lengths().to_json()}
+    yield "plan --json", planned
     kept += " + default + inline"
     yield "plan --json", snugfit.plan(job, memory_bytes=1 << 20, **how | {"keep": kept})
     plans, prices = plans_for_gpus(), Prices({"H200-SXM": 2.5})
     kept_slots = tuple(planned.kept)
     plans = replace(plans, kept=kept_slots, counts=(planned.counts,))
     yield "gpus --for MODEL --json", plans.to_json() | {"run": document(plans, prices)}
-    yield "gpus --for MODEL --gpus N --json", cards_with_everything(kept_slots, planned.refused)
-    several = several_gpus()
-    yield (
-        "plan --gpus N --json",
-        replace(
-            several,
-            alternatives=several.answers,
-            kept_slots=kept_slots,
-            refused=planned.refused,
-            doubts=("one",),
-        ),
-    )
     yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
-    yield "lengths --json", of_lengths()
     yield from answers_about_machines(predicted, measured)
     yield "techniques --json", TechniqueList.of(list(techniques())).to_json()
 
@@ -144,12 +127,6 @@ def answers_about_machines(predicted: Prediction, measured: Measurement) -> Iter
     yield "doctor --json", replace(examine(library=None), gpus=(card,))
 
 
-def cards_with_everything(kept_slots: Any, refused: Any) -> dict[str, Any]:
-    """Return plans by number of GPUs in which no list is empty."""
-    plans = replace(cards(), kept_slots=kept_slots, refused=refused, steps=10)
-    return plans.to_json() | {"run": document_of_cards(plans, Prices({"H200-SXM": 2.5}))}
-
-
 @pytest.mark.whole
 def test_answers_are_valid_against_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -157,7 +134,7 @@ def test_answers_are_valid_against_the_schema(tmp_path: Path, monkeypatch: pytes
     hold_to_schema(DOCUMENTS, answers())
 
 
-def hold_to_schema(calls: Iterable[str], printed: Iterable[tuple[str, Any]]) -> None:
+def hold_to_schema(calls: Mapping[str, type], printed: Iterable[tuple[str, Any]]) -> None:
     """Assert that printed answers are valid against the schema, and that together they have all of its
     keys."""
     seen: set[tuple[str, str]] = set()
@@ -166,12 +143,7 @@ def hold_to_schema(calls: Iterable[str], printed: Iterable[tuple[str, Any]]) -> 
         text = json.dumps(answer if isinstance(answer, dict) else answer.to_json(), allow_nan=False)
         found = faults(schemas[call.split()[0]], json.loads(text), seen)
         assert found == [], f"{call}: {found[:5]}"
-    known = {
-        (owner, name)
-        for schema in schemas.values()
-        for owner, described in schema["$defs"].items()
-        for name in described["properties"]
-    }
+    known = {(title(owner), name) for owner in objects(calls.values()) for name in keys(owner)}
     assert known - seen == set(), "in the schema, and in no answer"
 
 

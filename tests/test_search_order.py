@@ -78,8 +78,8 @@ def test_what_is_compiled_alike_goes_to_one_worker() -> None:
     needs_techniques("compiled")
     workers = Known(), Known()
     pool, state = WorkerPool(list(workers)), SearchState(space())
-    known = screen(space(), pool, numbers=range(len(space().candidates)), state=state)
-    state.bounds |= {number: bounds[0] for number, bounds in known.bounds.items()}
+    numbers = range(len(space().candidates))
+    state.bounds |= screen(state, pool, lambda what: None, numbers).bounds
     state.judge(state.by_trace(state.bounds), pool)
     programs = [
         {program_of(setup) for setup in (*one.screened, *one.judged) if setup.lowering} for one in workers
@@ -93,7 +93,7 @@ def test_what_is_compiled_alike_goes_to_one_worker() -> None:
 def run_best_first(workers: int) -> tuple[list[Known], SearchState]:
     told = [Known() for _ in range(workers)]
     state = SearchState(space())
-    kinds = RecomputingKinds([state], WorkerPool(list(told)), lambda what: None)
+    kinds = RecomputingKinds(state, WorkerPool(list(told)), lambda what: None)
     BestFirst(state, kinds, lambda what: None).run(WorkerPool(list(told)))
     return told, state
 
@@ -129,8 +129,7 @@ def test_a_size_that_nobody_lowered_explains_nothing() -> None:
     pool = WorkerPool([worker])
     lowered = [Recipe.parse(f"{SETTLED} + compiled + micro_batches({n})") for n in (4, 2)]
     numbers = [number for number in map(space().number, lowered) if number is not None]
-    known = screen(space(), pool, numbers=numbers, state=state)
-    state.bounds |= {number: bounds[0] for number, bounds in known.bounds.items()}
+    state.bounds |= screen(state, pool, lambda what: None, numbers).bounds
     state.judge(state.by_trace(numbers[:1]), pool)
     reasons = {one.slot: one for one in explain(state, pool, numbers[0], JOB).reasons}
     assert reasons["batching"].against == "micro_batches(2)"

@@ -13,7 +13,6 @@ import pytest
 from rich.console import RenderableType
 from rich.text import Text
 
-from in_roster import needs_techniques
 from made_up import measurement, prediction
 from snugfit.comparison.compared_runs import Accuracy
 from snugfit.evaluation.verify import Verification
@@ -23,18 +22,15 @@ from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
 from snugfit.report.evaluation import accuracy
-from snugfit.report.plan import cards as cards_report
-from snugfit.report.plan import gpu_plans, lengths, plan, verify
+from snugfit.report.plan import gpu_plans, plan, verify
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import as_text, show
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
-from test_cards import cards as made_up_cards
 from test_gpus_command import PRICES
 from test_gpus_command import made_up as made_up_gpu_plans
-from test_lengths_command import made_up as made_up_lengths
 from test_peers import verified
 from test_plan_command import made_up as made_up_plan
 from test_verify import a_run
@@ -95,8 +91,6 @@ def _accuracy(kind: str) -> Accuracy:
 REPORTS = {
     "gpus": lambda: gpus.render(all_gpus()),
     "gpus --for --price": _gpu_plans,
-    "gpus --for --gpus --price": lambda: cards_report.render(made_up_cards(), PRICES),
-    "lengths": lambda: lengths.render(made_up_lengths()),
     "plan": _plan,
     "predict --operators": lambda: prediction_report.render(prediction(), operators=True),
     "predict --compare": lambda: compare.render(
@@ -118,8 +112,6 @@ REPORTS = {
 def test_every_row_keeps_its_name_and_every_figure_is_whole(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "--gpus" in name:
-        needs_techniques("fsdp")
     hold_rows_and_figures(REPORTS[name], width, monkeypatch)
 
 

@@ -6,11 +6,9 @@ import pytest
 
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.data.lengths import Lengths
 from snugfit.errors import GpuError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.search_gpus import plan_gpus
-from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.predict import predict
@@ -24,14 +22,13 @@ from snugfit.prediction.profile import Software
 def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(
     name: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sentence is the same in `predict`, `plan`, `gpus --for`, `lengths` and `measure`, in Python and
+    """The sentence is the same in `predict`, `plan`, `gpus --for` and `measure`, in Python and
     in the command."""
     small = small_job("gpt2", 1, batch_size=1, sequence_length=8)
     said = []
     for ask in (
         lambda: predict(small, gpu=name),
         lambda: plan(small, gpu=name),
-        lambda: plan_lengths(small, gpu=name, lengths=Lengths.of({4: 1, 8: 1}, source="made up")),
     ):
         with pytest.raises(GpuError) as caught:
             ask()

@@ -7,6 +7,7 @@ import pytest
 from small_models import small_job
 from snugfit.cli import request
 from snugfit.errors import UsageError
+from snugfit.planning import several_gpus
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
@@ -23,6 +24,12 @@ def test_a_mesh_needs_a_technique_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(request, "hooks", lambda method: ())
     with pytest.raises(UsageError, match="--mesh needs techniques for several GPUs, and none is installed"):
         request._on_mesh({"mesh": "ddp=2"})
+
+
+def test_a_plan_for_several_gpus_needs_a_technique_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_gpus, "hooks", lambda method: ())
+    with pytest.raises(UsageError, match=r"none is installed\. Plan for one GPU\."):
+        several_gpus.group_plans()
 
 
 def test_a_recipe_for_one_gpu_has_one_process_with_the_whole_batch() -> None:

@@ -18,6 +18,7 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.cli.plan import Fidelity, Free, Keep, Samples, Steps, Workers
 from snugfit.errors import NothingFits, UsageError
+from snugfit.planning.several_gpus import group_plans
 from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     request = given.read_request(about_job | of_plan | {"model": asked["for_model"]}, "gpus")
     _refuse(request, asked)
     if asked["gpus"] is not None or request.gpus != 1:
-        return _show_cards(request, gpus, prices, asked)
+        return int(group_plans().print_cards(request, gpus, prices, asked))
     given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
@@ -226,62 +227,6 @@ def _print(plans: GpuPlans, prices: Prices, form: str, *, quiet: bool) -> None:
     from snugfit.report.text.page import print_as
 
     print_as(form, {**plans.to_json(), "run": document(plans, prices)}, render(plans, prices), quiet=quiet)
-
-
-# ---- several of each --------------------------------------------------------------------------------------
-
-
-def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
-    """Print the answers for these kinds of GPU, from the cache or from a search."""
-    from snugfit.cli.plan import read_counts
-    from snugfit.cli.plan_cache import answer
-    from snugfit.cli.request import steps_of
-    from snugfit.planning.fleet.cards import CardPlans, document_of_cards
-    from snugfit.planning.fleet.search_cards import plan_cards
-    from snugfit.report.plan.cards import render
-    from snugfit.report.text.page import print_as
-
-    _refuse_alone(request, asked)
-    steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
-    question: dict[str, Any] = {
-        "fidelity": asked["fidelity"],
-        "keep": request.keep,
-        "free": request.free,
-        "headroom": request.headroom,
-    }
-    counts = read_counts(asked["gpus"] or str(request.gpus))
-    plans = answer(
-        CardPlans.from_json,
-        lambda tell: plan_cards(
-            request.job, gpus, counts=counts, workers=asked["workers"], tell=tell, **question
-        ),
-        request.job,
-        *gpus,
-        fresh=asked["fresh"],
-        first=f"planning {request.job.model.name} on {len(gpus)} kinds of GPU",
-        what="cards",
-        gpus=counts,
-        **question,
-    )
-    doubts = (*plans.doubts, *request.doubts)
-    plans = replace(plans, objective=asked["objective"], steps=steps, doubts=doubts)
-    document = {**plans.to_json(), "run": document_of_cards(plans, prices)}
-    form = "json" if asked["as_json"] else asked["form"]
-    print_as(form, document, render(plans, prices), quiet=asked["quiet"])
-    return 0 if plans.fitting else NothingFits.exit_code
-
-
-def _refuse_alone(request: Request, asked: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for options that only single GPUs take."""
-    alone = {
-        "html": asked["html"],
-        "plot": asked["plot"],
-        "open": asked["open"],
-        "objective memory": asked["objective"] == "memory",
-    }
-    if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
-        raise UsageError(f"`gpus` with --gpus does not take {', '.join(given_alone)}. Leave it out.")
-    request.refuse_recipe_and_loop()
 
 
 # ---- prices ------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from snugfit.cli.arguments import Command, show_version
 from snugfit.cli.calibrate import calibrate
 from snugfit.cli.doctor import doctor
 from snugfit.cli.gpus import gpus
-from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.plugins import OPTION, named_plugins, without_plugins
@@ -72,7 +71,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    predict, plan, train, lengths, measure,
+    predict, plan, train, measure,
     *(command for commands in hooks("commands") for command in commands()),
     accuracy, calibrate, gpus, techniques, schema, doctor,
 )  # fmt: skip

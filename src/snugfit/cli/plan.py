@@ -5,22 +5,21 @@ Exit code 3 when no recipe fits, for use in scripts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli import lengths as of_lengths
 from snugfit.cli.request import Request, steps_of
 from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.cli.ways_out import with_ways_out_of_plan
 from snugfit.errors import NothingFits, UsageError
+from snugfit.planning.several_gpus import group_plans
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
-    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 
 RUN = "The run"
 
@@ -106,7 +105,6 @@ def plan(
     routing: given.Routing = None,
     memory: given.Memory = None,
     headroom: given.Headroom = None,
-    lengths: of_lengths.Planned = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
     keep: Keep = None,
@@ -130,11 +128,11 @@ def plan(
     """Find the fastest recipe that fits, without a GPU."""
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html, "open": open}
+        alone = {"verify": verify, "plot": plot, "html": html, "open": open}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
-        several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
-        several = replace(several, price_per_hour=price, doubts=(*several.doubts, *request.doubts))
-        return _print_several(several, form, details=details, quiet=quiet)
+        several: dict[str, Any] = {"gpus": gpus, "price": price, "fidelity": fidelity, "workers": workers}
+        several |= {"fresh": fresh, "details": details, "form": form, "quiet": quiet}
+        return int(group_plans().print_plan(request, several, alone))
     request = _check(request, verify, price)
     asked = {
         "fidelity": fidelity,
@@ -148,24 +146,34 @@ def plan(
     }
     chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
     given.write_pictures(html, plot, chosen, open_page=open)
-    more_follows = bool(chosen.fits and (lengths or verify))
-    # JSON output is one document, which is then printed by what follows.
-    if not more_follows or form != "json":
+    is_measured = bool(chosen.fits and verify)
+    # JSON output is one document, which a measurement prints itself.
+    if form != "json":
         _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
-    if more_follows:
-        _follow_up(request, chosen, form, lengths=bool(lengths), peers=not no_peers, fresh=fresh)
+    if form != "json" or not is_measured:
+        _print_further(request, chosen, form, fresh=fresh)
+    if is_measured:
+        verify_plan(chosen, form, peers=not no_peers)
     given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _follow_up(
-    request: Request, chosen: Plan, form: given.Format, *, lengths: bool, peers: bool, fresh: bool
-) -> None:
-    """Print the ways of padding under the best recipe, or else measure the best recipes here."""
-    if lengths:
-        of_lengths.show_planned(request, chosen, form, fresh=fresh)
-    else:
-        verify_plan(chosen, form, peers=peers)
+def _print_further(request: Request, chosen: Plan, form: str, *, fresh: bool) -> None:
+    """Print the results that features add to a plan that fits; as JSON the whole document."""
+    from snugfit.report.text.page import print_as
+    from snugfit.report.text.terminal import show_json
+
+    document = chosen.to_json()
+    for add in hooks("add_to_plan") if chosen.fits else ():
+        for key, result in add(request, chosen, fresh=fresh).items():
+            document[key] = result.to_json()
+            if form != "json":
+                from snugfit.report.show import render
+
+                typer.echo()
+                print_as(form, document[key], render(result))
+    if form == "json":
+        show_json(document)
 
 
 def _print(
@@ -208,8 +216,6 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
         raise UsageError(
             "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
         )
-    if request.lengths and verify:
-        raise UsageError("--lengths and --verify cannot be used together. Give one of them.")
     return request
 
 
@@ -230,82 +236,3 @@ def _plan(
     )
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
     return with_ways_out_of_plan(chosen, fresh=fresh) if ways_out else chosen
-
-
-# ---- several GPUs that train together ----------------------------------------------------------------------
-
-COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..64)."
-
-
-def _check_several(request: Request, alone: Mapping[str, object]) -> None:
-    """Raise `UsageError` for given options that only a plan for one GPU takes (`alone`), or that no plan
-    takes.
-    """
-    if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
-        raise UsageError(f"A plan with --gpus does not take {', '.join(given_alone)}. Leave it out.")
-    request.refuse_recipe_and_loop()
-    if request.software != "installed":
-        raise UsageError("A plan is for the installed software only. Leave the software profile out.")
-    if request.gpu is None:
-        raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
-
-
-def _plan_several(
-    request: Request,
-    counts: str | None,
-    fidelity: str,
-    workers: int | None,
-    alone: Mapping[str, object],
-    *,
-    fresh: bool,
-) -> SeveralGpusPlan:
-    """Return the plan for the numbers of GPUs in `counts`, from the cache or from a search."""
-    from snugfit.cli.plan_cache import answer
-    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
-    from snugfit.planning.several_gpus.search import plan_several_gpus
-
-    _check_several(request, alone)
-    gpu = request.gpu
-    assert gpu is not None
-    asked: dict[str, Any] = {
-        "gpus": read_counts(counts or str(request.gpus)),
-        "memory_bytes": request.memory_bytes,
-        "fidelity": fidelity,
-        "keep": request.keep,
-        "free": request.free,
-        "headroom": request.headroom,
-    }
-    return answer(
-        SeveralGpusPlan.from_json,
-        lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=workers, tell=tell, **asked),
-        request.job,
-        gpu,
-        fresh=fresh,
-        first=f"planning {request.job.model.name}",
-        what="several gpus",
-        **asked,
-    )
-
-
-def _print_several(several: SeveralGpusPlan, form: str, *, details: bool, quiet: bool) -> int:
-    """Print the plan and return the exit code."""
-    from snugfit.report.plan.several_gpus import render
-    from snugfit.report.text.page import print_as
-
-    print_as(form, several.to_json(), render(several, details=details), quiet=quiet)
-    return 0 if several.fitting else NothingFits.exit_code
-
-
-def read_counts(text: str) -> list[int]:
-    """Parse the numbers of GPUs: `8`, `2,4,8` or `1..64`. Raises `UsageError`."""
-    low, dots, high = text.partition("..")
-    try:
-        if not dots:
-            return [int(part) for part in text.split(",")]
-        first, last = int(low), int(high)
-        powers = [first * 2**power for power in range(17) if first * 2**power <= last]
-    except ValueError:
-        powers, first = [], 0
-    if first < 1 or not powers:
-        raise UsageError(f"--gpus {text!r} is not a number of GPUs. {COUNTS}")
-    return powers

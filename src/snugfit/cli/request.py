@@ -22,7 +22,6 @@ from snugfit.feature_folders import use_plugins
 from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
-    from snugfit.data.lengths import Lengths
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.job.model import Model
@@ -83,9 +82,6 @@ class Request:
     has_auto: bool = False
     """True if the recipe has `auto`, which is not resolved yet."""
 
-    lengths: Lengths | None = None
-    """A dataset's, when a file of them was given: the longest is then the job's length."""
-
     @classmethod
     def read(cls, flags: Mapping[str, Any], *, takes_auto: bool = False) -> Self:
         """Return the request in a command's parameters. Raises `UsageError` for every mistake in it.
@@ -105,13 +101,11 @@ class Request:
             typer.echo(chosen, err=True)
         # Plugins may add techniques, so they are loaded before the recipe is parsed.
         use_plugins(words_in(settings.get("plugin", "")))
-        lengths = _lengths(flags)
         text = settings.get("recipe", "plain")
         rest = without_auto(text) if takes_auto else None
         return cls(
             flags=flags,
             configuration=configuration,
-            lengths=lengths,
             model_name=str(settings.get("model", "")),
             recipe=Recipe.parse(text if rest is None else rest),
             named=techniques_of(text if rest is None else rest),
@@ -125,7 +119,7 @@ class Request:
             loop=_known_loop(settings.get("loop", "plain")),
             software=settings.get("software", "installed"),
             training={key: value for key, value in settings.items() if key in training_keys()},
-            job=_job(_with_lengths(settings, lengths), online=_may_ask_hub(flags)),
+            job=_job(settings, online=_may_ask_hub(flags)),
         )
 
     def with_least(
@@ -255,33 +249,13 @@ def _with_number_of_gpus(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-    return next(filter(None, (read(flags, settings) for read in hooks("read_configuration"))), None)
-
-
-def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
-    """Return a dataset's lengths. Raises `UsageError` for a flag that contradicts them."""
-    if flags.get("lengths") is None:
-        return None
-    from snugfit.data.lengths import Lengths
-
-    for key in ("sequence_length", "padding"):
-        if flags.get(key) is not None:
-            option = f"--{key.replace('_', '-')}"
-            raise UsageError(f"{option} {flags[key]}: the file of --lengths gives it already. Leave it out.")
-    return Lengths.read(flags["lengths"], column=flags.get("column"))
-
-
-def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mapping[str, Any]:
-    """Return the settings of the longest batch."""
-    if lengths is None:
-        return settings
-    longest = min(lengths.longest, settings.get("truncate") or lengths.longest)
-    return {**settings, "sequence_length": longest, "padding": 1 - lengths.mean / lengths.longest}
+    # Every feature adds settings of its options, also without a configuration.
+    read = [reader(flags, settings) for reader in hooks("read_configuration")]
+    return next(filter(None, read), None)
 
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     from snugfit.job.find import preset_named
-    from snugfit.job.inputs import has_sequence
     from snugfit.job.job import Job
     from snugfit.job.model import Model
 
@@ -298,8 +272,6 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     given["model"] = model
     if "task" not in given:
         given["task"] = _task(model)
-    if "lengths" in settings and not has_sequence(given["task"]):
-        raise UsageError(f"--lengths: the task {given['task']} has no sequences. Leave --lengths out.")
     job = Job(**given)
     _refuse_unused(settings, job)
     return job

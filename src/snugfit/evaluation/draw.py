@@ -16,7 +16,6 @@ from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot, Technique
 from snugfit.techniques.wish import processes_of
@@ -50,7 +49,7 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
 def _divides(technique: Technique, gpus: int) -> bool:
     """Return True if the GPUs can be divided into the groups that share one part of the batch."""
-    processes = processes_of(technique.install(Setup()))
+    processes = processes_of(technique.alone)
     return processes is None or gpus % math.prod(processes.axes.values()) == 0
 
 

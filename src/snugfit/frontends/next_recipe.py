@@ -1,10 +1,10 @@
 """Choose the next recipe after an out-of-memory error: the same training in less memory.
 
 The plan for this GPU is computed again, at the recipe's own fidelity. Its memory limit is below the predicted
-need of the failed recipe and within the GPU's memory. A shorter search runs while several GPUs wait for it
-(`planning/several_gpus/smaller.py`). The optimizer, the precision and the adapters stay, since the states of
-a run depend on them. The run can thus continue under any result. The batch is split into more micro-batches
-when nothing can be predicted. This happens on the CPU, for an unknown GPU, or after a search without result.
+need of the failed recipe and within the GPU's memory. A shorter search runs while several GPUs wait for it.
+The optimizer, the precision and the adapters stay, since the states of a run depend on them. The run can thus
+continue under any result. The batch is split into more micro-batches when nothing can be predicted. This
+happens on the CPU, for an unknown GPU, or after a search without result.
 
 No result changes the global batch, and none is less exact than the original recipe. When samples depend on
 each other (`job/sample_mixing.py`), the split of the batch stays.
@@ -121,9 +121,9 @@ def _plan_smaller_on_several(
     import torch
 
     from snugfit.job.gpu import find_gpu
-    from snugfit.planning.several_gpus.smaller import smaller_on_several
+    from snugfit.planning.several_gpus import group_plans
 
-    return smaller_on_several(
+    smaller: Recipe | None = group_plans().smaller_on_several(
         job,
         recipe,
         gpu=find_gpu(torch.cuda.get_device_name(device)),
@@ -131,6 +131,7 @@ def _plan_smaller_on_several(
         searched=SEARCHED_ON_SEVERAL & frozenset(changing),
         share=MEMORY_FACTOR,
     )
+    return smaller
 
 
 def suits_live_model(following: Recipe, before: Recipe) -> bool:

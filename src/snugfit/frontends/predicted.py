@@ -64,7 +64,7 @@ def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
 
     Only processes that train with others simulate there.
     """
-    from snugfit.planning.several_gpus.judge import modules_of
+    from snugfit.prediction.exchanges import modules_of
     from snugfit.prediction.worker_pool import start_fork_server
 
     if device.type == "cuda" and gpus > 1:
@@ -77,20 +77,20 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
     Raises `SnugfitError` without a prediction, as for a job that cannot be sent to another process.
     """
     from snugfit.job.gpu import find_gpu
-    from snugfit.planning.several_gpus.judge import Judge, modules_of
+    from snugfit.prediction.exchanges import modules_of
     from snugfit.prediction.predict import predict
     from snugfit.prediction.worker_pool import Question, is_picklable, worker_pool
     from snugfit.step.applier import engine_of
 
     if gpus == 1 and engine_of(recipe.setup()) is None:
         return predict(job, recipe, gpu=gpu)
-    make = functools.partial(Judge, job, find_gpu(gpu))
+    make = functools.partial(functools.partial, predict, job, recipe, gpu=find_gpu(gpu), gpus=gpus)
     if not is_picklable(make):
         raise SnugfitError(
             "A model that was made in Python cannot be sent to another process, which would simulate it."
         )
     with worker_pool(make, workers=1, apart=True, preload=modules_of(job)) as pool:
-        (answer,) = pool.answers_to([Question(0, "predict", (gpus, recipe))])
+        (answer,) = pool.answers_to([Question(0, "__call__")])
     if isinstance(answer.value, SnugfitError):
         raise answer.value
     prediction: Prediction = answer.value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.planning.plan import OBJECTIVES
@@ -56,3 +58,8 @@ def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
     if not isinstance(start, str):
         raise UsageError(f"start is {start!r}; it must be a recipe such as 'bf16 + every_layer', or None.")
     return Recipe.parse(start)
+
+
+def workers_of(workers: int | None) -> int:
+    """Return the number of processes of a search: the requested one, or two on several cores."""
+    return min(2, os.cpu_count() or 1) if workers is None else workers

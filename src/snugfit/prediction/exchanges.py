@@ -168,6 +168,15 @@ def weight_bytes(trace: Trace) -> int:
     return sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
 
 
+def modules_of(job: Job) -> list[str]:
+    """Return the modules that processes need to predict this job, some seconds of imports.
+
+    The last is ignored if transformers has no such file.
+    """
+    name = job.model.architecture
+    return [*exchanges().modules, f"transformers.models.{name}.modeling_{name}"]
+
+
 @cache
 def exchanges() -> Exchanges:
     """Return the figures of several processes, of the feature that has them."""

@@ -285,7 +285,7 @@ class Rates:
     bus: Mapping[str, float] = field(default_factory=dict)
     """Share of the link's bytes per second that large exchanges between GPUs reach, by NCCL's kernel.
 
-    It has calibrated kernels only (`several_gpus/communication.py`).
+    It has calibrated kernels only (`Exchanges.link`).
     """
 
     def to_json(self) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans
-from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.plan import Plan
 from snugfit.report import compare, doctor, measurement, prediction
 from snugfit.report.pictures import has_pictures, notebook_cell
-from snugfit.report.plan import gpu_plans, lengths, plan
+from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.text.terminal import as_html, as_text
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
+from snugfit.techniques.registry import hooks
 
 _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Prediction: prediction.render,
@@ -30,22 +30,30 @@ _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Comparison: compare.beside,
     RecipeComparison: lambda recipes: compare.render(recipes.predictions),
     Plan: plan.render,
-    LengthPlan: lengths.render,
     GpuPlans: gpu_plans.render,
     Doctor: doctor.render,
 }
 
 
+def _renderers() -> dict[type, Callable[[Any], RenderableType]]:
+    return _RENDERERS | {kind: render for reports in hooks("reports") for kind, render in reports().items()}
+
+
+def render(result: object) -> Any:
+    """Return the report of a result."""
+    return _renderers()[type(result)](result)
+
+
 def text(result: object) -> str:
     """Return a result as plain text."""
-    return as_text(_RENDERERS[type(result)](result))
+    return as_text(render(result))
 
 
 def html(result: object) -> str:
     """Return a result as an inert HTML fragment, with pictures and tables where it has them."""
     if has_pictures(type(result)):
         return notebook_cell(result)
-    return as_html(_RENDERERS[type(result)](result))
+    return as_html(render(result))
 
 
 def _as_plain_text(result: object, printer: Any, _cycle: bool) -> None:
@@ -55,7 +63,7 @@ def _as_plain_text(result: object, printer: Any, _cycle: bool) -> None:
 
 def attach() -> None:
     """Set the text and HTML representations of every result's class."""
-    for kind in _RENDERERS:
+    for kind in _renderers():
         setattr(kind, "__str__", text)  # noqa: B010 - mypy forbids assigning to a method
         setattr(kind, "_repr_html_", html)  # noqa: B010
         setattr(kind, "_repr_pretty_", _as_plain_text)  # noqa: B010

@@ -1,9 +1,9 @@
 """The contract between the core and its features.
 
-A feature is a folder of `features/` that can be deleted, or a plugin (`feature_folders.py`). Its `feature.py`
-has one subclass of `Feature`, which adds techniques and handlers of its fields of `Setup` (`fields.py`). It
-overrides methods that the core calls on every feature (`registry.py`). The core names no feature. Tasks and
-inputs are in `tasks.py` and `inputs.py` (`job/inputs.py`). Modules are imported within methods.
+A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
+`Feature`, with techniques and with methods that the core calls on every feature (`registry.py`). Its fields
+of `Setup` are in `fields.py`, its tasks and inputs in `tasks.py` and `inputs.py`. A feature imports its own
+modules within methods.
 """
 
 from __future__ import annotations
@@ -75,17 +75,14 @@ class Feature:
     """A deletable folder. Subclasses override the methods that they need."""
 
     name: ClassVar[str]  # the folder's, set by the registry
-
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """Module names by slot; each module has one technique, and the module's name is the technique's."""
-
     needs: ClassVar[Mapping[str, str]] = {}
     """Other features that a technique's module imports, by module; without them the technique is left out."""
+    public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Names of the package `snugfit`, by the module that defines them."""
 
-    public_names: ClassVar[Mapping[str, str]] = {}
-    """Names of the package `snugfit`, each with the module of this feature that has it."""
-
-    # ---- the command line ----
+    # ---- the command line and data ----
 
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
     """Replacement text by command and removed option of earlier versions."""
@@ -96,6 +93,10 @@ class Feature:
 
     def documents(self) -> Mapping[str, type]:
         """Return, by command, the class whose `to_json` it prints, for `snugfit schema`."""
+        return {}
+
+    def reports(self) -> Mapping[type, Callable[[Any], Any]]:
+        """Return, by class of a result, the function that renders it."""
         return {}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
@@ -115,7 +116,7 @@ class Feature:
         return ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-        """Return the configuration in a command's options, and add flags' `settings` before it."""
+        """Return the configuration in a command's options. Add `settings` before it. Raises `UsageError`."""
         return None
 
     def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
@@ -127,11 +128,13 @@ class Feature:
     def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
         """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
 
+    def add_to_plan(self, request: Any, plan: Any, *, fresh: bool) -> Mapping[str, Any]:
+        """Return, by key of the plan's document, results under the recipe of a plan that fits."""
+        return {}
+
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return, by title, lines that put the recipe of a plan to use."""
         return {}
-
-    # ---- reading data ----
 
     column_roles: ClassVar[tuple[str, ...]] = ()
     """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""
@@ -167,7 +170,7 @@ class Feature:
         """Return the code for processes with parts of a run's state (`training/checkpoint/parts.py`)."""
 
     def processes(self) -> Any:
-        """Return the code of runs of several processes: their launch, restart, comparison and measurement."""
+        """Return the code of several processes: launch, restart, comparison, measurement, and plans."""
 
     def trackers(self) -> Any:
         """Return the module that passes a run's metrics to trackers (`report_to`)."""
@@ -237,9 +240,6 @@ class Feature:
     def lowered_kinds(self) -> Sequence[type[Any]]:
         """Return subclasses of `LoweredKinds` (`planning/cost/lowered.py`): bounds of lowered candidates."""
         return ()
-
-    def spreading(self) -> Any:
-        """Return the ways to spread a model over GPUs (`planning/several_gpus/candidates.py`)."""
 
     def has_timed_bytes(self, setup: Setup) -> bool:
         """Return whether saved bytes depend on the time of copies, so that no other step bounds them."""

@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from snugfit.feature_folders import FeatureError, feature_packages, import_feature
@@ -55,12 +54,14 @@ def stored_dtype(tensor: Any) -> str:
     return next(packed, str(tensor.dtype).removeprefix("torch."))
 
 
-def public_module(name: str) -> ModuleType:
-    """Return the module of a feature with this name of the package `snugfit`. Raises `AttributeError`."""
-    for feature in features():
-        if name in feature.public_names:
-            return import_feature(f"{feature_packages()[feature.name]}.{feature.public_names[name]}")
-    raise AttributeError(f"snugfit.{name} needs a feature of snugfit that is not installed.")
+def public_names() -> dict[str, str]:
+    """Return the module of each name that features add to the package `snugfit`."""
+    return {
+        name: f"{feature_packages()[feature.name]}.{module}"
+        for feature in features()
+        for module, names in feature.public_names.items()
+        for name in names
+    }
 
 
 def technique_modules() -> tuple[tuple[Slot, str], ...]:

@@ -73,11 +73,6 @@ class SeveralProcesses:
         """Return the number of ranks along each axis that works on the same samples."""
         return {}
 
-    def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
-        """Return whether so many GPUs make whole groups that divide the batch. Groups over which one of
-        several copies is sharded then have this number of GPUs, unless it is None."""
-        return False
-
     @property
     def data_ranks(self) -> int:
         """Return the number of parts that the global batch is cut into."""

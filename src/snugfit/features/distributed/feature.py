@@ -30,6 +30,8 @@ class Distributed(Feature):
         Slot.EXPERT_PARALLEL: ("techniques.expert",),
     }
 
+    public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"plan.search": ("plan_several_gpus",)}
+
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:
@@ -58,6 +60,13 @@ class Distributed(Feature):
         return processes
 
     # ---- the command line ----
+
+    def documents(self) -> Mapping[str, type]:
+        """Return the documents of plans for several GPUs."""
+        from snugfit.features.distributed.plan.cards import CardPlans
+        from snugfit.features.distributed.plan.plan import SeveralGpusPlan
+
+        return {"plan --gpus N --json": SeveralGpusPlan, "gpus --for MODEL --gpus N --json": CardPlans}
 
     def read_mesh(self, recipe: Recipe, text: str) -> tuple[Recipe, int]:
         """Return the recipe with the techniques of a mesh, and its number of GPUs."""
@@ -99,11 +108,3 @@ class Distributed(Feature):
         from snugfit.features.distributed.price.exchanges import DistributedExchanges
 
         return DistributedExchanges()
-
-    # ---- searching a plan ----
-
-    def spreading(self) -> Any:
-        """Return the ways of the techniques for several GPUs."""
-        from snugfit.features.distributed.plan.ways import MeshSpreading
-
-        return MeshSpreading()

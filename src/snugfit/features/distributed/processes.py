@@ -32,3 +32,10 @@ def join_measured(request: Mapping[str, Any], device: Any) -> Any:
     from snugfit.features.distributed.measured_ranks import RankGroup
 
     return RankGroup(request, device)
+
+
+def plans() -> Any:
+    """Return the module of plans for several GPUs and their commands."""
+    from snugfit.features.distributed.plan import command
+
+    return command

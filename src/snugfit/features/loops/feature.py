@@ -11,8 +11,8 @@ from snugfit.techniques.feature import Feature
 class Loops(Feature):
     """Train in loops of the user, with the session's checkpoints, journal and recovery."""
 
-    public_names: ClassVar[Mapping[str, str]] = {
-        "accelerate": "custom_loop.accelerate",
-        "fit": "trainer.fit",
-        "HandRun": "custom_loop.run",
+    public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "custom_loop.accelerate": ("accelerate",),
+        "trainer.fit": ("fit",),
+        "custom_loop.run": ("HandRun",),
     }

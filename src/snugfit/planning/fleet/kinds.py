@@ -47,13 +47,21 @@ def kinds_of(
     answers: dict[str, OnGpu] = {}
     for gpu in gpus:
         try:
-            kind = _kind(gpu, looked_at)
-            if why := fixed.too_new(gpu.compute_capability):
-                raise GpuError(f"{gpu.name}: {why}")
-            groups[kind].append(gpu)
+            refuse_gpu(gpu, fixed)
+            groups[_kind(gpu, looked_at)].append(gpu)
         except GpuError as unknown:
             answers[gpu.key] = OnGpu(gpu=gpu, fits=None, why=str(unknown))
     return [*groups.values()], answers
+
+
+def refuse_gpu(gpu: Gpu, fixed: Kept) -> None:
+    """Raise `GpuError` for a GPU that runs no steps, whose memory is unknown, or that is too old for fixed
+    techniques."""
+    policy_for(gpu, Software())
+    if gpu.memory_bytes is None:
+        raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
+    if why := fixed.too_new(gpu.compute_capability):
+        raise GpuError(f"{gpu.name}: {why}")
 
 
 def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
@@ -62,8 +70,6 @@ def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
     They run the same kernels in most steps, and allow the same of the considered techniques.
     """
     policy = policy_for(gpu, Software())
-    if gpu.memory_bytes is None:
-        raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
     allowed = tuple(
         technique.name
         for technique in looked_at

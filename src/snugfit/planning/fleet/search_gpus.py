@@ -19,7 +19,6 @@ until a rehearsal depends on such a difference (`CudaPolicy.peers`). Each kind i
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -35,7 +34,13 @@ from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.fleet.shared_pool import SharedResults
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import NEARLY_AS_SMALL, Counts, nearest_miss
-from snugfit.planning.request import fidelity_of, refuse_bad_request, refuse_what_cannot_be_called, start_of
+from snugfit.planning.request import (
+    fidelity_of,
+    refuse_bad_request,
+    refuse_what_cannot_be_called,
+    start_of,
+    workers_of,
+)
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.search import best_of, front_of, search
 from snugfit.planning.search.simpler import AS_FAST
@@ -97,7 +102,7 @@ def plan_gpus(
     run = PlannedRun(steps=steps, rates=once)
     fixed = kept_of(job, keep, free, start_of(start, 0))
     fixed.refuse()
-    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    workers = workers_of(workers)
     load_ahead(job, gpus, clock_of, workers, ahead=fixed.preloaded)
     kinds, answers = kinds_of(gpus, fixed, fidelity)
     margins = {gpu.key: headroom_of(headroom, gpu, one_of_many=True) for gpu in gpus if gpu.memory_bytes}

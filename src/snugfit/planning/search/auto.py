@@ -19,7 +19,6 @@ tries other techniques.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -31,6 +30,7 @@ from snugfit.planning.search.mixture import (
     Tried,
     find_mixture,
     grades_of,
+    guess_between,
     is_valid,
     mixture_of,
 )
@@ -250,8 +250,8 @@ class _Asked:
         while high - low > 1:
             above, below = self.lacking(recipes[low]), self.lacking(recipes[high])
             # Each third guess is the middle, in case the bytes are far from a line.
-            share = above / max(1, above - below) if rounds % 3 < 2 else 0.5
-            middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+            on_line = guess_between(low, high, above, below, 0)
+            middle = on_line if rounds % 3 < 2 else (low + high + 1) // 2
             if self.leaves_headroom(recipes[middle]):
                 high = middle
             else:

@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
-from snugfit.planning.search.mixture import Mixture, RecomputingLine, Tried, find_mixture, mixture_of
+from snugfit.planning.search.mixture import (
+    Mixture,
+    RecomputingLine,
+    Tried,
+    find_mixture,
+    guess_between,
+    mixture_of,
+)
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Candidate, Space
 from snugfit.planning.step_key import step_key
@@ -276,8 +283,7 @@ def _least_that_fits(
     for _ in range(ROUNDS):
         if high - low <= 1:
             break
-        share = (low_bytes - memory) / max(1, low_bytes - high_bytes)
-        guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        guess = guess_between(low, high, low_bytes, high_bytes, memory)
         # If one of two neighbours misses and the other fits, the search ends at once.
         for grade in sorted({guess, max(guess - 1, low + 1)}):
             judged = judge_recipe(state, pool, base.with_(grades[grade - 1]))

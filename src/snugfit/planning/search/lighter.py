@@ -16,7 +16,7 @@ from snugfit.errors import GpuError, SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.timer import GpuTimers, SingleGpuTimer, Timer
 from snugfit.planning.keep import Kept
-from snugfit.planning.search.mixture import grades_of
+from snugfit.planning.search.mixture import grades_of, guess_between
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import MEMORY_RESOLUTION
@@ -403,9 +403,8 @@ class LighterRecipes:
             if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
                 break
             # The second guess is the middle: bytes may be far from a line, and the first guess near one end.
-            share = (low_bytes - limit) / max(1, low_bytes - high_bytes) if number != 1 else 0.5
-            # The guess must lie strictly between both ends, or the interval would not shrink.
-            guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+            on_line = guess_between(low, high, low_bytes, high_bytes, limit)
+            guess = (low + high + 1) // 2 if number == 1 else on_line
             figures = self._evaluate(grades[guess - 1])
             if figures is None:
                 break

@@ -8,6 +8,7 @@ time, and the rest are recomputed. These are the first layers, since the backwar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -141,6 +142,16 @@ def mixture_of(job: Job, link: float | None) -> Mixture | None:
     if not recomputing or not on_host:
         return None
     return Mixture(job=job, recomputing=recomputing, on_host=on_host, link=link) if link else None
+
+
+def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limit: float) -> int:
+    """Return the grade that should just fit `limit` bytes, on the line through two others.
+
+    The grade `low` is too large, and `high` fits. The guess is strictly between both, or a search would not
+    end.
+    """
+    share = (low_bytes - limit) / max(1, low_bytes - high_bytes)
+    return min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
 
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:

@@ -30,6 +30,7 @@ compared with its bounds. If one takes less than its bound, all kinds are rehear
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from snugfit.planning.cost.lowered import lowered_kinds
 from snugfit.planning.search.other_sizes import OtherSizes
 from snugfit.planning.search.screening import Screening, screen
 from snugfit.planning.search.state import MEMORY_RESOLUTION
-from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, OnGpus, Twins, is_below
+from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, Twins, is_below
 from snugfit.planning.step_key import launches_otherwise
 from snugfit.techniques import roster
 from snugfit.techniques.registry import hooks
@@ -83,15 +84,10 @@ def least_of_spans(full: Bound) -> Bound:
 
 class RecomputingKinds:
     """Waiting kinds of passes of a search: kinds that recompute or never have whole logits, without a
-    rehearsal.
+    rehearsal."""
 
-    The search has a state for each GPU.
-    """
-
-    def __init__(
-        self, states: Sequence[SearchState], pool: WorkerPool, tell: Tell, *, budgets: bool = False
-    ) -> None:
-        self.states, self.space, self.pool, self.tell = states, states[0].space, pool, tell
+    def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell, *, budgets: bool = False) -> None:
+        self.state, self.space, self.pool, self.tell = state, state.space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """Waiting candidates by kind of passes."""
         offered = self.space.offers(Slot.CHECKPOINTING)
@@ -106,7 +102,7 @@ class RecomputingKinds:
         parts."""
         self._looked_at = set[int]()
         """Kinds of passes that were rehearsed."""
-        self._least_known: dict[int, OnGpus] = {}
+        self._least_known: dict[int, Bound] = {}
         """Cached lower bounds of waiting candidates by the current results."""
         self._bounded_by: dict[int, set[int | None]] = {}
         """Cached candidates on which the bounds of each waiting candidate depend."""
@@ -118,7 +114,7 @@ class RecomputingKinds:
         """Number of bounds after the last addition."""
         self._none: dict[int, int | None] = {}
         """Cached counterparts without recomputing."""
-        self._on_the_way: dict[int, OnGpus] = {}
+        self._on_the_way: dict[int, Bound] = {}
         """Candidates that a worker screens now, with their previous lower bounds."""
         self._bounds_hold = True
         """False once a candidate took less than its lower bound.
@@ -135,27 +131,26 @@ class RecomputingKinds:
             if (full := self._with_each(number)) is not None:
                 self._full[number] = full
         self._lowered = lowered_kinds()(
-            self.space, states, self._without, self._least_of_waiting, everywhere=budgets
+            self.space, [state], self._without, self._least_of_waiting, everywhere=budgets
         )
         for number in self._lowered.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
             # They have no counterpart without savings here; `_least_of_lowered` bounds them.
             self._without[number] = None
-        self._sizes = OtherSizes(self.space, states[0].bounds)
+        self._sizes = OtherSizes(self.space, state.bounds)
         self._twins = Twins(
-            self.space, self._base_of, self._known_bounds, self._may_be_rehearsed, self._is_refused
+            self.space, self._base_of, state.bounds.get, self._may_be_rehearsed, self._is_refused
         )
-        for state in states:
-            state.screen_these = self.screen_these
+        state.screen_these = self.screen_these
 
     def screen(
         self,
-        is_needed: Callable[[int, OnGpus], bool],
+        is_needed: Callable[[int, Bound], bool],
         *,
         twins: bool = True,
         among: Collection[int] | None = None,
     ) -> list[int]:
-        """Screen the kinds of which a candidate `is_needed` by its lower bounds on each GPU. Return the
+        """Screen the kinds of which a candidate `is_needed` by its lower bounds. Return the
         screened candidates.
 
         Without `twins`, kinds that are no better than another are skipped. Only candidates `among` these are
@@ -175,7 +170,7 @@ class RecomputingKinds:
         # Lowering takes longest, and compiled layers without savings bound those with them.
         kinds = [kind for kind in kinds if not self._is_lowered_saving(needed[kind][0])] or kinds
         # The fastest kind comes first: its figures exclude most of the slower ones.
-        kinds.sort(key=lambda kind: min(map(self._total_seconds, needed[kind])))
+        kinds.sort(key=lambda kind: self.least_seconds_of(needed[kind]))
         chosen = [number for kind in kinds for number in needed[kind]]
         firsts = (self._firsts_of(needed[kind]) for kind in kinds)
         asked = self._take(chosen if twins else itertools.chain.from_iterable(firsts))
@@ -206,13 +201,13 @@ class RecomputingKinds:
             return uncompiled
         pieces = {number: self._sizes.pieces(number) for number in firsts}
         saves = _saves(self.space.candidates[firsts[0]].setup)
-        size = max(pieces.values()) if saves else pieces[min(firsts, key=self._total_seconds)]
+        size = max(pieces.values()) if saves else pieces[min(firsts, key=self._least_seconds)]
         return [number for number in firsts if pieces[number] == size]
 
-    def _is_any_below(self, asked: Mapping[int, OnGpus]) -> bool:
+    def _is_any_below(self, asked: Mapping[int, Bound]) -> bool:
         """Return whether one of these candidates took less than its previous lower bound in `asked`."""
         return any(
-            is_below([*map(_with_device, self._bounds(number))], least, ROUNDING)
+            is_below(_with_device(self.state.bounds[number]), least, ROUNDING)
             for number, least in asked.items()
             if self._is_known(number)
         )
@@ -228,19 +223,19 @@ class RecomputingKinds:
         ]
         return needed if twins or not needed or not self._twins.stand_for(kind, needed) else []
 
-    def _take(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
+    def _take(self, chosen: Iterable[int]) -> dict[int, Bound]:
         """Screen all waiting candidates among these, and all that share their passes. Return their previous
         bounds."""
         if taken := self._take_out(chosen):
             self.add(taken)
         return taken
 
-    def _take_out(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
+    def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
         """Remove these waiting candidates, and all that share their passes and size. Return their known
         bounds."""
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
-        taken: dict[int, OnGpus] = {}
+        taken: dict[int, Bound] = {}
         for kind in dict.fromkeys(sizes.values()):
             numbers = self.waiting.pop(kind, [])
             # The previous bounds are returned for the comparison with the results (`_is_any_below`).
@@ -258,7 +253,7 @@ class RecomputingKinds:
         bases = [self._full.get(number)]
         if number in self._lowered:
             lowered = [*bases, self._without_checkpoints(number)]
-            lowered = [one for one in lowered if one is not None and self.states[0].is_begun(one)]
+            lowered = [one for one in lowered if one is not None and self.state.is_begun(one)]
             bases = [*lowered, self._lowered.alike(number), *bases]
         for before in bases:
             if before not in (None, number) and self._waits(before):
@@ -268,24 +263,23 @@ class RecomputingKinds:
     def _waits(self, number: int) -> bool:
         return number in self.waiting.get(self.space.candidates[number].passes, ())
 
-    def _least_of_waiting(self, number: int) -> OnGpus | None:
-        return self._least(number) if self._waits(number) else None
+    def _least_of_waiting(self, number: int) -> list[Bound] | None:
+        return [self._least(number)] if self._waits(number) else None
 
     def add(self, numbers: Collection[int]) -> None:
         """Compute the lower bounds of these candidates."""
-        self._note(numbers, screen(self.space, self.pool, self.tell, numbers, self.states[0]))
+        self._note(numbers, screen(self.state, self.pool, self.tell, numbers))
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
         """Store the bounds of these candidates. Return the candidates whose bounds change by them."""
-        if len(self.states[0].bounds) != self._known:  # some could not be rehearsed after all
+        if len(self.state.bounds) != self._known:  # some could not be rehearsed after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
         self._looked_at |= kinds
-        for index, state in enumerate(self.states):
-            state.bounds |= {number: bounds[index] for number, bounds in screening.bounds.items()}
-            state.excluded += screening.excluded
-            state.kinds += len(kinds)
-        self._known = len(self.states[0].bounds)
+        self.state.bounds |= screening.bounds
+        self.state.excluded += screening.excluded
+        self.state.kinds += len(kinds)
+        self._known = len(self.state.bounds)
         return self._forget_by(screening.bounds)
 
     def _forget_by(self, learned: Iterable[int]) -> set[int]:
@@ -327,13 +321,13 @@ class RecomputingKinds:
 
     def _may_be_on_front(self, number: int) -> bool:
         # More results never make a dominated candidate useful again, so the answer is stored until `start`.
-        if number not in self._dominated and self.states[0].is_dominated(number, self._least(number)[0]):
+        if number not in self._dominated and self.state.is_dominated(number, self._least(number)):
             self._dominated.add(number)
         return number not in self._dominated
 
     def least_seconds_of(self, numbers: Iterable[int]) -> float:
         """Return the lower bound of the fastest of these waiting candidates, in seconds."""
-        return min(map(self._total_seconds, numbers))
+        return min(map(self._least_seconds, numbers))
 
     def rank(self, kind: int) -> int:
         """Return a rank that is lower for a kind to screen earlier: whole logits, or no savings, bound the
@@ -347,7 +341,7 @@ class RecomputingKinds:
         Return nothing if pending results will change their bounds.
         """
         firsts = self._firsts_of(numbers)
-        candidates, first = self.space.candidates, min(firsts, key=self._total_seconds)
+        candidates, first = self.space.candidates, min(firsts, key=self._least_seconds)
         kind, program = candidates[first].passes, candidates[first].program
         # Programs are lowered separately for each size, so a rehearsal of compiled layers has a single one.
         compiled = candidates[first].setup.lowering is not None
@@ -396,9 +390,9 @@ class RecomputingKinds:
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
         """Screen the kinds of these candidates if they are needed by their known lower bounds."""
-        self.screen(lambda number, least: is_needed(least[0]), among=set(numbers))
+        self.screen(lambda number, least: is_needed(least), among=set(numbers))
 
-    def _least(self, number: int) -> OnGpus:
+    def _least(self, number: int) -> Bound:
         """Return the known lower bounds of a waiting candidate, cached, since each round reads them several
         times."""
         least = self._least_known.get(number)
@@ -419,44 +413,31 @@ class RecomputingKinds:
             self._none[number] = self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
         return self._none[number]
 
-    def _least_of(self, number: int) -> OnGpus:
-        without, least = self._without[number], [NOTHING] * len(self.states)
-        if without is not None and self._is_known(without):
-            share, again = self._lowered.saved_share(number), self._lowered.again_seconds(number)
-            least = [
-                Bound(self._least_saving(number, without, bound), bound.seconds * (1 - share) + again)
-                for bound in self._bounds(without)
-            ]
-        return [
-            Bound(
-                # Chunks of logits do not change the memory within layers, so that of whole logits bounds it.
-                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), other.needed_bytes),
-                max(known.seconds, bound.seconds * (1 - ROUNDING), other.seconds),
-            )
-            for known, bound, other in zip(
-                map(Bound.at_least, least, self._least_of_lowered(number)),
-                self._bounds_of_whole(number),
-                map(Bound.at_least, self._least_by_each(number), self._least_by_sizes(number)),
-                strict=True,
-            )
-        ]
+    def _least_of(self, number: int) -> Bound:
+        without, least = self._without[number], NOTHING
+        if without is not None and (known := self.state.bounds.get(without)):
+            seconds = known.seconds * (1 - self._lowered.saved_share(number))
+            needed = self._least_saving(number, without, known)
+            least = Bound(needed, seconds + self._lowered.again_seconds(number))
+        whole = self._bound_of_whole(number)
+        # Chunks of logits do not change the memory within layers, so that of whole logits bounds it.
+        of_whole = Bound(int(whole.layers_bytes * (1 - ROUNDING)), whole.seconds * (1 - ROUNDING))
+        further = self._least_of_lowered(number), self._least_by_each(number), self._sizes.least(number)
+        return functools.reduce(Bound.at_least, (of_whole, *further), least)
 
-    def _least_by_sizes(self, number: int) -> OnGpus:
-        return [self._sizes.least(number)]
+    def _least_of_lowered(self, number: int) -> Bound:
+        """Return the lower bound of compiled layers; zero for any other candidate.
 
-    def _least_of_lowered(self, number: int) -> OnGpus:
-        """Return the lower bounds of compiled layers; zero for any other candidate.
-
-        They follow from the uncompiled candidate, from fewer pieces, or from compiled layers that save
+        It follows from the uncompiled candidate, from fewer pieces, or from compiled layers that save
         less.
         """
         if (least := self._lowered.least(number)) is None:
-            return [NOTHING] * len(self.states)
+            return NOTHING
         without = self._without[number]
         if without is None or not self._waits(without):
-            return [least]
-        share, again = self._lowered.saved_share(number), self._lowered.again_seconds(number)
-        return [least.at_least(Bound(0, one.seconds * (1 - share) + again)) for one in self._least(without)]
+            return least
+        seconds = self._least(without).seconds * (1 - self._lowered.saved_share(number))
+        return least.at_least(Bound(0, seconds + self._lowered.again_seconds(number)))
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
         """Return the least bytes of a candidate that saves memory, from the same one without savings."""
@@ -474,49 +455,46 @@ class RecomputingKinds:
             return None
         return None if self._each_layer is None else self.space.variant(number, self._each_layer)
 
-    def _least_by_each(self, number: int) -> OnGpus:
-        """Return the lower bounds of a candidate by the figures for each layer recomputed; zero if those are
+    def _least_by_each(self, number: int) -> Bound:
+        """Return the lower bound of a candidate by the figures for each layer recomputed; zero if those are
         unknown."""
-        full = self._full.get(number)
+        full = self._bound_of(self._full.get(number))
         setup = self.space.candidates[number].setup
         wish = setup.checkpoint
-        if full is None or not self._is_known(full):
-            return [NOTHING] * len(self.states)
-        if _has_timed_bytes(setup):
-            return [NOTHING] * len(self.states)
+        if full is None or _has_timed_bytes(setup):
+            return NOTHING
         # Longer spans with further settings have no bound; only plain spans do.
         if wish is not None and wish.layers_per_span != 1:
             of_spans = wish == CheckpointWish(layers_per_span=0, spans=wish.spans)
-            return [least_of_spans(one) if of_spans else NOTHING for one in self._bounds(full)]
-        return [Bound(int(bound.needed_bytes * (1 - PEAK_SHARE)), 0.0) for bound in self._bounds(full)]
+            return least_of_spans(full) if of_spans else NOTHING
+        return Bound(int(full.needed_bytes * (1 - PEAK_SHARE)), 0.0)
 
-    def _bounds_of_whole(self, number: int) -> OnGpus:
-        """Return the lower bounds of the same with whole logits; zero if its logits are whole."""
+    def _bound_of_whole(self, number: int) -> Bound:
+        """Return the lower bound of the same with whole logits; zero if its logits are whole."""
         whole = self._whole.get(number)
-        if whole is not None and self._is_known(whole):
-            return self._bounds(whole)
+        if (known := self._bound_of(whole)) is not None:
+            return known
         # Its counterpart still waits; of such bounds only the seconds hold for chunks as well.
         if whole in self._without:
-            return [Bound(0, least.seconds) for least in self._least(whole)]
-        return [NOTHING] * len(self.states)
+            return Bound(0, self._least(whole).seconds)
+        return NOTHING
 
     def _saves_nothing(self, number: int) -> bool:
         """Return whether the peak is in a layer or in the update. Chunks of logits then only complicate the
         recipe."""
+        whole = self._bound_of_whole(number)
         # A saving below the resolution would not be listed anyway.
-        return number in self._whole and all(
-            0 < bound.needed_bytes * (1 - MEMORY_RESOLUTION) <= bound.layers_bytes
-            for bound in self._bounds_of_whole(number)
-        )
+        is_in_layer = 0 < whole.needed_bytes * (1 - MEMORY_RESOLUTION) <= whole.layers_bytes
+        return number in self._whole and is_in_layer
 
-    def _total_seconds(self, number: int) -> float:
-        return sum(least.seconds for least in self._least(number))
+    def _least_seconds(self, number: int) -> float:
+        return self._least(number).seconds
 
     def _is_known(self, number: int) -> bool:
-        return number in self.states[0].bounds
+        return number in self.state.bounds
 
-    def _bounds(self, number: int) -> OnGpus:
-        return [state.bounds[number] for state in self.states]
+    def _bound_of(self, number: int | None) -> Bound | None:
+        return None if number is None else self.state.bounds.get(number)
 
     def left_out(self) -> Iterator[Exclusion]:
         """Return exclusions for candidates that were never screened, because they could not matter."""
@@ -528,9 +506,6 @@ class RecomputingKinds:
         """Return the candidate by which this one is compared with a twin: the same without recomputing,
         chunks of logits and compiler."""
         return self._lowered.bare(number) if number in self._lowered else self._without.get(number)
-
-    def _known_bounds(self, number: int) -> OnGpus | None:
-        return self._bounds(number) if self._is_known(number) else None
 
     def _may_be_rehearsed(self, number: int) -> bool:
         return self._is_known(number) or self._waits(number)

@@ -1,4 +1,4 @@
-"""Screening of a space: the lower bounds of each candidate on each GPU of the search."""
+"""Screening of candidates: their lower bounds."""
 
 from __future__ import annotations
 
@@ -22,26 +22,20 @@ if TYPE_CHECKING:
 class Screening:
     """Results of a screening."""
 
-    bounds: dict[int, tuple[Bound, ...]] = field(default_factory=dict)
-    """Lower bounds of each candidate by its number, one per GPU."""
+    bounds: dict[int, Bound] = field(default_factory=dict)
+    """Lower bound of each candidate by its number."""
     excluded: list[Exclusion] = field(default_factory=list)
     """Candidates that could not be rehearsed, with the reasons."""
 
 
-def screen(
-    space: Space,
-    pool: WorkerPool,
-    tell: Tell = lambda what: None,
-    numbers: Collection[int] | None = None,
-    state: SearchState | None = None,
-) -> Screening:
-    """Return the lower bounds of every candidate, or of those in `numbers`.
+def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection[int]) -> Screening:
+    """Return the lower bounds of these candidates.
 
     The list is in the order of the updates' keys. One worker begins at each end, so few updates are
-    rehearsed in both. With a `state`, compiled layers go to the worker that has some of them. Raises
-    `SnugfitError` if nothing at all can be rehearsed.
+    rehearsed in both. Compiled layers go to the worker that has some of them.
     """
-    order = groups_by_passes(space, range(len(space.candidates)) if numbers is None else numbers)
+    space = state.space
+    order = groups_by_passes(space, numbers)
     waiting = deque(range(len(order)))
     screening = Screening()
     tell(f"estimating {len(order)} kinds of steps")
@@ -50,7 +44,7 @@ def screen(
     def ask(worker: int) -> Question | None:
         for index in reversed(waiting) if worker % 2 else waiting:
             setups = [space.candidates[number].setup for number in order[index]]
-            if state is None or setups[0].lowering is None or state.is_for(worker, order[index][0]):
+            if setups[0].lowering is None or state.is_for(worker, order[index][0]):
                 waiting.remove(index)
                 return Question(index, "screen", (setups,))
         return None
@@ -60,9 +54,6 @@ def screen(
         noted = note(space, order[answer.number], answer.value)
         screening.bounds |= noted.bounds
         screening.excluded += noted.excluded
-    if numbers is None and not screening.bounds:
-        why = screening.excluded[0].why if screening.excluded else "there is none"
-        raise SnugfitError(f"No recipe could be simulated: {why}")
     return screening
 
 
@@ -86,7 +77,7 @@ def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
         if isinstance(bounds, SnugfitError):
             refused[str(bounds)].append(number)
         else:
-            screening.bounds[number] = bounds
+            (screening.bounds[number],) = bounds
     screening.excluded += [
         Exclusion(what=str(space.candidates[alike[0]].recipe), why=why, recipes=len(alike))
         for why, alike in refused.items()

@@ -21,7 +21,6 @@ simulated in full by `predict`, and the plan reports a mismatch.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import SLOWEST, Pace, Plan, nearest_miss
-from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
+from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of, workers_of
 from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.progress import Tell, with_best
@@ -108,7 +107,7 @@ def plan(
     headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
-    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    workers = workers_of(workers)
     load_ahead(job, [gpu], timer, workers, ahead=fixed.preloaded)
     space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, front_end=front_end)
     slowest = math.inf if whole_front or objective == "memory" else SLOWEST
@@ -264,13 +263,13 @@ def search(
     bounds of all other candidates. The `kinds` of an earlier search of this state continue it; return them.
     Raises `BelowLowerBound`.
     """
-    recomputing = kinds or RecomputingKinds([state], pool, tell, budgets=every_bound)
+    recomputing = kinds or RecomputingKinds(state, pool, tell, budgets=every_bound)
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
         most = state.smallest * (1 - state.nearly)
         # Kinds that still wait may be smaller than every evaluated recipe.
-        recomputing.screen(lambda number, least: least[0].needed_bytes <= most, twins=False)
+        recomputing.screen(lambda number, least: least.needed_bytes <= most, twins=False)
         state.judge_smallest(pool, tell)
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + state.beyond)

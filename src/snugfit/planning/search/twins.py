@@ -32,14 +32,11 @@ ROUNDING = 0.001
 PEAK_SHARE = 0.01
 """Share of its twin's bytes by which a kind may be smaller: the worst moment is another."""
 
-OnGpus = Sequence[Bound]
-"""Lower bounds of a candidate, by GPU."""
-
 
 class Twins:
     """The twins of a space's candidates, and the candidates that were left out for theirs.
 
-    `base` returns the plainer candidate for the comparison, and `bounds` a candidate's known bounds.
+    `base` returns the plainer candidate for the comparison, and `bound` a candidate's known bound.
     `may_be` returns whether a candidate is known or still waits, and `is_refused` whether it cannot be
     recorded.
     """
@@ -48,11 +45,11 @@ class Twins:
         self,
         space: Space,
         base: Callable[[int], int | None],
-        bounds: Callable[[int], OnGpus | None],
+        bound: Callable[[int], Bound | None],
         may_be: Callable[[int], bool],
         is_refused: Callable[[int], bool],
     ) -> None:
-        self.space, self._base, self._bounds = space, base, bounds
+        self.space, self._base, self._bound = space, base, bound
         self._may_be, self._is_refused = may_be, is_refused
         self.stand = True
         """True while every kind that was left out was no better than its twin."""
@@ -87,10 +84,10 @@ class Twins:
             self.stand = False
 
     def _is_better(self, number: int, twin: int) -> bool:
-        own, other = self._bounds(number), self._bounds(twin)
+        own, other = self._bound(number), self._bound(twin)
         if own is None or other is None:
             return False
-        least = [bound._replace(needed_bytes=int(bound.needed_bytes * (1 - PEAK_SHARE))) for bound in other]
+        least = other._replace(needed_bytes=int(other.needed_bytes * (1 - PEAK_SHARE)))
         return is_below(own, least, ROUNDING)
 
     def _other_techniques(self, number: int) -> Iterator[Technique]:
@@ -111,25 +108,23 @@ class Twins:
 
     def _are_known(self, number: int, twin: int) -> bool:
         bases = self._base(number), self._base(twin)
-        return self._may_be(twin) and all(one is not None and self._bounds(one) is not None for one in bases)
+        return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
-    def _needs(self, number: int) -> list[float]:
+    def _needs(self, number: int) -> tuple[float, ...]:
         """Return the figures of this candidate's base, reduced to the compiler's remainder for compiled
         layers."""
         base = self._base(number)
-        bounds = None if base is None else self._bounds(base)
+        bound = None if base is None else self._bound(base)
         assert base is not None
-        assert bounds is not None
+        assert bound is not None
         setup, plainer = self.space.candidates[number].setup, self.space.candidates[base].setup
         needs = _needs if setup.lowering == plainer.lowering else _needs_if_compiled
-        return [one for bound in bounds for one in needs(bound)]
+        return needs(bound)
 
 
-def is_below(bounds: OnGpus, other: OnGpus, share: float = 0.0) -> bool:
-    """Return whether these bounds are less than the other ones in seconds or bytes on a GPU, by more than a
-    share."""
-    own, least = ([one for bound in both for one in _needs(bound)] for both in (bounds, other))
-    return _is_less(own, least, share)
+def is_below(bound: Bound, other: Bound, share: float = 0.0) -> bool:
+    """Return whether this bound is less than the other in seconds or bytes, by more than a share."""
+    return _is_less(_needs(bound), _needs(other), share)
 
 
 def _needs(bound: Bound) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from snugfit.feature_folders import plugin_words
 from snugfit.job.inputs import has_sequence, has_target
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.registry import hooks, public_module
+from snugfit.techniques.registry import hooks, public_names
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -39,11 +39,11 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
     recipe = plan.best.recipe
     train = f"snugfit train {job_words(job)} --recipe {shlex.quote(recipe)} --dataset DATA"
     steps = {"Train it": f"{train} --output-dir FOLDER"}
-    # An existing Trainer may not support this recipe, and the feature that trains it may be deleted.
-    with suppress(SnugfitError, AttributeError):
-        public_module("fit")
+    # An existing Trainer may not support this recipe.
+    with suppress(SnugfitError):
         refuse_unsupported("fit", Recipe.parse(recipe).setup())
-        steps["In a Trainer"] = f"snugfit.fit(trainer, {recipe!r}) before trainer.train()"
+        if "fit" in public_names():
+            steps["In a Trainer"] = f"snugfit.fit(trainer, {recipe!r}) before trainer.train()"
     for further in hooks("next_steps"):
         steps |= further(plan, configuration)
     yield from (f"{title}: {text}" for title, text in steps.items())

@@ -59,12 +59,12 @@ def schema_of(command: str | None = None) -> dict[str, Any]:
 
 def object_schema(owner: type) -> dict[str, Any]:
     """Return the schema of one object. Later versions may add keys, so further keys are allowed."""
-    known = keys(owner)
+    known, optional = keys(owner), OPTIONAL.get(owner, getattr(owner, "optional_keys", ()))
     return {
         "type": "object",
         "description": _one_line((getdoc(owner) or "").split("\n\n")[0]),
         "properties": {name: property_schema(name, kind, text) for name, (kind, text) in known.items()},
-        "required": [name for name in known if name not in OPTIONAL.get(owner, ())],
+        "required": [name for name in known if name not in optional],
     }
 
 
@@ -126,12 +126,23 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
         # Annotations may name `nn.Module`, and a schema needs no import of torch.
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
-    is_document = owner in documents().values()
-    left_out, added = LEFT_OUT.get(owner, set()), ADDED.get(owner, heads(str) if is_document else {})
-    written = {name: (own[name], docs.get(name, "")) for name in names if name not in left_out | set(added)}
+    usual = heads(str) if owner in documents().values() else {}
+    left_out = LEFT_OUT.get(owner, getattr(owner, "left_out_keys", ()))
+    added = usual | _added_keys(owner)
+    written = {name: (own[name], docs.get(name, "")) for name in names if name not in (*left_out, *added)}
     more = {name: (kind, text or getdoc(getattr(owner, name)) or "") for name, (kind, text) in added.items()}
     first = [name for name in ("schema", "what") if name in more]
     return {name: more[name] for name in first} | written | more
+
+
+def _added_keys(owner: type) -> dict[str, tuple[Any, str]]:
+    """Return the keys that documents add to the fields of an object, with those of its base classes."""
+    bases = reversed(owner.__mro__)
+    return {
+        name: entry
+        for base in bases
+        for name, entry in (ADDED.get(base) or vars(base).get("added_keys", {})).items()
+    }
 
 
 def objects(roots: Iterable[type]) -> Iterator[type]:

@@ -14,18 +14,13 @@ from snugfit.comparison.calibrate import Calibration, ProbeReading
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.data.lengths import Lengths
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.measurement.doctor import Doctor
-from snugfit.planning.fleet.cards import CardPlans, CardsCost, CardsOfKind
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost
-from snugfit.planning.lengths.length_plan import LengthPlan
-from snugfit.planning.lengths.padding import Way
 from snugfit.planning.plan import Choice, Pace, Plan
-from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 from snugfit.prediction.rates import HostLaunchCosts
 from snugfit.report.techniques import TechniqueList
 from snugfit.results.footprint import Moment
@@ -49,14 +44,6 @@ class RunCosts:
     """Costs of a run at the given prices."""
 
 
-class CardsRun:
-    """Costs of a run on several GPUs at the given prices."""
-
-
-class CheapestCards:
-    """The kind and number of GPUs on which a sample costs least."""
-
-
 class KnownGpus:
     """GPUs that can be predicted for."""
 
@@ -65,19 +52,16 @@ DOCUMENTS: dict[str, type] = {
     "predict --json": Prediction,
     "predict --compare --json": RecipeComparison,
     "plan --json": Plan,
-    "plan --gpus N --json": SeveralGpusPlan,
     "gpus --json": KnownGpus,
     "gpus --for MODEL --json": GpuPlans,
-    "gpus --for MODEL --gpus N --json": CardPlans,
     "measure --json": Measurement,
     "measure --predict --json": Comparison,
-    "lengths --json": LengthPlan,
     "calibrate --json": Calibration,
     "accuracy --json": Accuracy,
     "doctor --json": Doctor,
     "techniques --json": TechniqueList,
 }
-"""Documents of the core's commands. `plan --lengths` prints a plan with the key `lengths`."""
+"""Documents of the core's commands."""
 
 
 def heads(word: Any) -> dict[str, tuple[Any, str]]:
@@ -106,13 +90,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "tight": (bool, ""),
         "nearest_miss": (Choice | None, "The smallest recipe when nothing fits, up to 3 %."),
         "timing": (PlannedTiming | None, "Seconds of a step of the answer; null without rates."),
-        "lengths": (LengthPlan, "Ways of padding under the best recipe; with `--lengths` only."),
-    },
-    SeveralGpusPlan: {
-        **heads(Literal["plan for several GPUs"]),
-        "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
-        "fastest": (int | None, "The number of GPUs with the shortest step."),
-        "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
     },
     KnownGpus: {**heads(Literal["gpus"]), "gpus": (tuple[Gpu, ...], "All GPUs, or those that were named.")},
     GpuPlans: {
@@ -120,25 +97,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "smallest": (str | None, "The key of the smallest GPU that trains it."),
         "fastest": (str | None, "The key of the fastest."),
         "run": (RunCosts, "Costs of a run; with prices or a run length only."),
-    },
-    CardPlans: {
-        **heads(Literal["plans by number of GPUs"]),
-        "fewest": (str | None, "Key of the GPU that needs the smallest number."),
-        "run": (CardsRun, "Costs of a run; with prices or a run length only."),
-    },
-    CardsOfKind: {
-        "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
-        "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
-    },
-    CardsRun: {
-        "currency": (str, "Currency of all prices: `USD`."),
-        "steps": (int | None, "Optimizer steps of the run; null if they were not given."),
-        "cheapest": (CheapestCards | None, "Null without prices."),
-        "costs": (tuple[CardsCost, ...], "Cost of each answer that fits."),
-    },
-    CheapestCards: {
-        "key": (str, "The kind's key in the table."),
-        "gpus": (int, "Number of GPUs that train together."),
     },
     OnGpu: {"timing": (StepSpeed | None, "Seconds of a step; null without rates.")},
     RunCosts: {
@@ -155,31 +113,7 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         **heads(Literal["comparison"]),
         "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
     },
-    LengthPlan: {
-        **heads(Literal["lengths"]),
-        "fits": (
-            bool | None,
-            "True if the longest batch fits in at least one way; null without a memory limit or ways.",
-        ),
-        "best": (Way | None, ""),
-        "assumed": (bool, "True if the best way gains only by an assumed cost of unaligned rows."),
-    },
-    Way: {
-        "fits": (
-            bool | None,
-            "True if the longest batch fits; null without a memory limit. In `ways` of the document only.",
-        )
-    },
     Model: {"config": (Mapping[str, Any], "The keys of its config.json that matter; empty for a module.")},
-    Lengths: {
-        "samples": (int, ""),
-        "tokens": (int, ""),
-        "shortest": (int, ""),
-        "median": (int, ""),
-        "mean": (float, ""),
-        "longest": (int, ""),
-        "histogram": (Mapping[str, int], "Samples by their tokens."),
-    },
     Calibration: heads(Literal["calibration"]),
     ProbeReading: {
         "corrects": (str, "The rate that the probe corrects."),
@@ -199,24 +133,24 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     TechniqueList: heads(Literal["techniques"]),
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
 }
-"""Keys that `to_json` adds to the fields. For an empty sentence, the docstring of the property is used."""
+"""Keys that `to_json` adds to the fields. For an empty sentence, the docstring of the property is used.
+
+A class of a feature has its own table `added_keys`. Its `optional_keys` and `left_out_keys` correspond to the
+tables below.
+"""
 
 LEFT_OUT: dict[type, set[str]] = {
     Job: {"mixes_samples", "unclear_cut"},
     Comparison: {"lines", "pace"},
     Model: {"facts", "module", "example", "batch_dims", "resized"},
-    Lengths: {"counts"},
     ProbeReading: {"probe"},
     HostLaunchCosts: {"python_launched"},
 }
 """Fields that `to_json` omits."""
 
 OPTIONAL: dict[type, set[str]] = {
-    Plan: {"lengths"},
     Model: {"dtype"},
     GpuPlans: {"run"},
-    CardPlans: {"run"},
-    Way: {"fits"},
 }
 """Keys that some documents omit: keys of an option, or of a model with a declared dtype."""
 

@@ -23,10 +23,8 @@ from torch._dynamo.utils import counters
 from aligned import peak
 from reported import foreseen, reports
 from small_models import small_job
-from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.planning.keep import kept_of
-from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.prediction.allocator import Allocator, replay
 from snugfit.prediction.predict import predict, rehearse_again
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
@@ -205,10 +203,6 @@ def test_plans_do_not_search_steps_that_play_graphs() -> None:
         kept_of(small_job("llama"), "compiled(mode=reduce-overhead)").refuse()
     with pytest.raises(UsageError, match=r"start: plans do not look at.*Start from 'compiled'"):
         kept_of(small_job("llama"), start=Recipe.parse("bf16 + compiled(backend=cudagraphs)")).refuse()
-    with pytest.raises(UsageError, match=r"for each length of a batch.*Pad all batches alike"):
-        plan_lengths(
-            small_job("llama"), "compiled(mode=reduce-overhead)", lengths=Lengths.of([8, 12]), gpu="h200"
-        )
     with pytest.raises(RehearsalError, match="not put together from parts"):
         rehearse_passes(
             small_job("llama"), Recipe.parse("compiled(mode=reduce-overhead)").setup(), CudaPolicy()

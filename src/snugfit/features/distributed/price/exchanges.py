@@ -97,7 +97,10 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
 class DistributedExchanges(Exchanges):
     """Figures of several processes."""
 
-    modules = ("snugfit.features.distributed.simulate.ranks",)
+    modules = (
+        "snugfit.features.distributed.simulate.ranks",
+        "snugfit.features.distributed.plan.judge",
+    )
 
     group_bytes = staticmethod(group_bytes)
     communication_bytes = staticmethod(communication_bytes)

@@ -390,7 +390,7 @@ def test_a_recipe_for_as_many_gpus_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
         return Recipe.parse("bf16 + every_layer + fsdp")
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr("snugfit.planning.several_gpus.smaller.smaller_on_several", smaller)
+    monkeypatch.setattr("snugfit.features.distributed.plan.smaller.smaller_on_several", smaller)
     before = Recipe.parse("bf16 + fsdp + adamw_fused")
     following = next_recipe(torch.device("cuda"), gpus=2)(bert_job(8), before, "oom:torch")
     assert str(following) == "bf16 + every_layer + fsdp"

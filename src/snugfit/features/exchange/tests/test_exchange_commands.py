@@ -13,7 +13,7 @@ import pytest
 
 from snugfit.cli.main import run
 from test_cli import BERT, empty_folder, refused
-from test_docs import OF_FEATURES, answered, commands
+from test_docs import OF_FEATURES, OF_GPU_GROUPS, answered, commands
 from test_keep import JOB
 from test_plan_command import ASK, asked
 
@@ -93,7 +93,13 @@ def test_plans_for_many_gpus_start_from_it_too(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize(
     "command",
-    [one for one in commands() if OF_FEATURES.match(one) and not one.startswith(("guide", "why-oom"))],
+    [
+        one
+        for one in commands()
+        if OF_FEATURES.match(one)
+        and not OF_GPU_GROUPS.match(one)
+        and not one.startswith(("guide", "why-oom", "lengths"))
+    ],
 )
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, capsys: pytest.CaptureFixture[str]

@@ -16,8 +16,7 @@ import torch
 
 from kept import kept
 from small_models import small_job
-from snugfit.data.lengths import Lengths
-from snugfit.errors import RecipeError, RehearsalError, UsageError
+from snugfit.errors import RecipeError, RehearsalError
 from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.features.kernels.without_padding.attention import _one_by_one, attend
 from snugfit.features.kernels.without_padding.hooks import drop_padding, keep_first_tokens
@@ -27,7 +26,6 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
-from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
@@ -486,11 +484,6 @@ def test_a_prompt_before_each_sequence_is_refused(kind: str) -> None:
     Recipe.parse("bf16").check(job)
     with pytest.raises(RecipeError, match=rf"{config.peft_type.value} adapters.*Try 'sdpa'"):
         Recipe.parse(RECIPE).check(job)
-
-
-def test_ways_of_padding_are_not_compared_where_all_of_it_is_dropped() -> None:
-    with pytest.raises(UsageError, match=r"sequence_length 20, padding 0\.250"):
-        plan_lengths(a_job("llama"), RECIPE, lengths=Lengths.of([10, 20, 15, 15]), gpu="h200")
 
 
 def test_gpus_before_ampere_are_refused() -> None:

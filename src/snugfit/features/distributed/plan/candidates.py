@@ -1,0 +1,205 @@
+"""Combinations for a number of GPUs: the sharing of the work, recomputation, and the cuts of the batch.
+
+The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It
+takes the least time (`kind.py`).
+
+Sharing the batch alone is always tried. Along the other axes of a mesh, groups of GPUs work on the same
+samples. They share matrices, and with these the experts if there are some, or sequences, or they form
+stages. The techniques propose the sizes of such groups, at most the GPUs of a host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+
+from snugfit.errors import SnugfitError
+from snugfit.features.distributed.fields import ParallelWish
+from snugfit.features.distributed.plan.shared import Shared
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
+from snugfit.planning.search import mixture
+from snugfit.prediction.exchanges import GPUS_PER_HOST
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.technique import Fidelity, Slot, Technique
+from snugfit.techniques.wish import processes_of
+
+DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
+"""Slots that are filled once with the fastest technique, for all numbers of GPUs."""
+
+MOST_AXES = 2
+"""Greatest number of axes of a mesh in addition to the batch's: no three of the existing ones combine."""
+
+
+def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[Technique, ...]]:
+    """Yield techniques for each slot of several GPUs, by which so many can share the job's batch.
+
+    They have `axes` axes in addition to the batch's, without fixed ones. If there are several hosts,
+    groups over which copies of the weights are sharded are whole hosts.
+    """
+    along = axis_settings(job)
+    free = [slot for slot, settings in along.items() if settings and slot not in fixed.slots]
+    for chosen in itertools.combinations(free, axes):
+        choices = [
+            along[slot] if slot in chosen else _choices(job, slot, fixed, along, mesh=bool(axes))
+            for slot in roster.slots_of_several_gpus()
+        ]
+        for sharing in itertools.product(*choices):
+            if _shares_evenly(job, gpus, fixed, sharing):
+                yield sharing
+
+
+def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
+    """Return the techniques by slot that make groups of GPUs work on the same samples.
+
+    A technique's planning objections are ignored, since they concern plans without its axis.
+    """
+    slots: dict[Slot, list[Technique]] = {}
+    for kind in roster.techniques():
+        if not kind.needs_several_gpus or kind.missing_package():
+            continue
+        for one in kind.settings(job):
+            if (processes := processes_of(one.alone)) is not None and processes.axes:
+                slots.setdefault(kind.slot, []).append(one)
+    return slots
+
+
+def _choices(
+    job: Job, slot: Slot, fixed: Kept, along: dict[Slot, list[Technique]], *, mesh: bool
+) -> Sequence[Technique]:
+    # On an axis that was not chosen, each group is one GPU.
+    if slot in along and slot not in fixed.slots:
+        return [roster.plain(slot)]
+    usual = list(of_slot(job, slot, fixed))
+    is_mesh = mesh or any(one in fixed.slots for one in along)
+    if slot in fixed.slots or not is_mesh:
+        return usual
+    return [*usual, *(one for one in stopgaps(usual) if one not in usual)]
+
+
+def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
+    """Return the same kinds of techniques without settings, for meshes that refuse those that plans
+    choose."""
+    kinds = dict.fromkeys(map(type, usual))
+    return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
+
+
+def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique]) -> bool:
+    """Return whether so many GPUs make whole groups that divide the batch evenly.
+
+    If experts are spread, all GPUs of a group must share them.
+    """
+    setup = Setup()
+    for technique in sharing:
+        setup = technique.install(setup)
+    processes = processes_of(setup)
+    if processes is None:
+        return gpus == 1
+    # A user's own groups need not fill hosts.
+    whole_hosts = None if Slot.SHARDING in fixed.slots else GPUS_PER_HOST
+    if gpus == 1 or not isinstance(processes, ParallelWish):
+        return False
+    return processes.shares_evenly(gpus, job.batch_size, whole_hosts)
+
+
+def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Shared]:
+    """Yield every way to share this job's work among so many GPUs, with `axes` axes in addition to the
+    batch's.
+
+    Each is combined with every recomputation, from the one that keeps most on.
+    """
+    usual = list(of_slot(job, Slot.SHARDING, fixed))
+    # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
+    rest = [one for one in stopgaps(usual) if one not in usual]
+    every = list(sharings(job, gpus, fixed, axes))
+    for recomputing in recomputings(job, fixed):
+        taken: set[Hashable] = set()
+        for techniques in every:
+            kinds = tuple(type(one) if one.slot is Slot.SHARDING else one for one in techniques)
+            if kinds in taken and any(one in rest for one in techniques):
+                continue
+            recipe = base.with_(recomputing)
+            for technique in techniques:
+                recipe = recipe.with_(technique)
+            shared = Shared(gpus, recipe)
+            if _is_possible(job, shared, fixed):
+                taken.add(kinds)
+                yield shared
+
+
+def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
+    """Yield the techniques for a slot: the fixed ones, or all settings that plans may choose."""
+    if slot in fixed.slots:
+        yield from fixed.slots[slot]
+        return
+    for kind in roster.techniques():
+        if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):
+            yield from kind.settings(job)
+
+
+def _is_possible(job: Job, shared: Shared, fixed: Kept) -> bool:
+    """Return whether it trains the job; with stages, for the largest number of micro-batches."""
+    if shared.stages == 1:
+        return is_valid(job, shared.recipe, shared.gpus)
+    return any(is_valid(job, shared.cut(one), shared.gpus) for one in _pieces(job, shared, fixed)[-1:])
+
+
+def recomputings(job: Job, fixed: Kept) -> list[Technique]:
+    """Return plain and each technique with a single setting, those that keep more first."""
+    settings = [one for one in of_slot(job, Slot.CHECKPOINTING, fixed) if one.plain or _is_alone(one, job)]
+
+    def sort_key(one: Technique) -> tuple[bool, bool]:
+        wish = one.alone.checkpoint
+        return wish is not None, wish is not None and not wish.keep
+
+    return sorted(settings, key=sort_key)
+
+
+def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Technique]:
+    """Return the techniques for a slot of `DECIDED_ONCE`, at this fidelity."""
+    degrees = list(Fidelity)
+    plain = roster.plain(slot)
+    return [
+        one
+        for one in of_slot(job, slot, fixed)
+        if slot in fixed.slots
+        or (degrees.index(one.fidelity) <= degrees.index(fidelity) and one.family == plain.family)
+    ]
+
+
+def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
+    """Return every way to cut a group's part of the batch, from the whole to single samples."""
+    known: Mapping[Slot, tuple[Technique, ...]] = fixed.slots
+    pieces = _pieces(job, shared, fixed)
+    if Slot.BATCHING in known:
+        return pieces
+    ends = [pieces[0], pieces[-1]]
+    if all(is_valid(job, shared.cut(one), shared.gpus) for one in ends):
+        return pieces  # all cuts between valid ends are valid: techniques refuse few micro-batches, or many
+    return [one for one in pieces if is_valid(job, shared.cut(one), shared.gpus)]
+
+
+def _pieces(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
+    part = job_of_rank(job, shared.setup)
+    pieces = of_slot(part, Slot.BATCHING, fixed)
+    return sorted(pieces, key=lambda one: one.alone.micro_batches)
+
+
+def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
+    """Return whether this recipe trains the job on so many GPUs."""
+    try:
+        part = job_of_rank(job, on_gpus(recipe.setup(), gpus))
+    except SnugfitError:
+        return False
+    return mixture.is_valid(recipe, part)
+
+
+def _is_alone(technique: Technique, job: Job) -> bool:
+    wish = technique.alone.checkpoint
+    return (
+        wish is not None and len(list(type(technique).settings(job))) == 1 and not type(technique).grades(job)
+    )

@@ -1,0 +1,152 @@
+"""Plans for several GPUs, as the core calls for them.
+
+They serve `snugfit plan --gpus`, `snugfit gpus --gpus`, Python, and runs whose memory ran out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import NothingFits, UsageError
+
+if TYPE_CHECKING:
+    from snugfit.cli.request import Request
+    from snugfit.features.distributed.plan.plan import SeveralGpusPlan
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.fleet.prices import Prices
+    from snugfit.techniques.recipe import Recipe
+
+COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..64)."
+
+
+def plan_several_gpus(job: Job, **asked: Any) -> SeveralGpusPlan:
+    """Return the plan of `search.py`."""
+    from snugfit.features.distributed.plan.search import plan_several_gpus as search
+
+    return search(job, **asked)
+
+
+def smaller_on_several(job: Job, recipe: Recipe, **asked: Any) -> Recipe | None:
+    """Return the recipe of `smaller.py` for a run whose memory ran out."""
+    from snugfit.features.distributed.plan.smaller import smaller_on_several as search
+
+    return search(job, recipe, **asked)
+
+
+def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, object]) -> int:
+    """Print the plan for the requested numbers of GPUs, and return the exit code of `snugfit plan`.
+
+    `alone` are the options that only a plan for one GPU takes.
+    """
+    from snugfit.features.distributed.plan.report import render
+    from snugfit.report.text.page import print_as
+
+    _refuse_alone(request, alone, "A plan with --gpus")
+    if request.software != "installed":
+        raise UsageError("A plan is for the installed software only. Leave the software profile out.")
+    if request.gpu is None:
+        raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
+    plan = _plan(request, request.gpu, asked)
+    plan = replace(plan, price_per_hour=asked["price"], doubts=(*plan.doubts, *request.doubts))
+    page = render(plan, details=asked["details"])
+    print_as(asked["form"], plan.to_json(), page, quiet=asked["quiet"])
+    return 0 if plan.fitting else NothingFits.exit_code
+
+
+def _plan(request: Request, gpu: Gpu, asked: Mapping[str, Any]) -> SeveralGpusPlan:
+    """Return the plan, from the cache or from a search."""
+    from snugfit.cli.plan_cache import answer
+    from snugfit.features.distributed.plan.plan import SeveralGpusPlan
+
+    question = {
+        "gpus": _counts(request, asked),
+        "memory_bytes": request.memory_bytes,
+        **_question(request, asked),
+    }
+    return answer(
+        SeveralGpusPlan.from_json,
+        lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=asked["workers"], tell=tell, **question),
+        request.job,
+        gpu,
+        fresh=asked["fresh"],
+        first=f"planning {request.job.model.name}",
+        what="several gpus",
+        **question,
+    )
+
+
+def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
+    """Print the numbers of cards of these kinds, and return the exit code of `snugfit gpus`."""
+    from snugfit.cli.plan_cache import answer
+    from snugfit.cli.request import steps_of
+    from snugfit.features.distributed.plan.cards import CardPlans, document_of_cards
+    from snugfit.features.distributed.plan.cards_report import render
+    from snugfit.features.distributed.plan.search_cards import plan_cards
+    from snugfit.report.text.page import print_as
+
+    alone = {name: asked[name] for name in ("html", "plot", "open")}
+    alone["objective memory"] = asked["objective"] == "memory"
+    _refuse_alone(request, alone, "`gpus` with --gpus")
+    question, counts = _question(request, asked), _counts(request, asked)
+    plans = answer(
+        CardPlans.from_json,
+        lambda tell: plan_cards(
+            request.job, gpus, counts=counts, workers=asked["workers"], tell=tell, **question
+        ),
+        request.job,
+        *gpus,
+        fresh=asked["fresh"],
+        first=f"planning {request.job.model.name} on {len(gpus)} kinds of GPU",
+        what="cards",
+        gpus=counts,
+        **question,
+    )
+    plans = replace(
+        plans,
+        objective=asked["objective"],
+        steps=steps_of(asked["samples"], asked["steps"], request.job.batch_size),
+        doubts=(*plans.doubts, *request.doubts),
+    )
+    document = {**plans.to_json(), "run": document_of_cards(plans, prices)}
+    form = "json" if asked["as_json"] else asked["form"]
+    print_as(form, document, render(plans, prices), quiet=asked["quiet"])
+    return 0 if plans.fitting else NothingFits.exit_code
+
+
+def _question(request: Request, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that both searches take."""
+    return {
+        "fidelity": asked["fidelity"],
+        "keep": request.keep,
+        "free": request.free,
+        "headroom": request.headroom,
+    }
+
+
+def _refuse_alone(request: Request, alone: Mapping[str, object], what: str) -> None:
+    """Raise `UsageError` for given options that only single GPUs take, or that no plan takes."""
+    if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
+        raise UsageError(f"{what} does not take {', '.join(given_alone)}. Leave it out.")
+    request.refuse_recipe_and_loop()
+
+
+def _counts(request: Request, asked: Mapping[str, Any]) -> list[int]:
+    return read_counts(asked["gpus"] or str(request.gpus))
+
+
+def read_counts(text: str) -> list[int]:
+    """Parse the numbers of GPUs: `8`, `2,4,8` or `1..64`. Raises `UsageError`."""
+    low, dots, high = text.partition("..")
+    try:
+        if not dots:
+            return [int(part) for part in text.split(",")]
+        first, last = int(low), int(high)
+        powers = [first * 2**power for power in range(17) if first * 2**power <= last]
+    except ValueError:
+        powers, first = [], 0
+    if first < 1 or not powers:
+        raise UsageError(f"--gpus {text!r} is not a number of GPUs. {COUNTS}")
+    return powers

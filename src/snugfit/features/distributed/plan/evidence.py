@@ -1,0 +1,312 @@
+"""Bounds on recipes that were not simulated, from simulated ones, for one job on GPUs of one kind.
+
+Without bounds, a search would simulate every way to share the work, on every number of GPUs, with every
+batch cut. Three rules save most of that. They are assumed to hold within `MARGIN`; every answer is
+simulated itself.
+
+- Bytes: larger micro-batches, several of them instead of one, and fewer GPUs take no less. The same holds
+  for kept instead of recomputed activations, and for whole instead of sharded weights. The bytes of
+  further samples do not depend on the sharing of weights.
+- Seconds: with larger micro-batches on fewer GPUs a step takes no more GPU seconds. Each GPU works on more
+  at a time, and exchanges are no longer.
+- A sample takes no less time than in a very large micro-batch, without exchanges.
+
+For groups of n GPUs that work on the same samples:
+
+- Each GPU takes at least an n-th of the bytes of one that has the samples to itself. It takes no more than
+  in smaller groups.
+- They share the arithmetic, which does not reduce its GPU seconds. Exchanges become at most n times
+  shorter, and no shorter if GPUs share sequences alone.
+- Each of s stages waits at least (s - 1) / (m + s - 1) of a step with m micro-batches. The source is
+  Narayanan et al., arXiv 2104.04473, section 2.2.1. Fewer micro-batches are therefore not always faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from snugfit.features.distributed.plan.judge import Judged
+from snugfit.features.distributed.plan.shared import Shared
+
+MARGIN = 1.03
+"""Factor on bytes found on few layers (chosen), so that a recipe that fits there also fits in full."""
+
+CLEARLY = 1.05
+"""Factor on the usable bytes (chosen). A recipe above it would also miss in a way of sharing that holds
+more."""
+
+WITH_SUMS = 1.5
+"""Greatest ratio of the bytes of several micro-batches to those of one of their size.
+
+Gradients exist next to all activations. In the update without states, they take at most half of the
+remaining bytes.
+"""
+
+PACE = 0.97
+"""Share of a sample's seconds in a very large micro-batch (chosen) that bounds the seconds of any sample."""
+
+
+class CutStep(NamedTuple):
+    """Cut of a step into micro-batches."""
+
+    gpus: int
+    samples: int
+    """Samples of a micro-batch on one GPU."""
+    pieces: int
+    """Number of micro-batches of a step on one GPU."""
+
+
+class _SamplePace(NamedTuple):
+    """Lower bound of a sample's seconds on each GPU, which does not depend on the sharding of weights."""
+
+    shared: Shared
+    samples: int
+    """Samples of the micro-batch for which the bound was found. It holds for smaller ones too."""
+    seconds: float
+
+
+class _Related(NamedTuple):
+    """Other simulated ways of sharing that are related to one."""
+
+    leaner: list[Shared]
+    """Ways that hold no more than it."""
+    fuller: list[Shared]
+    """Ways that hold no less than it."""
+    narrower: list[Shared]
+    """Ways in which smaller groups work on the same samples."""
+
+
+def bubble(shared: Shared, size: CutStep) -> float:
+    """Return the least ratio of a step's seconds to the working seconds of its stages: 1 for one stage."""
+    return (size.pieces + shared.stages - 1) / size.pieces
+
+
+class Evidence:
+    """Simulated recipes of a job on GPUs of one kind, each with `bound` usable bytes."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound, self._margin = bound, MARGIN
+        self._judged: dict[str, dict[CutStep, Judged]] = defaultdict(dict)
+        self._shared: dict[str, Shared] = {}
+        self._paces: dict[str, _SamplePace] = {}
+        self._all_relations: dict[str, _Related] = {}
+        self._seen: dict[str, int] = defaultdict(int)
+        self._relations: dict[tuple[str, str, str], bool] = {}
+
+    def learn_limit(self, bound: int, ratio: float) -> None:
+        """Set the usable bytes, and increase the margin if few layers give too few bytes by this ratio."""
+        self.bound, self._margin = bound, max(self._margin, ratio)
+
+    def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
+        """Store the figures of a simulated step."""
+        self._shared.setdefault(shared.key, shared)
+        self._judged[shared.key][size] = judged
+        known = self._paces.get(shared.of_each)
+        is_whole = size.pieces == 1 or shared.stages > 1
+        if is_whole and (known is None or size.samples > known.samples):
+            pace = PACE * judged.model_seconds / (size.samples * size.pieces)
+            self._paces[shared.of_each] = _SamplePace(shared, size.samples, pace)
+
+    def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
+        """Return the figures of exactly this step, if it was simulated."""
+        return self._judged[shared.key].get(size)
+
+    def does_fit(self, judged: Judged) -> bool:
+        """Return whether a simulated step fits."""
+        return judged.needed_bytes * self._margin <= self.bound
+
+    def fits(self, shared: Shared, size: CutStep) -> bool | None:
+        """Return whether this step fits; None if unknown."""
+        if (exactly := self.judgment(shared, size)) is not None:
+            return self.does_fit(exactly)
+        own = self._judged[shared.key].items()
+        if any(self.does_fit(judged) and _takes_no_less(shared, known, size) for known, judged in own):
+            return True
+        if any(not self.does_fit(judged) and _takes_no_less(shared, size, known) for known, judged in own):
+            return False
+        return self._fits_by_others(shared, size)
+
+    def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
+        """Return the same from the figures of other ways of sharing."""
+        related = self._relations_of(shared)
+        if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
+            return False
+        if any(self._missed_clearly(one, size, times=shared.parts / one.parts) for one in related.narrower):
+            return False
+        for other in related.fuller:
+            sizes = self._judged[other.key].items()
+            if any(self.does_fit(judged) and _takes_no_less(other, known, size) for known, judged in sizes):
+                return True
+        fewest, further = self._by_samples(shared)
+        return False if further * (size.samples - fewest) > CLEARLY * self.bound else None
+
+    def expects_to_fit(self, shared: Shared, size: CutStep, near: CutStep) -> bool:
+        """Return whether this step should fit, from its figures with micro-batches of another size.
+
+        The other size has as many GPUs. The bytes of further samples come from other ways of sharing.
+        """
+        _, further = self._by_samples(shared)
+        judged = self._judged[shared.key][near]
+        expected = judged.needed_bytes + further * (size.samples - near.samples)
+        return self.does_fit(judged._replace(needed_bytes=int(expected)))
+
+    def missed_elsewhere(self, shared: Shared, size: CutStep) -> bool:
+        """Return whether such a step clearly misses in another way of sharing, which may hold more."""
+        like = shared.of_each
+        return any(
+            other.of_each == like and self._missed_clearly(other, size) for other in self._shared.values()
+        )
+
+    def _by_samples(self, shared: Shared) -> tuple[int, float]:
+        """Return the smallest simulated micro-batch with the same work of each GPU, and the bytes of each
+        further sample.
+
+        The bytes are measured between sizes on as many GPUs in one way of sharing; 0 if unknown. If they
+        are unknown for a group of n GPUs, they are an n-th of those of a GPU by itself.
+        """
+        own = self._between_sizes(shared.of_each)
+        if own[1] or shared.parts == 1:
+            return own
+        fewest, further = self._between_sizes(shared.by_itself)
+        return fewest, further / shared.parts
+
+    def _between_sizes(self, like: str) -> tuple[int, float]:
+        fewest, further, most = 1, 0.0, 0
+        for key, other in self._shared.items():
+            if other.of_each != like:
+                continue
+            known = self._judged[key]
+            for few, many in itertools.permutations(known, 2):
+                between = many.samples - few.samples
+                # Sizes that are far apart give the most exact slope.
+                if few.gpus == many.gpus and between > most:
+                    fewest, most = few.samples, between
+                    further = (known[many].needed_bytes - known[few].needed_bytes) / between
+        return fewest, further
+
+    def _missed_clearly(self, other: Shared, size: CutStep, times: float = 1.0) -> bool:
+        """Return whether a way of sharing clearly takes more than `times` the usable bytes.
+
+        The step is cut as `size` or smaller. Groups of `times` as many GPUs are `times` fewer.
+        """
+        size = size._replace(gpus=math.ceil(size.gpus / times))
+        # Several micro-batches hold gradients next to all activations (`WITH_SUMS`).
+        summed = size._replace(pieces=max(size.pieces, 2))
+        bound = CLEARLY * times * self.bound
+        return any(
+            (judged.needed_bytes > bound and _takes_no_less(other, size, known))
+            or (judged.needed_bytes > WITH_SUMS * bound and _takes_no_less(other, summed, known))
+            for known, judged in self._judged[other.key].items()
+        )
+
+    def least_seconds(self, shared: Shared, size: CutStep) -> float:
+        """Return the lower bound of such a step in seconds."""
+        if (exactly := self.judgment(shared, size)) is not None:
+            return exactly.step_seconds
+        waits = bubble(shared, size)
+        least = 0.0
+        for pace in self._paces.values():
+            times = shared.parts / pace.shared.parts
+            if size.samples <= pace.samples * times and shared.has_groups_of(pace.shared):
+                least = max(least, size.samples * size.pieces * pace.seconds * waits / times)
+        for known, judged in self._judged[shared.key].items():
+            if known.samples >= size.samples and known.gpus <= size.gpus:
+                working = judged.step_seconds / bubble(shared, known)
+                least = max(least, waits * working * known.gpus / size.gpus)
+        return max(least, self._as_in_smaller_groups(shared, size))
+
+    def _as_in_smaller_groups(self, shared: Shared, size: CutStep) -> float:
+        """Return the lower bound of such a step in seconds, from smaller groups on as many GPUs."""
+        least = 0.0
+        for other in self._relations_of(shared).narrower:
+            times = shared.parts / other.parts
+            if shared.shares_sequences_with(other, times):
+                times = 1.0  # weights are sharded over all GPUs, with unchanged exchanges
+            for known, judged in self._judged[other.key].items():
+                most = 1 if shared.stages > other.stages else size.pieces
+                if known.gpus == size.gpus and known.pieces <= most:
+                    least = max(least, judged.step_seconds / times)
+        return least
+
+    def fastest_known(self, shared: Shared, gpus: int) -> float | None:
+        """Return seconds of the fastest simulated cut of this way on so many GPUs that fits."""
+        known = self._judged.get(shared.key, {})
+        fit = [
+            judged.step_seconds
+            for size, judged in known.items()
+            if size.gpus == gpus and self.does_fit(judged)
+        ]
+        return min(fit, default=None)
+
+    def has_pace(self, shared: Shared) -> bool:
+        """Return whether a lower bound of a sample's seconds is known, in such groups or in smaller ones with
+        the same sharing."""
+        if shared.of_each in self._paces:
+            return True
+        known = (pace.shared for pace in self._paces.values() if pace.shared.parts > 1 or shared.parts == 1)
+        return any(shared.has_groups_of(one) for one in known)
+
+    def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
+        """Return whether a lower bound of a sample's seconds is known for groups of GPUs and so large a
+        micro-batch.
+
+        The groups may be smaller ones with the same sharing.
+        """
+        return any(
+            pace.shared.parts > 1
+            and size.samples <= pace.samples * shared.parts / pace.shared.parts
+            and shared.has_groups_of(pace.shared)
+            for pace in self._paces.values()
+        )
+
+    def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
+        """Yield simulated ways with the same sharing in groups of half as many GPUs."""
+        for other in self._relations_of(shared).narrower:
+            if shared.parts == 2 * other.parts:
+                yield other
+
+    def _relations_of(self, shared: Shared) -> _Related:
+        """Return all simulated ways that are related to this way of sharing."""
+        related = self._all_relations.setdefault(shared.key, _Related([], [], []))
+        # Only ways that were added since the last call are compared.
+        for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
+            if other.key == shared.key:
+                continue
+            if self.holds_no_more(other, shared):
+                related.leaner.append(other)
+            if self.holds_no_more(shared, other):
+                related.fuller.append(other)
+            if self.is_wider(shared, other):
+                related.narrower.append(other)
+        self._seen[shared.key] = len(self._shared)
+        return related
+
+    def holds_no_more(self, one: Shared, other: Shared) -> bool:
+        """Return whether one way of sharing takes no more memory than the other
+        (`Shared.holds_no_more_than`)."""
+        key = ("holds", one.key, other.key)
+        if key not in self._relations:
+            self._relations[key] = one.holds_no_more_than(other)
+        return self._relations[key]
+
+    def is_wider(self, one: Shared, other: Shared) -> bool:
+        """Return whether one makes larger groups of GPUs, and is otherwise the same
+        (`Shared.is_wider_than`)."""
+        key = ("wider", one.key, other.key)
+        if key not in self._relations:
+            self._relations[key] = one.is_wider_than(other)
+        return self._relations[key]
+
+
+def _takes_no_less(shared: Shared, size: CutStep, other: CutStep) -> bool:
+    """Return whether one way of sharing takes no fewer bytes with the step cut as `size` than as `other`."""
+    return (
+        (size.gpus <= other.gpus or not shared.spreads_over_all)
+        and size.samples >= other.samples
+        # A single micro-batch has no gradients next to its activations, so it may take less.
+        and (size.pieces > 1 or other.pieces == 1)
+    )

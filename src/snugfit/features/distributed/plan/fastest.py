@@ -1,0 +1,378 @@
+"""Search for the fastest recipe on one number of GPUs: its ways of sharing and cuts of the batch.
+
+Ways are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Ways that
+cannot be faster than the best fitting one are skipped. For each way the search finds the fewest
+micro-batches with which it fits: fewer take less time and more memory. With stages that is not true,
+because GPUs wait longer for each other with fewer micro-batches. Each cut of the batch is then a separate
+way. While no way is known to fit, the ways that hold least are simulated first. If they clearly miss, all
+that hold more miss too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from snugfit.features.distributed.plan.candidates import cuts
+from snugfit.features.distributed.plan.evidence import CutStep, Evidence
+from snugfit.features.distributed.plan.judge import Judged
+from snugfit.features.distributed.plan.shared import Shared
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import job_of_rank
+from snugfit.techniques.technique import Technique
+
+Judging = Callable[[Sequence[tuple[int, Recipe]]], list[Judged]]
+"""Function from numbers of GPUs, each with a recipe, to the figures of the recipe on so many."""
+
+AT_ONCE = 2
+"""Number of recipes that are evaluated concurrently (chosen): the result of one may make the rest
+unnecessary."""
+
+
+class Screened(NamedTuple):
+    """A recipe with its figures on few layers."""
+
+    recipe: Recipe
+    judged: Judged
+    shared: Shared
+    """The way of sharing, without a cut of the batch."""
+    size: CutStep
+
+
+class Outcome(NamedTuple):
+    """Result of a search on one number of GPUs."""
+
+    fitting: list[Screened]
+    """Fitting recipes, one for each way that was tried, the fastest first."""
+    miss: Screened | None
+    """Smallest simulated recipe, if none fits."""
+    does_any_fit: bool = False
+    """True if any recipe is known to fit, regardless of its seconds."""
+    alone_seconds: float | None = None
+    """Lower bound in seconds of a step that shares the batch alone; None if that does not fit."""
+
+
+@dataclass
+class _WayToShare:
+    """One way of sharing and recomputing, with every way to cut the batch, from the whole to the smallest
+    micro-batches."""
+
+    shared: Shared
+    pieces: list[Technique]
+    sizes: list[CutStep]
+
+    def recipe(self, at: int) -> Recipe:
+        return self.shared.cut(self.pieces[at])
+
+
+_Question = tuple[_WayToShare, int]
+"""A way, and the index of the cut to simulate."""
+
+
+class FastestOnGpus:
+    """The search among these ways on one number of GPUs.
+
+    Ways that cannot be simulated go to `refused`, by their recomputing technique and mesh, and are left
+    out from then on. With `leanest_first`, the ways that hold least are simulated first, while none is
+    known to fit. With `trusts_line`, larger micro-batches that miss by the line through known ones are not
+    simulated.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        gpus: int,
+        every: Iterable[Shared],
+        fixed: Kept,
+        evidence: Evidence,
+        refused: MutableMapping[str, str],
+        judge: Judging,
+        *,
+        leanest_first: bool = True,
+        trusts_line: bool = False,
+    ) -> None:
+        self._trusts_line = trusts_line
+        self._gpus, self._evidence, self._refused = gpus, evidence, refused
+        self._judge = judge
+        self._leanest_first = leanest_first
+        self._ways = [
+            way
+            for shared in every
+            # A refusal without a mesh holds for every mesh.
+            if not {str(shared.recomputing), refusable(shared)} & {*refused}
+            for way in _ways_to_cut(job, shared, fixed)
+        ]
+
+    def run(self, limit: float = math.inf) -> Outcome:
+        """Return the recipes that fit in less than `limit` seconds a step, or the nearest miss.
+
+        Evaluate until no other recipe may be faster than the first.
+        """
+        while asked := self._questions(limit):
+            self._ask(asked)
+        fitting = sorted(self._fitting(), key=lambda one: one.judged.step_seconds)
+        if fitting or limit < math.inf:
+            fast = [one for one in fitting if one.judged.step_seconds < limit]
+            return Outcome(fast, None, self._is_any_known_to_fit())
+        return Outcome([], self.nearest_miss())
+
+    def does_any_fit(self) -> bool:
+        """Return whether any recipe fits. Evaluate the ways that recompute most and hold least, with the
+        smallest micro-batches."""
+        simulated = False
+        while not self._is_any_known_to_fit():
+            left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
+            if simulated or not left:
+                return False
+            # Ways come in the order of their recomputing, so the last one recomputes most.
+            most = [way for way in left if way.shared.recomputing == left[-1].shared.recomputing]
+            asked = self._holding_least(most)
+            self._ask(asked)
+            # Ways that cannot be simulated leave no figures; then the next ones are tried.
+            simulated = any(self._evidence.judgment(way.shared, way.sizes[at]) for way, at in asked)
+        return True
+
+    def _is_any_known_to_fit(self) -> bool:
+        return any(self._smallest_that_fits(way) is not None for way in self._ways)
+
+    def _ask(self, asked: Sequence[_Question]) -> None:
+        judged = self._judge([(self._gpus, way.recipe(at)) for way, at in asked])
+        for (way, at), answer in zip(asked, judged, strict=True):
+            self._hear(way, at, answer)
+
+    def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
+        if judged.why_not:
+            what = refusable(way.shared)
+            self._refused[what] = judged.why_not
+            self._ways = [one for one in self._ways if refusable(one.shared) != what]
+            return
+        self._evidence.hear(way.shared, way.sizes[at], judged)
+
+    def _fitting(self) -> Iterator[Screened]:
+        for way in self._ways:
+            for at, size in enumerate(way.sizes):
+                judged = self._evidence.judgment(way.shared, size)
+                if judged is not None and self._evidence.does_fit(judged):
+                    yield Screened(way.recipe(at), judged, way.shared, size)
+                    # Further cuts of this way take more time.
+                    break
+
+    # ---- requests ------------------------------------------------------------------------------------------
+
+    def _questions(self, limit: float) -> list[_Question]:
+        """Return ways with the index of the cut to simulate; empty once the fastest is known."""
+        best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
+        by_least: dict[float, list[_Question]] = {}
+        is_anything_known = best < limit or not self._leanest_first
+        is_anything_known = is_anything_known or self._is_any_known_to_fit()
+        for way in self._ways:
+            if is_anything_known and self._waits_for_smaller_groups(way, best):
+                continue
+            if (next_one := self._open(way, best)) is not None:
+                least, at = next_one
+                by_least.setdefault(least, []).append((way, at))
+        asked = [one for least in sorted(by_least) for one in by_least[least]]
+        if not is_anything_known:
+            asked = self._leanest(asked)
+            return self._one_of_each(asked)[:AT_ONCE]
+        return self._one_of_each(list(map(self._telling, asked)))[:AT_ONCE]
+
+    def _one_of_each(self, asked: list[_Question]) -> list[_Question]:
+        """Return these questions, reduced to one per work of each GPU for ways without a known lower bound.
+
+        The bound is that of a sample's seconds.
+        """
+        paceless: dict[str, _Question] = {}
+        some: list[_Question] = []
+        for question in asked:
+            shared = question[0].shared
+            if self._evidence.has_pace(shared):
+                some.append(question)
+            elif shared.of_each not in paceless:
+                paceless[shared.of_each] = question
+                some.append(question)
+            # With stages, the bound of the largest micro-batch holds for all smaller ones.
+            elif shared.stages > 1 and _samples_of(question) > _samples_of(paceless[shared.of_each]):
+                some[some.index(paceless[shared.of_each])] = question
+                paceless[shared.of_each] = question
+        return some
+
+    def _telling(self, question: _Question) -> _Question:
+        """Return the question about the whole batch for a mesh without a known lower bound of a sample's
+        seconds.
+
+        It need not fit: smaller micro-batches take no less.
+        """
+        way, at = question
+        # A GPU by itself has no mesh, and some ways have no cut with the whole batch.
+        if way.shared.parts == 1 or way.sizes[0].pieces > 1:
+            return question
+        first = self._first(way)
+        size = way.sizes[at if first is None else first]
+        return question if self._evidence.knows_mesh(way.shared, size) else (way, 0)
+
+    def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
+        """Return the lower bound in seconds of a way that may take less than `best`, and the index of its
+        next cut.
+
+        Return None if it needs no simulation.
+        """
+        first = self._first(way)
+        if first is None or self._is_behind(way):
+            return None
+        least = self._evidence.least_seconds(way.shared, way.sizes[first])
+        at = self._next(way, first) if least < best else None
+        return None if at is None else (least, at)
+
+    def _first(self, way: _WayToShare) -> int | None:
+        """Return the index of the fewest micro-batches that may fit."""
+        fits = self._evidence.fits
+        return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size) is not False), None)
+
+    def _smallest_that_fits(self, way: _WayToShare) -> int | None:
+        """Return the index of the fewest micro-batches that are known to fit."""
+        fits = self._evidence.fits
+        return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size)), None)
+
+    def _next(self, way: _WayToShare, first: int) -> int | None:
+        """Return the index of the cut to simulate next; None if the fewest micro-batches are known."""
+        fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
+        if fitting is None:
+            # If the fewest micro-batches probably miss, the smallest ones show first if anything fits.
+            is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
+            was_asked = self._evidence.judgment(way.shared, way.sizes[last]) is not None
+            return last if is_hopeless and not was_asked else first
+        # A cut that fits by evidence alone has no seconds yet, so it is simulated.
+        if fitting == first or self._evidence.judgment(way.shared, way.sizes[fitting]) is None:
+            is_known = self._evidence.judgment(way.shared, way.sizes[first]) is not None
+            return None if is_known else fitting
+        near = way.sizes[fitting]
+        unknown = [
+            at for at in range(first, fitting) if self._evidence.fits(way.shared, way.sizes[at]) is None
+        ]
+        expected = (at for at in unknown if self._evidence.expects_to_fit(way.shared, way.sizes[at], near))
+        return next(expected, None if self._trusts_line else unknown[-1])
+
+    def _is_behind(self, way: _WayToShare) -> bool:
+        """Return whether another way is known to be faster, or will soon be known to be or not.
+
+        The other way shares the work in the same way, and recomputes less or gathers less often. Its batch
+        need not be cut.
+        """
+        for other in self._ways:
+            if other is way:
+                break
+            # With stages each cut is a way of its own, and only equal cuts can be compared.
+            if way.shared.stages > 1 and way.sizes != other.sizes:
+                continue
+            if way.shared.is_slower_than(other.shared):
+                whole = self._evidence.fits(other.shared, other.sizes[0])
+                if whole or (
+                    whole is None and not self._evidence.missed_elsewhere(other.shared, other.sizes[0])
+                ):
+                    return True
+        return False
+
+    def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
+        """Return whether groups of half as many GPUs with the same sharing come first, or are no faster than
+        smaller ones."""
+        if way.shared.parts == 1:
+            return False
+        for other in self._ways:
+            is_half = way.shared.parts == 2 * other.shared.parts
+            if not is_half or not self._evidence.is_wider(way.shared, other.shared):
+                continue
+            if self._open(other, best) is not None or self._waits_for_smaller_groups(other, best):
+                return True
+            seconds = self._evidence.fastest_known(other.shared, self._gpus)
+            smaller = [
+                self._evidence.fastest_known(one, self._gpus)
+                for one in self._evidence.in_half_groups(other.shared)
+            ]
+            if seconds is not None and any(one is not None and one <= seconds for one in smaller):
+                return True
+        return False
+
+    def _leanest(self, asked: list[_Question]) -> list[_Question]:
+        """Return the next questions while no way is known to fit, those that hold least first.
+
+        For meshes these are the smallest micro-batches of all ways for which no other is known to hold no
+        more.
+        """
+        if any(way.shared.parts == 1 for way in self._ways):
+            return sorted(asked, key=lambda one: -self._held_more(one[0]))
+        left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
+        return self._holding_least(left) or asked
+
+    def _holding_least(self, ways: Sequence[_WayToShare]) -> list[_Question]:
+        """Return the smallest micro-batches of the ways for which no other is known to hold no more."""
+        return [
+            (way, len(way.sizes) - 1)
+            for at, way in enumerate(ways)
+            if not any(
+                # The earlier of two ways that hold the same remains.
+                self._is_leaner(other, way) and not (index > at and self._is_leaner(way, other))
+                for index, other in enumerate(ways)
+                if index != at
+            )
+        ]
+
+    def _is_leaner(self, one: _WayToShare, other: _WayToShare) -> bool:
+        """Return whether one holds no more than the other, both with their smallest micro-batches."""
+        alike = one.shared.key == other.shared.key or self._evidence.holds_no_more(one.shared, other.shared)
+        return alike and one.sizes[-1].samples <= other.sizes[-1].samples
+
+    def _held_more(self, way: _WayToShare) -> int:
+        """Return the number of other ways that hold no less than this one."""
+        return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
+
+    def nearest_miss(self) -> Screened | None:
+        """Return the smallest evaluated recipe. Evaluate one that holds little if there is none."""
+        if self._ways and not any(True for _ in self._misses()):
+            # `max` returns the first of equal ones, which recomputes most in this order.
+            leanest = max(reversed(self._ways), key=self._held_more)
+            self._ask([(leanest, len(leanest.sizes) - 1)])
+        return smaller_miss(*self._misses())
+
+    def _misses(self) -> Iterator[Screened]:
+        for way in self._ways:
+            for at, size in enumerate(way.sizes):
+                if (judged := self._evidence.judgment(way.shared, size)) is not None:
+                    yield Screened(way.recipe(at), judged, way.shared, size)
+
+
+def smaller_miss(*misses: Screened | None) -> Screened | None:
+    """Return the smallest of these misses."""
+    every = (one for one in misses if one is not None)
+    return min(every, key=lambda one: one.judged.needed_bytes, default=None)
+
+
+def _samples_of(question: _Question) -> int:
+    way, at = question
+    return way.sizes[at].samples
+
+
+def refusable(shared: Shared) -> str:
+    """Return the techniques that are left out if one way cannot be simulated."""
+    return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
+
+
+def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]:
+    """Yield one way with all cuts of the batch, from the whole on, or with stages one way for each cut."""
+    pieces = cuts(job, shared, fixed)
+    sizes = [size_of(job, shared, one) for one in pieces]
+    if shared.stages == 1 and pieces:
+        yield _WayToShare(shared, pieces, sizes)
+    elif shared.stages > 1:
+        yield from (_WayToShare(shared, [one], [size]) for one, size in zip(pieces, sizes, strict=True))
+
+
+def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
+    """Return the cut of a job's step with this sharing."""
+    part = job_of_rank(job, shared.setup)
+    count = pieces.alone.micro_batches
+    return CutStep(shared.gpus, part.batch_size // count, count)

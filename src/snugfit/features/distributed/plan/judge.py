@@ -1,0 +1,306 @@
+"""Figures of one recipe on so many GPUs, from models of few layers and few micro-batches.
+
+A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow
+ones. Micro-batches of one size are alike from the second on. Their bytes are those of three, and each
+further one takes as long as the second of three. Every answer is also simulated with all layers. Questions
+go to other processes, so each is plain data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.errors import SnugfitError
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.planning.cost.periodic import later_starts
+from snugfit.planning.cost.shallow import linear_extrapolate
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.exchanges import MICRO_BATCHES_IN_FULL, exchanges
+from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.seconds import MODELS_OWN, step_seconds
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.results.prediction import Prediction
+from snugfit.results.step_seconds import StepSeconds
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
+
+FEWEST = 4
+"""Least number of layers of the shallower model (chosen).
+
+With fewer, weights are gathered ahead that the deep model does not hold at once. The bytes of many layers
+then come out too small.
+"""
+
+FEW_PIECES = 3
+"""Number of micro-batches that represent more: a first, a last, and one between."""
+
+STEPS = 2
+"""Number of simulated steps: permanent allocations exist at the end of the first."""
+
+
+class Judged(NamedTuple):
+    """Figures of a recipe on each GPU."""
+
+    needed_bytes: int
+    """Bytes that must be free on each GPU."""
+    step_seconds: float
+    why_not: str = ""
+    """Reason why it cannot be simulated; empty if it can."""
+    doubts: tuple[str, ...] = ()
+    """Sentences on uncertain exchanges between the GPUs."""
+    model_seconds: float = 0.0
+    """Total seconds of the kernels of forward and backward passes, without exchanges."""
+    exposed_seconds: float = 0.0
+    """Seconds by which exchanges lengthen the step."""
+
+
+class InFull(NamedTuple):
+    """Figures of a recipe, simulated with all layers."""
+
+    needed_bytes: int
+    bound: str
+    """Resource that bounds the step (`StepSeconds.bound`)."""
+    doubts: tuple[str, ...]
+    timing: StepSeconds | None
+    """Timing of the whole step; None if not all of its micro-batches were simulated."""
+    host_share: float = 0.0
+    """Share of the simulated step in which the host works."""
+
+
+class Judge:
+    """Evaluate recipes for one job, on GPUs of one kind or of several.
+
+    Kinds in one call run the same kernels and share the rehearsals. The policy is that of the kind with
+    the most scratch.
+    """
+
+    def __init__(self, job: Job, gpu: Gpu, *others: Gpu) -> None:
+        self._job, self._gpu, self._software = job, gpu, Software()
+        self._kinds = (gpu, *others)
+        self._depths: dict[str, Depth | None] = {}
+
+    def judge(self, gpus: int, recipe: Recipe) -> Judged:
+        """Return bytes and seconds of a recipe, by models of few layers if the job's model has such."""
+        return self.judge_kinds(gpus, recipe, (0,))[0]
+
+    def judge_kinds(
+        self, gpus: int, recipe: Recipe, kinds: Sequence[int], build_on: str | None = None
+    ) -> list[Judged]:
+        """Return the same on so many GPUs of each of these kinds, given by index.
+
+        The indices follow the order of the constructor's arguments. The model is built on `build_on`, by
+        default that of the job.
+        """
+        setup = on_gpus(recipe.setup(), gpus)
+        part = replace(job_of_rank(self._job, setup), build_on=build_on or self._job.build_on)
+        asked = tuple(self._kinds[kind] for kind in kinds)
+        one = _OneQuestion(asked, self._software)
+        try:
+            question = exchanges().few_layers_question(asked, self._software, one.policy, part, setup)
+            if question is not None:
+                steps = question.judge(self._depth(part, setup))
+                return [
+                    Judged(doubts=tuple(doubts), **step._asdict())
+                    for step, doubts in zip(steps, question.doubts, strict=True)
+                ]
+            figures = self._by_layers(part, setup, one)
+        except SnugfitError as refused:
+            return [Judged(0, 0.0, str(refused))] * len(kinds)
+        return [
+            _to_judged(figure, setup.micro_batches, tuple(doubts))
+            for figure, doubts in zip(figures, one.doubts, strict=True)
+        ]
+
+    def in_full(self, gpus: int, recipe: Recipe) -> InFull:
+        """Return the bytes of a recipe with all layers, and with few micro-batches.
+
+        With stages, the number of micro-batches slightly exceeds that of stages, and the bytes of each
+        further one are added. Raises `SnugfitError` as `predict` does.
+        """
+        setup = on_gpus(recipe.setup(), gpus)
+        most = exchanges().micro_batches_in_full(setup)
+        few = setup.micro_batches > most
+        prediction = (
+            self._with_pieces(gpus, recipe, int(most))
+            if few
+            else predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
+        )
+        needed = prediction.needed_bytes
+        if few and most > MICRO_BATCHES_IN_FULL:
+            fewer = self._with_pieces(gpus, recipe, int(most) - 1).footprint.allocated_bytes or 0
+            further = max(0, (prediction.footprint.allocated_bytes or 0) - fewer)
+            needed += (setup.micro_batches - int(most)) * further
+        timing = prediction.timing
+        return InFull(
+            needed_bytes=needed,
+            bound=timing.bound if timing else "",
+            doubts=prediction.doubts,
+            timing=None if few else timing,
+            host_share=timing.host_seconds / timing.step_seconds if timing and timing.step_seconds else 0.0,
+        )
+
+    def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:
+        """Return the whole prediction with so many micro-batches of the same size, and thus of a smaller
+        batch."""
+        setup = on_gpus(recipe.setup(), gpus)
+        job = replace(self._job, batch_size=self._job.batch_size // setup.micro_batches * pieces)
+        settings = type(recipe[Slot.BATCHING]).settings(job_of_rank(job, setup))
+        cut = next(one for one in settings if one.alone.micro_batches == pieces)
+        return predict(job, recipe.with_(cut), gpu=self._gpu, gpus=gpus)
+
+    def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
+        depth = self._depth(part, setup)
+        if depth is None:
+            return _by_few_pieces(part, setup, one)
+        checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
+        period = math.lcm(depth.period, repeats)
+        least = math.ceil(FEWEST / period) * period
+        more = least + max(period, 2 // period * period)
+        # Two shallow models would cost no less than the deep one.
+        if least + more >= depth.layers:
+            return _by_few_pieces(part, setup, one)
+        asked = replace(setup, checkpoint=checkpoint)
+        return _on_a_line(
+            (least, more),
+            lambda layers: _by_few_pieces(depth.shallower(part, layers), asked, one),
+            depth.layers,
+        )
+
+    def _depth(self, part: Job, setup: Setup) -> Depth | None:
+        if setup.attention not in self._depths:
+            self._depths[setup.attention] = depth_of(part, setup)
+        return self._depths[setup.attention]
+
+
+class _FewPieces(NamedTuple):
+    """Figures of at most `FEW_PIECES` micro-batches on one kind of GPU. From `piece_seconds` on: those of one
+    more.
+
+    All but the first grow linearly with layers.
+    """
+
+    unused_bytes: float
+    """Bytes that the allocator reserves without use, and bytes outside it. The larger of two depths holds for
+    all."""
+    allocated_bytes: float
+    step_seconds: float
+    model_seconds: float
+    exposed_seconds: float
+    piece_seconds: float = 0.0
+    piece_model_seconds: float = 0.0
+    piece_exposed_seconds: float = 0.0
+
+
+def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judged:
+    """Return the figures of so many micro-batches."""
+    more = max(0, pieces - FEW_PIECES)
+    return Judged(
+        needed_bytes=int(figure.unused_bytes + figure.allocated_bytes),
+        step_seconds=figure.step_seconds + more * figure.piece_seconds,
+        doubts=doubts,
+        model_seconds=figure.model_seconds + more * figure.piece_model_seconds,
+        exposed_seconds=max(0.0, figure.exposed_seconds + more * figure.piece_exposed_seconds),
+    )
+
+
+def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
+    """Return the figures of `part`, the job of one GPU at any depth."""
+    pieces = min(setup.micro_batches, FEW_PIECES)
+    samples = part.batch_size // setup.micro_batches * pieces
+    return one.simulate(replace(part, batch_size=samples), replace(setup, micro_batches=pieces))
+
+
+class _OneQuestion:
+    """Kinds of GPU in one call, with the uncertain parts of each."""
+
+    def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
+        self._kinds, self._software = kinds, software
+        policies = [policy_for(gpu, software) for gpu in kinds]
+        self.policy = max(policies, key=lambda policy: policy.scratch_size)
+        self.doubts: list[dict[str, None]] = [{} for _ in kinds]
+
+    def simulate(self, part: Job, setup: Setup) -> list[_FewPieces]:
+        """Return the figures of a step on each kind, from one rehearsal."""
+        trace = rehearse(part, setup, self.policy, steps=STEPS)
+        after = replay(trace, expandable=setup.expandable_segments)
+        gpus = ranks_of(setup)
+        group = exchanges().communication_bytes(trace, gpus)
+        longer = with_a_further_piece(trace) if setup.micro_batches > 1 else None
+        figures: list[_FewPieces] = []
+        for gpu, doubts in zip(self._kinds, self.doubts, strict=True):
+            context, _ = context_of(gpu, self._software, trace, group=group)
+            rates = rates_for(gpu, gpus)
+            timed = partial(
+                step_seconds, gpu=gpu, batch_size=part.batch_size, rates=rates, workers=setup.loader.workers
+            )
+            known = _seconds_of(timed(trace))
+            further = (
+                [late - early for early, late in zip(known, _seconds_of(timed(longer)), strict=True)]
+                if longer is not None
+                else [0.0] * len(known)
+            )
+            doubts.update(dict.fromkeys(exchanges().doubts(trace, gpu, rates)))
+            unused = context + after.reserved_peak - after.allocated_peak
+            figures.append(_FewPieces(unused, after.allocated_peak, *known, *further))
+        return figures
+
+
+def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
+    """Return the seconds of the step, of its model's kernels, and of exchanges that lengthen it."""
+    model = sum(one.device_seconds for one in timing.phases if one.phase in MODELS_OWN)
+    return timing.step_seconds, model, timing.exposed_communication_seconds
+
+
+def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at: int) -> list[_FewPieces]:
+    """Return the figures of each kind at `at`, on the straight lines through those at two points."""
+    return [
+        _FewPieces(
+            max(unused), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]
+        )
+        for on_kind in zip(*map(of, points), strict=True)
+        for unused, growing in [([one[0] for one in on_kind], [one[1:] for one in on_kind])]
+    ]
+
+
+def with_a_further_piece(trace: Trace) -> Trace | None:
+    """Return this trace with the kernels and waits of its steady step extended by one micro-batch.
+
+    It is a copy of the one between the first and the last, which begins and ends as the next does. This also
+    holds if exchanges in other streams reach from one micro-batch into the next. Blocks and events stay
+    unchanged. Return None if the step has no micro-batch between a first and a last.
+    """
+    starts = later_starts(trace)
+    if len(starts) != 2:
+        return None
+    second, third = starts
+    length = third - second
+    again = [_later(kernel, length, 0) for kernel in trace.kernels[second:third]]
+    rest = [_later(kernel, length, second) for kernel in trace.kernels[third:]]
+    waits = [wait for wait in trace.waits if wait < third]
+    waits += [wait + length for wait in trace.waits if wait >= second]
+    return replace(trace, kernels=(*trace.kernels[:third], *again, *rest), waits=tuple(waits))
+
+
+def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
+    """Return the same kernel `numbers` places later.
+
+    The kernels that it waits for move likewise, except for those before the kernel `since`.
+    """
+    if not kernel.after:
+        return kernel
+    after = tuple(other + numbers if other >= since else other for other in kernel.after)
+    return kernel._replace(after=after)

@@ -1,0 +1,215 @@
+"""Search on GPUs of one kind: the recipe from which it starts, numbers of GPUs, and groups of GPUs.
+
+Ways that share the batch alone come first. In meshes, groups of GPUs share matrices or sequences, or form
+stages. Meshes are tried if they may gain a distinguishable amount:
+
+- Nothing else fits, or so many GPUs cannot share the batch evenly.
+- They may take less than `GAIN` of the seconds of sharing the batch alone. That step recomputes layers, or
+  exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less.
+
+Two such axes are combined if nothing with one of them fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.features.distributed.plan.candidates import (
+    DECIDED_ONCE,
+    MOST_AXES,
+    cuts,
+    fillings,
+    is_valid,
+    ways,
+)
+from snugfit.features.distributed.plan.evidence import Evidence
+from snugfit.features.distributed.plan.fastest import FastestOnGpus, Judging, Outcome, Screened, smaller_miss
+from snugfit.features.distributed.plan.judge import Judged
+from snugfit.features.distributed.plan.plan import OnGpus
+from snugfit.features.distributed.plan.shared import Shared
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
+from snugfit.prediction.worker_pool import Question, WorkerPool
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import MOST_GPUS
+from snugfit.techniques.technique import Fidelity, Slot
+
+GAIN = 0.75
+"""Share of the seconds of sharing the batch alone, below which a mesh is chosen in its place (chosen).
+
+Five such steps on two H100s were not used for any fit. One took 41 % longer than predicted, the rest 3 %
+less to 14 % longer.
+"""
+
+
+def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
+    """Return the numbers of GPUs that can divide the job's batch evenly, in order.
+
+    Each GPU, or each group of them, takes a part. Raises `UsageError` if no number can.
+    """
+    asked = sorted({gpus} if isinstance(gpus, int) else set(gpus))
+    wrong = [count for count in asked if type(count) is not int or not 1 <= count <= MOST_GPUS]
+    if wrong or not asked:
+        raise UsageError(f"gpus is {gpus!r}; it must be whole numbers from 1 to {MOST_GPUS:,}.")
+    even = [count for count in asked if job.batch_size % count == 0 or any(_all_ways(job, count, fixed))]
+    if not even:
+        raise UsageError(
+            f"A global batch of {job.batch_size} cannot be shared evenly by {asked[0]} GPUs"
+            f"{' or any other number that was named' if len(asked) > 1 else ''}. Name a divisor of it."
+        )
+    return even
+
+
+def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
+    """Yield ways to share the job among so many GPUs, those with the fewest axes first."""
+    base = Recipe(tuple(techniques[0] for techniques in fixed.slots.values()))
+    for axes in _axes(gpus):
+        yield from ways(job, base, gpus, fixed, axes)
+
+
+def _axes(gpus: int) -> range:
+    """Return the numbers of axes of a mesh that so many GPUs may have."""
+    return range(MOST_AXES + 1 if gpus > 1 else 1)
+
+
+class SharedFigures:
+    """Figures of recipes on few layers, evaluated once for all kinds of GPU that run the same kernels."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._known: dict[tuple[Any, ...], list[Judged]] = {}
+
+    @property
+    def screened(self) -> int:
+        """Number of evaluated recipes."""
+        return len(self._known)
+
+    def judge_for(self, kind: int, kinds: Sequence[int], build_on: str | None = None) -> Judging:
+        """Return a function that evaluates recipes for one of these kinds, whose models are built alike.
+
+        Kinds are indices in the order of the workers' kinds.
+        """
+        of_kinds = (tuple(kinds), build_on)
+
+        def judge(asked: Sequence[tuple[int, Recipe]]) -> list[Judged]:
+            missing = [one for one in dict.fromkeys(asked) if (*one, *of_kinds) not in self._known]
+            questions = [
+                Question(number, "judge_kinds", (*one, *of_kinds)) for number, one in enumerate(missing)
+            ]
+            for answer in self._pool.answers_to(questions):
+                self._known[*missing[answer.number], *of_kinds] = answer.value
+            own = kinds.index(kind)
+            return [self._known[*one, *of_kinds][own] for one in asked]
+
+        return judge
+
+
+class SearchOfKind:
+    """The search for one job on GPUs of one kind, each with `bound` usable bytes.
+
+    Ways that cannot be simulated go to `refused`, with the reasons. Raises `UsageError` if no technique
+    shares the job among the largest of `counts`.
+    """
+
+    def __init__(
+        self, job: Job, bound: int, fixed: Kept, counts: Sequence[int], fidelity: Fidelity, judge: Judging
+    ) -> None:
+        self.job, self._fixed, self._judge = job, fixed, judge
+        self.evidence = Evidence(bound)
+        self.refused: dict[str, str] = {}
+        self._base = self._choose_base(counts, fidelity)
+
+    def _choose_base(self, counts: Sequence[int], fidelity: Fidelity) -> Recipe:
+        """Return the recipe whose techniques in `DECIDED_ONCE` take the least time.
+
+        They are compared on the largest number of GPUs that gives each a part of the batch. One GPU alone may
+        accept techniques that several refuse.
+        """
+        job, fixed = self.job, self._fixed
+        gpus = max([count for count in counts if job.batch_size % count == 0] or counts)
+        shared = next(_all_ways(job, gpus, fixed), None)
+        if shared is None:
+            raise UsageError(f"No technique shares this job among {gpus} GPUs.")
+        base = shared.cut(cuts(job, shared, fixed)[-1]) if shared.stages > 1 else shared.recipe
+        for slot in DECIDED_ONCE:
+            choices = [base.with_(one) for one in fillings(job, slot, fixed, fidelity)]
+            valid = [one for one in choices if is_valid(job, one, gpus)]
+            # A single choice needs no comparison.
+            judged = self._judge([(gpus, one) for one in valid]) if len(valid) > 1 else []
+            timed = [(one.step_seconds, at) for at, one in enumerate(judged) if not one.why_not]
+            if valid and (timed or len(valid) == 1):
+                base = valid[min(timed)[1] if timed else 0]
+        # The batch and the sharing are searched later, for each number of GPUs.
+        for slot in (Slot.BATCHING, *roster.slots_of_several_gpus()):
+            base = base.with_(roster.plain(slot)) if slot not in fixed.slots else base
+        return base
+
+    def fits(self, gpus: int) -> bool:
+        """Return whether any recipe fits so many GPUs, by the ways that hold least."""
+        return any(self._among(gpus, axes).does_any_fit() for axes in _axes(gpus))
+
+    def nearest_miss(self, gpus: int) -> Screened | None:
+        """Return the smallest evaluated recipe on so many GPUs; None if nothing can be simulated."""
+        return smaller_miss(*(self._among(gpus, axes).nearest_miss() for axes in _axes(gpus)))
+
+    def fastest(self, gpus: int, limit: float = math.inf, mesh_limit: float = math.inf) -> Outcome:
+        """Return the recipes that fit so many GPUs in less than `limit` seconds a step, a mesh in less than
+        `mesh_limit`.
+
+        Without a limit, return the nearest miss if nothing fits.
+        """
+        outcome = self._among(gpus, 0).run(limit)
+        fitting, miss, fits = outcome.fitting, outcome.miss, outcome.does_any_fit
+        if fitting:
+            mesh_limit = min(mesh_limit, GAIN * fitting[0].judged.step_seconds)
+        mesh_limit = min(limit, mesh_limit)
+        alone = fitting[0].judged.step_seconds if fitting else limit if fits else None
+        for axes in _axes(gpus)[1:]:
+            meshes = self._among(gpus, axes, leanest_first=mesh_limit == math.inf).run(mesh_limit)
+            fits = fits or meshes.does_any_fit
+            miss = smaller_miss(miss, meshes.miss)
+            fitting = [*meshes.fitting, *fitting]
+            # Further axes are tried only while nothing fits.
+            if fits:
+                break
+        return Outcome(fitting, None if fitting else miss, fits, alone)
+
+    def _among(self, gpus: int, axes: int, *, leanest_first: bool = True) -> FastestOnGpus:
+        every = ways(self.job, self._base, gpus, self._fixed, axes)
+        return FastestOnGpus(
+            self.job, gpus, every, self._fixed, self.evidence, self.refused, self._judge,
+            leanest_first=leanest_first,
+        )  # fmt: skip
+
+    def answer(self, one: Screened, outcome: Outcome, **known: Any) -> OnGpus:
+        """Return a recipe with its figures on few layers, or with the `known` ones."""
+        figures = {"step_seconds": one.judged.step_seconds, "needed_bytes": one.judged.needed_bytes, **known}
+        seconds = figures["step_seconds"]
+        return OnGpus(
+            gpus=one.size.gpus,
+            recipe=str(one.recipe),
+            samples_per_second=self.job.batch_size / seconds if seconds else 0.0,
+            why=why_mesh(self.job, one.shared, seconds, outcome.alone_seconds),
+            **figures,
+        )
+
+
+def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:
+    """Return the sharing of its groups of GPUs with the reason; empty without groups.
+
+    `alone_seconds` is the lower bound of a step that shares the batch alone, None if that does not fit.
+    """
+    if shared.parts == 1:
+        return ""
+    what = " and ".join(shared.groups())
+    if job.batch_size % shared.gpus:
+        why = f"a batch of {job.batch_size:,} cannot be shared evenly by {shared.gpus:,} GPUs"
+    elif alone_seconds is None:
+        why = "nothing fits in which GPUs share the batch alone"
+    else:
+        why = f"sharing the batch alone takes at least {alone_seconds / step_seconds:.1f} times as long"
+    return f"{what}, because {why}."

@@ -1,0 +1,229 @@
+"""A way to share the work of a step among GPUs, and its comparison with another by memory and by speed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from snugfit.features.distributed.fields import PARALLEL, ParallelWish
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.several_gpus import on_gpus
+from snugfit.techniques.technique import Slot, Technique
+
+KEPT = "none"
+"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
+
+AXES = ("tensor", "context", "stages")
+"""Fields of `ParallelWish` that count the GPUs working on the same samples."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A way to share the work, with its recomputation, before the batch is cut.
+
+    The GPUs form a mesh, or one GPU has all of the work.
+    """
+
+    gpus: int
+    recipe: Recipe
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Text of the recipe, the same on any number of GPUs."""
+        return str(self.recipe)
+
+    @functools.cached_property
+    def setup(self) -> Setup:
+        """Setup of the recipe on so many GPUs."""
+        return on_gpus(self.recipe.setup(), self.gpus)
+
+    @functools.cached_property
+    def wish(self) -> ParallelWish | None:
+        """Wish for several processes, regardless of their number; None on one GPU."""
+        wish = PARALLEL.of(self.setup)
+        # The number of GPUs is compared apart.
+        return wish and replace(wish, ranks=0)
+
+    @property
+    def _axes(self) -> ParallelWish:
+        return self.wish or ParallelWish()
+
+    @property
+    def parts(self) -> int:
+        """Number of GPUs that work on the same part of the batch."""
+        return self._axes.ranks_of_one_part
+
+    @property
+    def stages(self) -> int:
+        """Number of stages into which the layers are cut."""
+        return self._axes.stages
+
+    @functools.cached_property
+    def mesh(self) -> str:
+        """Text of the techniques that make groups of GPUs work on the same samples; empty without groups."""
+        slots = [slot for slot in roster.slots_of_several_gpus() if slot is not Slot.SHARDING]
+        return " + ".join(str(self.recipe[slot]) for slot in slots if not self.recipe[slot].plain)
+
+    @property
+    def spreads_over_all(self) -> bool:
+        """True if each GPU holds less on a larger number of them."""
+        wish = self.wish
+        if wish is None:
+            return False
+        return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
+
+    @functools.cached_property
+    def of_each(self) -> str:
+        """Text of the recipe without its sharding of the batch: the work of each GPU alone."""
+        return str(self.recipe.with_(roster.plain(Slot.SHARDING)))
+
+    @functools.cached_property
+    def by_itself(self) -> str:
+        """Text of the recipe without any sharing: the work of a GPU that has its samples to itself."""
+        recipe = self.recipe
+        for slot in roster.slots_of_several_gpus():
+            recipe = recipe.with_(roster.plain(slot))
+        return str(recipe)
+
+    @property
+    def recomputing(self) -> Technique:
+        """The technique that selects the recomputed layers."""
+        return self.recipe[Slot.CHECKPOINTING]
+
+    def is_slower_than(self, other: Shared) -> bool:
+        """Return whether no step of this way is faster than the other's, which takes more memory.
+
+        Both share the work in one way, and this one recomputes, or gathers weights that the other keeps.
+        """
+        if all(self.recipe[slot] == other.recipe[slot] for slot in roster.slots_of_several_gpus()):
+            return True
+        return self.recomputing == other.recomputing and self.gathers_what_is_kept(other)
+
+    def holds_no_more_than(self, other: Shared) -> bool:
+        """Return whether this way takes no more memory than the other for every equal cut of the batch.
+
+        The ways may differ in three properties only. This one recomputes activations that the other keeps.
+        It shards weights that the other holds whole, at least temporarily. Or more of its GPUs work on the
+        same samples.
+        """
+        own, rival = self.setup.checkpoint, other.setup.checkpoint
+        return (
+            _keeps_no_more(own, rival)
+            and self.spreads_no_less_than(other)
+            and self.differs_only_in(other, Slot.CHECKPOINTING)
+        )
+
+    def has_groups_of(self, other: Shared) -> bool:
+        """Return whether each of its groups of GPUs consists of one or several groups of the other with the
+        same sharing.
+
+        Apart from that, only the sharing of the batch may differ.
+        """
+        return self.by_itself == other.by_itself and self.cuts_as(other)
+
+    def differs_only_in(self, other: Shared, *more: Slot) -> bool:
+        """Return whether the ways differ only in techniques of several GPUs, and in these slots."""
+        slots = {*roster.slots_of_several_gpus(), *more}
+        return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
+
+    def cut(self, pieces: Technique) -> Recipe:
+        """Return the recipe with this cut of the global batch."""
+        return self.recipe.with_(pieces)
+
+    def gathers_what_is_kept(self, other: Shared) -> bool:
+        """Return whether the other way is this one, except that it keeps weights that this one gathers."""
+        own, rival = self.wish, other.wish
+        if own is None or rival is None:
+            return False
+        return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
+
+    def spreads_no_less_than(self, other: Shared) -> bool:
+        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
+        return _spreads_no_less(self.wish, other.wish)
+
+    def cuts_as(self, other: Shared) -> bool:
+        """Return whether each group of GPUs consists of one or several of the other's groups."""
+        return _cuts_as(self._axes, other._axes)
+
+    def is_wider_than(self, other: Shared) -> bool:
+        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
+        own, rival = self.wish, other.wish
+        if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
+            return False
+        if not _cuts_as(own, rival):
+            return False
+        alike = replace(
+            _in_groups_of(own, rival),
+            schedule=rival.schedule,
+            shards=rival.shards,
+            bucket_views=rival.bucket_views,
+        )
+        return alike == rival and bool(own.shards) is bool(rival.shards) and self.differs_only_in(other)
+
+    def shares_sequences_with(self, other: Shared, times: float) -> bool:
+        """Return whether `times` as many GPUs share each sequence as in the other way."""
+        return times == self._axes.context / other._axes.context
+
+    def groups(self) -> Iterator[str]:
+        """Yield the work of its groups of GPUs as sentences."""
+        wish = self._axes
+        if wish.tensor > 1:
+            experts = f", each GPU with 1/{wish.experts} of its experts" if wish.experts > 1 else ""
+            yield f"groups of {wish.tensor} GPUs compute each layer together{experts}"
+        if wish.context > 1:
+            yield f"groups of {wish.context} GPUs take each sequence together"
+        if wish.stages > 1:
+            yield f"the layers are put in {wish.stages} stages, one after the other"
+
+
+def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
+    """Return whether no less is recomputed: all of a layer if the other keeps some of it."""
+    if own is None or rival is None:
+        return rival is None
+    return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
+
+
+def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
+    """Return whether each group of GPUs consists of one or several of the rival's groups, with the same cuts.
+
+    If both share matrices, experts must be spread in both or in neither.
+    """
+    if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
+        return False
+    return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
+
+
+def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
+    """Return the same with groups as large as the rival's."""
+    return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
+
+
+def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
+    """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
+    rival's way."""
+    if own is None or rival is None or own == rival:
+        return own == rival
+    if not _cuts_as(own, rival):
+        return False
+    if own.stages > rival.stages == 1 and own.weights == "sharded":
+        return False  # a stage keeps all gathered weights while its micro-batches run
+    own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
+    if own == rival:
+        return True
+    # Only weights sharded over all GPUs are known to take no more than in any other way.
+    if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
+        return False
+    alike = replace(
+        rival,
+        weights=own.weights,
+        states=own.states,
+        shards=own.shards,
+        reshard=own.reshard,
+        on_host=own.on_host,
+        dtype=own.dtype,
+        bucket_views=own.bucket_views,
+    )
+    return alike == own

@@ -1,0 +1,267 @@
+"""The lengths of a dataset's sequences, as a histogram of tokens per sample.
+
+A batch is as long as its longest sample. The memory and time of a run therefore depend on the distribution of
+lengths, not on their mean. Lengths come from a file of the user's. The suffix decides the format:
+
+| name            | content                                                                        |
+|-----------------|--------------------------------------------------------------------------------|
+| `.txt`          | one length a line                                                              |
+| `.csv`, `.tsv`  | a column of lengths, with a head                                               |
+| `.jsonl`        | a number a line, or an object with a length (or a list of token ids) under a key |
+| `.json`         | a list of lengths, or a histogram: `{"128": 5000, "512": 40}`                  |
+
+The column or key must be named only if it is ambiguous. A single column is taken, else one of `NAMES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from snugfit.data.rows import Row, Rows
+from snugfit.data.text_rows import LineRows, TableRows, read_text
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.job.job import LARGEST_LENGTH
+from snugfit.user_files import load_json, refuse_no_file
+
+LARGEST_FILE = 64 << 20
+"""Bytes: ten million lengths, a line each. More samples fit a histogram."""
+
+_TOO_LARGE = ' Use a histogram instead: a .json file with {"128": 5000, ...}.'
+
+MOST_SAMPLES = 10**12
+NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
+"""Default columns and keys; `length` is the default of transformers' Trainer."""
+
+FORMS = (".txt", ".csv", ".tsv", ".jsonl", ".json")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """A histogram of the lengths of a dataset's samples, in tokens."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "samples": (int, ""),
+        "tokens": (int, ""),
+        "shortest": (int, ""),
+        "median": (int, ""),
+        "mean": (float, ""),
+        "longest": (int, ""),
+        "histogram": (Mapping[str, int], "Samples by their tokens."),
+    }
+    """Keys that `to_json` adds, with types and sentences; an empty one is that of the property."""
+    left_out_keys: ClassVar[tuple[str, ...]] = ("counts",)
+    """Fields that `to_json` omits."""
+
+    counts: tuple[tuple[int, int], ...]
+    """(tokens, samples), the shortest first."""
+
+    source: str = "given"
+    """The file of the lengths, or another name of their origin."""
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            raise UsageError(f"{self.source}: it contains no lengths.")
+
+    @classmethod
+    def read(cls, path: Path | str, *, column: str | None = None) -> Self:
+        """Read the lengths from a file. Raises `UsageError` with the file, the line and the allowed
+        values."""
+        path = Path(path)
+        suffix = path.suffix.lower()
+        if suffix not in FORMS:
+            raise UsageError(
+                f"{path}: lengths can be read from {', '.join(FORMS)}, by the end of the file's name."
+            )
+        if column is not None and suffix in (".txt", ".json"):
+            raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
+        refuse_no_file(path, "file of lengths", LARGEST_FILE, _TOO_LARGE)
+        try:
+            pairs = _of_document(path) if suffix == ".json" else _of_rows(path, column)
+            return cls._count(pairs, str(path))
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+
+    @classmethod
+    def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
+        """Return the lengths in a list, or in a histogram `{tokens: samples}`. Raises `UsageError`."""
+        if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+            raise UsageError(
+                f"{source}: {lengths!r} is neither a list of lengths nor a histogram {{128: 5000}}. "
+                "A file of them: Lengths.read(path)."
+            )
+        pairs: Iterable[tuple[Any, Any]] = (
+            lengths.items() if isinstance(lengths, Mapping) else ((length, 1) for length in lengths)
+        )
+        return cls._count(
+            ((_length(length, source), _samples(count, source)) for length, count in pairs), source
+        )
+
+    @classmethod
+    def _count(cls, pairs: Iterable[tuple[int, int]], source: str) -> Self:
+        counts: Counter[int] = Counter()
+        for length, samples in pairs:
+            counts[length] += samples
+        if sum(counts.values()) > MOST_SAMPLES:
+            raise UsageError(
+                f"{source}: it has {sum(counts.values()):,} samples, and {MOST_SAMPLES:,} are allowed. "
+                "Divide the number of samples of each length by the same factor."
+            )
+        # The unary plus drops lengths without samples.
+        return cls(counts=tuple(sorted((+counts).items())), source=source)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in total."""
+        return sum(samples for _, samples in self.counts)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all samples together."""
+        return sum(length * samples for length, samples in self.counts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.counts[-1][0]
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest sample."""
+        return self.counts[0][0]
+
+    @property
+    def mean(self) -> float:
+        """Mean number of tokens per sample."""
+        return self.tokens / self.samples
+
+    @property
+    def median(self) -> int:
+        """Median number of tokens: at least half of the samples have this many or fewer."""
+        counted, half = 0, self.samples / 2
+        for length, samples in self.counts:
+            counted += samples
+            if counted >= half:
+                return length
+        raise AssertionError("there are lengths")
+
+    def cut(self, at: int) -> Lengths:
+        """Truncate each sample to at most `at` tokens. Raises `UsageError` for an invalid length."""
+        longest = _length(at, "truncation")
+        pairs = ((min(length, longest), samples) for length, samples in self.counts)
+        return Lengths._count(pairs, f"{self.source}, cut at {longest}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object of a summary and the histogram."""
+        return {
+            "source": self.source,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "shortest": self.shortest,
+            "median": self.median,
+            "mean": self.mean,
+            "longest": self.longest,
+            "histogram": {str(length): samples for length, samples in self.counts},
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Lengths:
+        """Return the lengths of a document from `to_json`."""
+        histogram = {int(length): samples for length, samples in document["histogram"].items()}
+        return cls.of(histogram, source=document["source"])
+
+
+# ---- one number -----------------------------------------------------------------------------------------
+
+
+def _length(value: object, where: str) -> int:
+    """Return the number of tokens in a value: an int, its text, or a list of token ids."""
+    if isinstance(value, list):
+        value = len(value)
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = int(value.strip())
+    # A bool is an int in Python, but no length.
+    if type(value) is not int:
+        hint = " Count tokens, not text." if isinstance(value, str) and len(value) > 40 else ""
+        raise UsageError(
+            f"{where}: {_short(value)} is not a length; it must be a whole number of tokens.{hint}"
+        )
+    if not 1 <= value <= LARGEST_LENGTH:
+        raise UsageError(f"{where}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens.")
+    return value
+
+
+def _samples(value: object, where: str) -> int:
+    if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
+        raise UsageError(
+            f"{where}: {_short(value)} is not a number of samples; it must be a whole number from 0 to "
+            f"{MOST_SAMPLES:,}."
+        )
+    return value
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+# ---- files ----------------------------------------------------------------------------------------------
+
+
+def _of_rows(path: Path, column: str | None) -> Iterator[tuple[int, int]]:
+    """Yield the length in each row of a file, as (tokens, 1)."""
+    suffix = path.suffix.lower()
+    rows: Rows
+    if suffix in (".csv", ".tsv"):
+        rows = TableRows(path)
+        column = _column(list(rows.columns), column, str(path))
+    else:
+        rows = LineRows(path, _json_row if suffix == ".jsonl" else _number_row)
+    for index, row in enumerate(rows):
+        where = rows.where(index)
+        yield _length(row[_column(list(row), column, where)], where), 1
+
+
+def _number_row(line: str, where: str) -> Row:
+    return {NAMES[0]: line.rstrip("\r\n")}
+
+
+def _json_row(line: str, where: str) -> Row:
+    value = load_json(line, where, constants=True)
+    return value if isinstance(value, dict) else {NAMES[0]: value}
+
+
+def _column(heads: list[str], asked: str | None, where: str) -> str:
+    """Return the column of the lengths. Raises `UsageError` if it is missing or ambiguous."""
+    known = asked if asked is not None else next((name for name in NAMES if name in heads), None)
+    if known is None and len(heads) == 1:
+        known = heads[0]
+        if _NUMBER.fullmatch(known):
+            raise UsageError(
+                f"{where}: the first line is {known}; a table must begin with the names of its columns."
+            )
+    if known is None or known not in heads:
+        listed = ", ".join(heads[:12]) or "none"
+        said = f"no column {known!r}.{did_you_mean(known, heads)}" if known else "which column?"
+        raise UsageError(f"{where}: {said} Name one with --column: {listed}.")
+    return known
+
+
+def _of_document(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield the pairs (tokens, samples) of a list of lengths, or of a histogram."""
+    value, where = load_json(read_text(path), str(path), constants=True), str(path)
+    if isinstance(value, list):
+        yield from ((_length(length, where), 1) for length in value)
+    elif isinstance(value, dict):
+        yield from ((_length(length, where), _samples(count, where)) for length, count in value.items())
+    else:
+        raise UsageError(
+            f'{where}: a .json file must contain a list of lengths, or a histogram {{"128": 5000}}.'
+        )

@@ -1,0 +1,69 @@
+"""Ways of padding for the lengths of a dataset."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.techniques.feature import Feature
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+class LengthsFeature(Feature):
+    """Add the command `lengths`, the option `plan --lengths`, and `plan_lengths`."""
+
+    public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "dataset": ("Lengths",),
+        "length_plan": ("LengthPlan",),
+        "search": ("plan_lengths",),
+    }
+
+    def commands(self) -> Sequence[Callable[..., Any]]:
+        """Return the function of `snugfit lengths`."""
+        from snugfit.features.lengths.command import lengths
+
+        return (lengths,)
+
+    def documents(self) -> Mapping[str, type]:
+        """Return the documents with ways of padding."""
+        from snugfit.features.lengths.length_plan import LengthPlan, PlanWithLengths
+
+        return {"lengths --json": LengthPlan, "plan --lengths FILE --json": PlanWithLengths}
+
+    def options(self, command: str) -> Sequence[inspect.Parameter]:
+        """Return `--lengths` of a plan."""
+        from snugfit.features.lengths.command import PLANNED
+
+        return (PLANNED,) if command == "plan" else ()
+
+    def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
+        """Add the settings of the longest batch."""
+        if flags.get("lengths") is not None:
+            from snugfit.features.lengths.command import settings_of
+
+            settings |= settings_of(flags, settings)
+
+    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
+        """Raise `UsageError` for a plan with lengths that is measured, or for several GPUs."""
+        if command == "plan" and flags.get("lengths") is not None:
+            from snugfit.features.lengths.command import refuse_others
+
+            refuse_others(flags, gpus)
+
+    def reports(self) -> Mapping[type, Callable[[Any], Any]]:
+        """Return the report of a dataset's lengths."""
+        from snugfit.features.lengths.length_plan import LengthPlan
+        from snugfit.features.lengths.report import render
+
+        return {LengthPlan: render}
+
+    def add_to_plan(self, request: Any, plan: Any, *, fresh: bool) -> Mapping[str, Any]:
+        """Return the ways of padding under the recipe of a plan for the longest batch."""
+        if request.flags.get("lengths") is None:
+            return {}
+        from snugfit.features.lengths.command import plan_of
+
+        return {"lengths": plan_of(request, plan.best_or_nearest.recipe, fresh=fresh)}

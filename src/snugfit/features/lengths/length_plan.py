@@ -1,0 +1,176 @@
+"""Results for a dataset's lengths: each way of padding with its memory and seconds, and the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+from snugfit.documents import decode_fields, encode, encode_fields
+from snugfit.errors import UsageError
+from snugfit.features.lengths.dataset import Lengths
+from snugfit.features.lengths.padding import Way
+from snugfit.features.lengths.sizes import Size
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.planning.plan import Plan
+from snugfit.prediction.rates import knows_alignment
+from snugfit.techniques.recipe import Recipe
+
+SCHEMA = 1
+AS_FAST = 0.01
+"""Tolerance as a share of the best samples per second. Ways within it count as equally fast, and the simplest
+is chosen."""
+
+SIMPLEST = ("random", "grouped", "fixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The same job on truncated sequences, which is another job."""
+
+    at: int
+    """Greatest number of tokens in a sequence."""
+
+    samples: float
+    """Share of the samples that are cut."""
+
+    tokens: float
+    """Share of the tokens that are lost."""
+
+    ways: tuple[Way, ...]
+    """Results of each way of padding on the truncated sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPlan:
+    """Results of a dataset's lengths for a job under a recipe on a GPU."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["lengths"], "Name of the document."),
+        "fits": (
+            bool | None,
+            "True if the longest batch fits in at least one way; null without a memory limit or ways.",
+        ),
+        "best": (Way | None, ""),
+        "assumed": (bool, "True if the best way gains only by an assumed cost of unaligned rows."),
+    }
+    """Keys that `to_json` adds, with types and sentences."""
+
+    job: Job
+    """Job with the longest sequence."""
+
+    recipe: Recipe
+    """Recipe of the training."""
+
+    gpu: Gpu
+    """GPU of the training."""
+
+    loop: str
+    """Training loop by its name."""
+
+    memory_bytes: int | None
+    """Bytes that may be used."""
+
+    lengths: Lengths
+    """Lengths of the dataset's samples."""
+
+    ways: tuple[Way, ...]
+    """Results of each way of padding; empty if the model does not accept the longest sequence."""
+
+    headroom_bytes: int = 0
+    """Bytes of `memory_bytes` that should stay free."""
+
+    cut: Cut | None = None
+    """Results with truncated sequences, if a truncation was requested."""
+
+    sizes: tuple[Size, ...] = ()
+    """Sizes that are slow on the device."""
+
+    bound: str = ""
+    """Resource that bounds the step of the longest batch."""
+
+    steps: int = 0
+    """Number of steps that were drawn for each way."""
+
+    rehearsed: int = 0
+    """Number of lengths that were rehearsed; the seconds of all others are interpolated."""
+
+    off: float = 0.0
+    """Greatest relative error found in interpolated seconds."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the packages that computed the plan."""
+
+    doubts: tuple[str, ...] = ()
+    """Sentences on the uncertain parts of the result."""
+
+    def fits(self, way: Way) -> bool | None:
+        """Return whether this way fits; None if it is impossible, or without a memory limit."""
+        if way.needed_bytes is None or self.memory_bytes is None:
+            return None
+        return way.needed_bytes <= self.memory_bytes
+
+    def is_tight(self, way: Way) -> bool:
+        """Return whether this way fits and leaves less than the headroom."""
+        return bool(self.fits(way)) and self.spare_bytes(way) < self.headroom_bytes
+
+    def spare_bytes(self, way: Way) -> int:
+        """Return the bytes of memory that this way leaves free; negative if it does not fit."""
+        return (self.memory_bytes or 0) - (way.needed_bytes or 0)
+
+    @property
+    def best(self) -> Way | None:
+        """The fastest way that fits and leaves the headroom; if none leaves it, the fastest that fits.
+
+        Among equally fast ways it is the simplest. None if none fits.
+        """
+        fitting = [way for way in self.ways if self.fits(way) is not False]
+        return _best([way for way in fitting if not self.is_tight(way)]) or _best(fitting)
+
+    @property
+    def is_assumed(self) -> bool:
+        """True if only an assumed cost of unaligned rows makes the best way faster than less rounding."""
+        best = self.best
+        if best is None or best.aligned_step_seconds is None or knows_alignment(self.gpu):
+            return False
+        return any(
+            (way.aligned_step_seconds or 0) <= best.aligned_step_seconds * (1 + AS_FAST)
+            for way in self.ways
+            if way.order == best.order and way.multiple < best.multiple and self.fits(way) is not False
+            if way.step_seconds and way.step_seconds > (best.step_seconds or 0) * (1 + AS_FAST)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `snugfit lengths --json` prints."""
+        ways = [encode_fields(way, fits=self.fits(way)) for way in self.ways]
+        fits = self.fits(self.best) if self.best else False if ways else None
+        derived = {"fits": fits, "ways": ways, "best": encode(self.best), "assumed": self.is_assumed}
+        return {"schema": SCHEMA, "what": "lengths", **encode_fields(self, **derived)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
+        if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
+            raise UsageError("This is not an answer about lengths of this version of snugfit.")
+        try:
+            return decode_fields(cls, document)
+        except (KeyError, TypeError, ValueError) as damaged:
+            raise UsageError(f"This answer about lengths is damaged: {damaged}.") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWithLengths(Plan):
+    """A plan for the longest batch, with ways of padding under its recipe."""
+
+    lengths: LengthPlan
+    """Ways of padding under the best recipe."""
+
+
+def _best(ways: Sequence[Way]) -> Way | None:
+    known = [way for way in ways if way.samples_per_second]
+    if not known:
+        return None
+    most = max(way.samples_per_second or 0.0 for way in known)
+    as_fast = [way for way in known if (way.samples_per_second or 0.0) >= most * (1 - AS_FAST)]
+    return min(as_fast, key=lambda way: (SIMPLEST.index(way.order), way.multiple))

@@ -1,0 +1,296 @@
+"""Memory and seconds of one job under one recipe at many lengths.
+
+Seconds are those of `prediction/seconds.py` for the trace of each length. A few lengths are rehearsed, and
+the kernels of all others are interpolated (`kernel_interpolation.py`). One more rehearsed length measures
+the error. Masks of attention are stored in rows of eight, and some kernels copy masks of other lengths. If
+that splits the lengths into two lists of kernels, each part is interpolated separately. If that fails too,
+seconds are linear between more rehearsed lengths, and the result reports it.
+
+All sequences of a step are assumed to have one length. A batch without padding has no attention mask (the
+plain loop's rule), so it runs other kernels. Each length can therefore be profiled with padding and
+without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.features.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.exchanges import exchanges
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.profile import Software
+from snugfit.prediction.rates import Rates, rates_for
+from snugfit.prediction.seconds import step_seconds
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
+from snugfit.results.step_seconds import StepSeconds
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+SOME_PADDING = 0.5
+"""Share of padding in a padded batch. Its value changes no shape; only its presence matters."""
+
+FEW = 4
+"""Number of lengths up to which all are rehearsed: interpolation needs three and a test."""
+
+TOLERANCE = 1e-3
+"""Greatest relative error of the test length's seconds."""
+
+ROW = 8
+"""Elements in a row of a mask that is stored whole (`pad_bias`, `native/transformers/attention.cpp`)."""
+
+MOST_KNOTS = 9
+"""Number of rehearsed lengths of a line, for kernels that cannot be interpolated."""
+
+TIMED_PER_CLASS = 32
+"""Number of timed lengths per alignment; seconds between them are linear."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Memory of the step at one length."""
+
+    requested_bytes: int
+    """Peak of the bytes that tensors and kernels request."""
+
+    allocated_bytes: int
+    """Peak of these bytes after the allocator's rounding."""
+
+    reserved_bytes: int
+    """Peak of the bytes that the allocator reserves on the device."""
+
+    context_bytes: int
+    """Bytes of CUDA's context and libraries, outside the allocator."""
+
+    doubts: tuple[str, ...] = ()
+    """Sentences on the uncertain parts of these bytes."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that must be free on the device."""
+        return self.reserved_bytes + self.context_bytes
+
+
+class BatchShape(NamedTuple):
+    """Properties of a batch that determine its kernels and their sizes."""
+
+    length: int
+    """Tokens of each sequence."""
+
+    padded: bool
+    """True if the batch contains padding."""
+
+
+class LengthSeconds(NamedTuple):
+    """Seconds of a step at one length."""
+
+    step: float
+    """Seconds at the given rates."""
+
+    aligned: float
+    """Seconds at rates without a cost of rows that are not a multiple of 16 bytes."""
+
+
+@dataclass
+class LengthProfiler:
+    """Rehearse one job under one recipe at the requested lengths, each once."""
+
+    job: Job
+    """The training job; its own length is ignored."""
+
+    recipe: Recipe
+    """Recipe of the training."""
+
+    gpu: Gpu
+    """GPU of the training."""
+
+    loop: str = "plain"
+    """Training loop by its name."""
+
+    tell: Callable[[str], None] = lambda what: None
+    """Receives messages on the progress."""
+
+    rates: Rates = field(init=False)
+    """Rates of the GPU. Raises `GpuError` if they are unknown."""
+
+    off: float = 0.0
+    """Greatest relative error of interpolated seconds."""
+
+    lines: bool = False
+    """True if some seconds are linear between rehearsed lengths, because the kernels cannot be
+    interpolated."""
+
+    _samples: dict[BatchShape, LengthSample] = field(default_factory=dict)
+    _bytes: dict[BatchShape, Bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rates = rates_for(self.gpu)
+
+    @property
+    def rehearsal_count(self) -> int:
+        """Number of lengths that were rehearsed."""
+        return len(self._samples)
+
+    @property
+    def doubts(self) -> dict[str, None]:
+        """Sentences on uncertain results at the rehearsed lengths, each once."""
+        return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
+
+    def at(self, length: int, padded: bool) -> Job:
+        """Return the job at this length. Raises `JobError` if the model has no such positions."""
+        return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
+
+    def bytes(self, length: int, padded: bool) -> Bytes:
+        """Return the memory of the step in which every sequence has this length."""
+        self.sample(length, padded)
+        return self._bytes[BatchShape(length, padded)]
+
+    def sample(self, length: int, padded: bool) -> LengthSample:
+        """Return the rehearsed steady step at this length."""
+        key = BatchShape(length, padded)
+        if key not in self._samples:
+            self.tell(f"simulating {length} tokens{'' if padded else ', unpadded'}")
+            software, setup = Software(), self.recipe.setup()
+            trace = rehearse(self.at(*key), setup, policy_for(self.gpu, software), loop=self.loop)
+            after = replay(trace, expandable=setup.expandable_segments)
+            context, about_context = context_of(
+                self.gpu, software, trace, group=exchanges().group_bytes(setup, self.loop)
+            )
+            self._samples[key] = LengthSample(length, trace.kernels, trace.waits)
+            self._bytes[key] = Bytes(
+                requested_bytes=after.requested_peak,
+                allocated_bytes=after.allocated_peak,
+                reserved_bytes=after.reserved_peak,
+                context_bytes=context,
+                doubts=(*trace.doubts, *about_context),
+            )
+        return self._samples[key]
+
+    def timing(self, length: int, padded: bool, *, rates: Rates | None = None) -> StepSeconds:
+        """Return the timing of the rehearsed step at this length."""
+        return self._timing(_trace(self.sample(length, padded)), rates)
+
+    def seconds_of(self, trace: Trace) -> LengthSeconds:
+        """Return seconds of the steady step of any trace."""
+        priced = self._timing(trace).step_seconds
+        clocks = KernelClock(self.rates), KernelClock(without_alignment_cost(self.rates))
+        products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
+        # If all products are aligned, both rates give the same seconds.
+        if all(clocks[0].seconds(kernel) == clocks[1].seconds(kernel) for kernel in products):
+            return LengthSeconds(priced, priced)
+        return LengthSeconds(priced, self._timing(trace, without_alignment_cost(self.rates)).step_seconds)
+
+    def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, LengthSeconds]:
+        """Return seconds of the step at each of these lengths."""
+        alone = {1} & set(lengths)  # one token has no others to attend to: its kernels differ
+        return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
+
+    def _timing(self, trace: Trace, rates: Rates | None = None) -> StepSeconds:
+        return step_seconds(
+            trace,
+            self.gpu,
+            batch_size=self.job.batch_size,
+            rates=rates or self.rates,
+            workers=self.recipe.setup().loader.workers,
+        )
+
+    def _family(self, lengths: Sequence[int], padded: bool) -> dict[int, LengthSeconds]:
+        if len(lengths) <= FEW:
+            return {length: self._exact(length, padded) for length in lengths}
+        rows = [length for length in lengths if length % ROW == 0]
+        odd = [length for length in lengths if length % ROW]
+        most, least = (rows, odd) if len(rows) > len(odd) else (odd, rows)
+        knots = _spread(most if len(most) > FEW else lengths, 3)
+        left = [length for length in (*least, *most) if length not in knots]
+        # The test has the other alignment if possible, where an error would show.
+        proof = _spread([length for length in left if length in least] or left, 1)[0]
+        try:
+            interpolator = KernelInterpolator([self.sample(length, padded) for length in knots])
+            off = self._off(interpolator, proof, padded)
+        except NotInterpolable:
+            off = math.inf
+        if off <= TOLERANCE:
+            self.off = max(self.off, off)
+            known = {length: self._exact(length, padded) for length in (*knots, proof)}
+            return self._by_alignment_class(lengths, interpolator) | known
+        # Kernels may depend on the alignment of a mask's rows (`ROW`).
+        if rows and odd:
+            return self._family(rows, padded) | self._family(odd, padded)
+        return self._line(lengths, padded)
+
+    def _off(self, interpolator: KernelInterpolator, proof: int, padded: bool) -> float:
+        """Return the relative error of the interpolated seconds at a length that is rehearsed as a test."""
+        real = self.timing(proof, padded)
+        if len(interpolator.at(proof).kernels) != len(self.sample(proof, padded).kernels):
+            raise NotInterpolable
+        guess = self._timing(interpolator.at(proof))
+        return max(
+            abs(guess.step_seconds / real.step_seconds - 1),
+            abs(guess.device_seconds / real.device_seconds - 1),
+        )
+
+    def _exact(self, length: int, padded: bool) -> LengthSeconds:
+        return self.seconds_of(_trace(self.sample(length, padded)))
+
+    def _by_alignment_class(
+        self, lengths: Sequence[int], interpolator: KernelInterpolator
+    ) -> dict[int, LengthSeconds]:
+        """Return seconds at these lengths. Among many of one alignment, some are timed and the rest are
+        linear."""
+        alike: dict[int, list[int]] = defaultdict(list)
+        for length in lengths:
+            alike[math.gcd(length, ROW)].append(length)
+        seconds: dict[int, LengthSeconds] = {}
+        for group in alike.values():
+            timed = _spread(group, TIMED_PER_CLASS)
+            seconds |= _between(group, {length: self.seconds_of(interpolator.at(length)) for length in timed})
+        return seconds
+
+    def _line(self, lengths: Sequence[int], padded: bool) -> dict[int, LengthSeconds]:
+        self.lines = True
+        return _between(
+            lengths, {length: self._exact(length, padded) for length in _spread(lengths, MOST_KNOTS)}
+        )
+
+
+def without_alignment_cost(rates: Rates) -> Rates:
+    """Return the rates without a cost of rows that are not a multiple of 16 bytes."""
+    return replace(
+        rates,
+        products={name: replace(rate, unaligned=(1.0, 1.0, 1.0)) for name, rate in rates.products.items()},
+    )
+
+
+def _between(lengths: Sequence[int], known: dict[int, LengthSeconds]) -> dict[int, LengthSeconds]:
+    """Return linear interpolations between the known seconds."""
+    import numpy as np
+
+    both = [
+        np.interp(lengths, list(known), seconds).tolist() for seconds in zip(*known.values(), strict=True)
+    ]
+    return {length: LengthSeconds(*values) for length, *values in zip(lengths, *both, strict=True)}
+
+
+def _trace(sample: LengthSample) -> Trace:
+    return Trace((), (), (), sample.kernels, sample.waits, ())
+
+
+def _spread(lengths: Sequence[int], count: int) -> list[int]:
+    """Return `count` of these lengths, evenly spaced by value, with the first and the last; one is the
+    middle."""
+    if len(lengths) <= count:
+        return list(lengths)
+    if count == 1:
+        return [lengths[len(lengths) // 2]]
+    low, high = lengths[0], lengths[-1]
+    targets = [low + (high - low) * step / (count - 1) for step in range(count)]
+    return sorted({min(lengths, key=lambda length: abs(length - target)) for target in targets})

@@ -1,0 +1,257 @@
+"""Sizes that are slow on a device, their cost, and faster alternatives.
+
+Matrix products are computed in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA, "Matrix
+Multiplication Background User's Guide", sections 2.2 and 3). A size just past the end of a tile or a wave
+costs as much as a much larger one. Tensor cores need rows that are multiples of 16 bytes for full speed.
+Each size is found by predictions: bytes and seconds of the job with another size, and of the job itself.
+Gains below `WORTH` are not listed.
+
+Only a change of the vocabulary and padding to another length are *proposed*: neither changes the learned
+model. Another batch is another job, and the widths belong to the model, so those are only listed.
+
+The cost of unaligned rows (`MatmulRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
+Until cuBLAS 11 they kept products off the tensor cores. Since then they are only slower there, by an
+amount that depends on the shape (the guide's section 2.2). If the cost is assumed and the gain depends on
+it alone, the result reports this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from snugfit.errors import SnugfitError
+from snugfit.features.lengths.kernel_interpolation import KernelInterpolator, NotInterpolable
+from snugfit.features.lengths.length_profile import LengthProfiler, without_alignment_cost
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
+
+WORTH = 0.01
+"""Least gain in samples per second that is listed, as a share."""
+
+FREE = 0.005
+"""Share of a step's seconds by which a larger batch may be slower and still count as free."""
+
+MULTIPLES = (8, 64)
+STEEP = 2
+"""Least ratio of saved seconds to saved length at which a shorter length ends a tile or a wave.
+
+Attention alone makes shorter sequences slightly faster, token by token.
+"""
+
+NEAR = 4
+"""Divisor of the job's batch that limits the distance of alternative batches: a fourth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A costly size, and an alternative to it."""
+
+    what: str
+    """`vocabulary`, `sequence length`, `batch` or `width`."""
+
+    given: int
+    """The size in the job."""
+
+    instead: int | None
+    """The faster size; None for a width, which belongs to the model."""
+
+    gain: float
+    """Gain in samples per second, as a share; in tokens per second if sequences get shorter."""
+
+    more_bytes: int | None = None
+    """Additional bytes on the device; negative if it takes less."""
+
+    step_seconds: float | None = None
+    """Seconds of a step with the other size."""
+
+    proposed: bool = False
+    """True if the change does not affect the learned model."""
+
+    assumed: bool = False
+    """True if the gain depends on the assumed cost of unaligned rows alone."""
+
+    where: str = ""
+    """Name of a module that has this width."""
+
+
+def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size, ...]:
+    """Return sizes whose change could speed up the step of this length.
+
+    Empty if the host or the loading of batches bounds the step: no product is then waited for.
+    """
+    if profiler.timing(length, padded).bound in ("host", "loading"):
+        return ()
+    at = _At(profiler, length, padded)
+    return (*_vocabulary(at), *_length(at), *_batch(at), *_widths(at))
+
+
+@dataclass(frozen=True)
+class _At:
+    """The reference step for comparisons of sizes."""
+
+    profiler: LengthProfiler
+    length: int
+    padded: bool
+
+    def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
+        """Return a comparison of this step with another one, by samples or by tokens."""
+        needed = other.profiler.bytes(other.length, other.padded).needed_bytes
+        return Size(
+            what=what,
+            given=given,
+            instead=size,
+            gain=self.gain(other, tokens=tokens),
+            more_bytes=needed - self.profiler.bytes(self.length, self.padded).needed_bytes,
+            step_seconds=other.seconds(),
+            assumed=not knows_alignment(self.profiler.gpu)
+            and self.gain(other, tokens=tokens, rates=without_alignment_cost(self.profiler.rates)) < WORTH,
+        )
+
+    def seconds(self, rates: Rates | None = None) -> float:
+        """Return seconds of the step."""
+        return self.profiler.timing(self.length, self.padded, rates=rates).step_seconds
+
+    def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
+        """Return the gain of the other step over this one in samples (or tokens) per second, as a share."""
+        work = other.profiler.job.batch_size / self.profiler.job.batch_size
+        if tokens:
+            work *= other.length / self.length
+        return work * self.seconds(rates) / other.seconds(rates) - 1
+
+    def steep(self, other: _At, share: float) -> bool:
+        """Return whether the other step, with `share` less work than this one, saves far more than that."""
+        return 1 - other.seconds() / self.seconds() > STEEP * share
+
+    def with_changes(self, **changes: Any) -> _At:
+        """Return the same length of a changed job."""
+        profiler = self.profiler
+        job = replace(profiler.job, **changes)
+        return replace(
+            self, profiler=LengthProfiler(job, profiler.recipe, profiler.gpu, profiler.loop, profiler.tell)
+        )
+
+
+def up(size: int, multiple: int) -> int:
+    """Return the next multiple, or the size itself."""
+    return -(-size // multiple) * multiple
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------
+
+
+def _vocabulary(at: _At) -> Iterator[Size]:
+    """Yield rows added to the embedding, as by `resize_token_embeddings(pad_to_multiple_of=64)`."""
+    rows = at.profiler.job.model.vocabulary
+    best: Size | None = None
+    for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
+        other = at.with_changes(model=at.profiler.job.model.with_vocabulary(size))
+        candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
+        # More padding must be clearly better than less.
+        if best is None or candidate.gain > best.gain + WORTH:
+            best = candidate
+    if best is not None and best.gain > WORTH:
+        yield best
+
+
+# ---- the length -----------------------------------------------------------------------------------------
+
+
+def _length(at: _At) -> Iterator[Size]:
+    """Yield a longer length that takes fewer seconds (padding), and a shorter one with more tokens per
+    second."""
+    length = at.length
+    longer = sorted({up(length, multiple) for multiple in MULTIPLES} - {length})
+    shorter = sorted({length // multiple * multiple for multiple in MULTIPLES} - {length, 0})
+    candidates = []
+    for size in (*longer, *shorter):
+        try:
+            other = replace(at, length=size, padded=at.padded or size > length)
+            one = at.instead("sequence length", length, other, size, tokens=size < length)
+        except SnugfitError:  # past the model's last position
+            continue
+        if size > length or at.steep(other, 1 - size / length):
+            candidates.append(replace(one, proposed=size > length))
+    for proposed in (True, False):
+        known = [one for one in candidates if one.proposed is proposed and one.gain > WORTH]
+        if known:
+            yield max(known, key=lambda one: one.gain)
+
+
+# ---- the batch ------------------------------------------------------------------------------------------
+
+
+def _batch(at: _At) -> Iterator[Size]:
+    """Yield a smaller batch with more samples per second, and the largest batch at no extra time.
+
+    Both are at the end of a wave.
+    """
+    pieces = at.profiler.recipe.setup().micro_batches
+    samples = at.profiler.job.batch_size // pieces
+    low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
+    steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
+    seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
+    # Interpolation needs three sizes, and others between them.
+    if len(steps) == 2 and high - low > 2:
+        seconds |= _between(at, steps, samples)
+    smaller = max((size for size in seconds if size <= samples), key=lambda size: size / seconds[size])
+    free = max(size for size in seconds if seconds[size] <= seconds[samples] * (1 + FREE))
+    for size in sorted({smaller, free} - {samples}):
+        other = steps.get(size) or at.with_changes(batch_size=size * pieces)
+        one = at.instead("batch", at.profiler.job.batch_size, other, size * pieces)
+        if one.gain > WORTH:
+            yield one
+
+
+def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
+    """Return seconds of every batch between these, from their kernels; empty if they cannot be
+    interpolated."""
+    low, high = sorted(steps)
+    by_size = {
+        size: step.profiler.sample(at.length, at.padded)._replace(length=size)
+        for size, step in (*steps.items(), (samples, at))
+    }
+    try:
+        interpolator = KernelInterpolator([by_size[size] for size in sorted(by_size)])
+    except NotInterpolable:
+        return {}
+    return {size: at.profiler.seconds_of(interpolator.at(size)).step for size in range(low, high + 1)}
+
+
+# ---- widths ---------------------------------------------------------------------------------------------
+
+
+def _widths(at: _At) -> Iterator[Size]:
+    """Yield widths of the model whose rows are not a multiple of 16 bytes, with their cost by the
+    assumption."""
+    job = at.profiler.job
+    samples = job.batch_size // at.profiler.recipe.setup().micro_batches
+    # These sizes belong to the job, and only widths of the model are reported here.
+    of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
+    of_the_job |= {job.model.vocabulary, job.labels}
+    slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))
+    lost: dict[int, float] = defaultdict(float)
+    where: dict[int, str] = {}
+    for kernel in at.profiler.sample(at.length, at.padded).kernels:
+        if kernel.operator not in MATRIX_PRODUCTS:
+            continue
+        extra = slow.seconds(kernel) - fast.seconds(kernel)
+        sizes = {length for length in kernel.leading if length * kernel.itemsize % ALIGNMENT}
+        if extra > 0 and sizes and not sizes & of_the_job:
+            width = min(sizes)
+            lost[width] += extra
+            where.setdefault(width, kernel.module)
+    whole = at.seconds()
+    for width, seconds in lost.items():
+        if (gain := whole / (whole - seconds) - 1) > WORTH:
+            yield Size(
+                what="width",
+                given=width,
+                instead=None,
+                gain=gain,
+                assumed=not knows_alignment(at.profiler.gpu),
+                where=where[width],
+            )

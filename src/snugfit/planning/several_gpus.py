@@ -1,0 +1,17 @@
+"""Plans for several GPUs that train one model together. A feature with techniques for them computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.techniques.registry import hooks
+
+
+def group_plans() -> Any:
+    """Return the feature's module of these plans and their commands. Raises `UsageError` without one."""
+    for processes in hooks("processes"):
+        return processes().plans()
+    raise UsageError(
+        "Plans for several GPUs need techniques for them, and none is installed. Plan for one GPU."
+    )

@@ -1,1 +1,0 @@
-"""Plans for several GPUs that train one model together: how many, and with which recipe."""
