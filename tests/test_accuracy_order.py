@@ -253,7 +253,7 @@ def test_the_best_of_plans_through_the_command(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from test_verify import planned
+    from made_up_runs import planned
 
     monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
     monkeypatch.setattr("snugfit.planning.search.search.plan", lambda job, **how: planned(how["ranked"]))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeGpu, FakeNvml, NvmlError
+from made_up_runs import a_run
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.measurement.clock import ClockReading, clock_between, read_clock
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Sampler
 from snugfit.report.evaluation.accuracy_page import causes
 from snugfit.results.measurement import GpuClock
-from test_verify import a_run
 
 POWER, HEAT, IDLE = 0x04, 0x40, 0x01
 LOWERED = GpuClock(mean_mhz=1700.4, lowest_mhz=1590, highest_mhz=1980, readings=40, reasons={"power": 0.9})

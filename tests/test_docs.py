@@ -16,6 +16,7 @@ from prose import sentences
 import snugfit
 from in_roster import needs_techniques
 from made_up import measurement, prediction
+from made_up_runs import planned
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.calibrate import Calibration
@@ -28,7 +29,6 @@ from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_several_gpus_plan import made_up as several
-from test_verify import planned
 from test_words import texts_of
 from tiers import slow_but
 
@@ -110,6 +110,8 @@ def test_a_command_of_the_docs_is_understood(
 ) -> None:
     if "--gpus" in command:
         needs_techniques("fsdp")
+    if any(option in command for option in ("--html", "--open", "--plot")):
+        pytest.importorskip("snugfit.features.page", reason="the feature page is not there")
     assert run(shlex.split(command)) == 0, capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ INNER = {
     "rehearsal": ("trace", "device", "record", ""),
     "planning": ("", "cost", "search", "lengths fleet"),
     "training": ("", "checkpoint", "run"),
-    "report": ("text", "page", "evaluation", "plan", ""),
+    "report": ("text", "evaluation", "plan", ""),
     "frontends": ("", "trainer custom_loop"),
 }
 """The folders of a room, the lowest first; folders of one line never import each other. An empty name is

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from made_up import footprint, job, measurement, prediction
+from made_up_runs import a_run
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
 from snugfit.evaluation import peers
@@ -23,7 +24,6 @@ from snugfit.report.plan import verify as report
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
-from test_verify import a_run
 
 H200, V100 = find_gpu("h200"), find_gpu("v100-16gb")
 

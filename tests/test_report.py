@@ -264,7 +264,7 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
     show.attach()
     assert "fits, 8.2 GiB free" in str(prediction())
     assert "samples/s" in str(measurement())
-    assert prediction()._repr_html_().startswith('<div class="snugfit good">')
+    assert "bert-large-uncased" in prediction()._repr_html_()
 
 
 def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(

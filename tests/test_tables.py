@@ -15,6 +15,7 @@ from rich.text import Text
 
 from in_roster import needs_techniques
 from made_up import measurement, prediction
+from made_up_runs import a_run
 from snugfit.comparison.compared_runs import Accuracy
 from snugfit.evaluation.verify import Verification
 from snugfit.job.gpu import all_gpus
@@ -37,7 +38,6 @@ from test_gpus_command import made_up as made_up_gpu_plans
 from test_lengths_command import made_up as made_up_lengths
 from test_peers import verified
 from test_plan_command import made_up as made_up_plan
-from test_verify import a_run
 
 
 @pytest.mark.parametrize(("columns", "longest"), [("40", 40), ("0", 120), ("", 120), ("wide", 120)])

@@ -11,14 +11,14 @@ import pytest
 
 from forked_children import forked_children
 from made_up import EVIL, footprint, job, measurement, prediction, timing
+from made_up_runs import a_run, planned
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.comparison.ranking import RankAgreement, agreement_of_pairs, gap, group_by_job, pooled_agreement
 from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.evaluation.verify import verify
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.plan import Choice, Counts, Plan
+from snugfit.planning.plan import Plan
 from snugfit.prediction.rates import calibration_file
 from snugfit.report.plan import verify as report
 from snugfit.report.text.terminal import as_text
@@ -52,22 +52,6 @@ def test_only_pairs_that_differ_clearly_can_be_asked_for() -> None:
     assert agreement_of_pairs(close, apart=0.05) == RankAgreement(concordant=2)
 
 
-def a_run(number: int, foreseen: float, seen: float | None, **changes: Any) -> ComparedRun:
-    whole = ComparedRun(
-        number=number,
-        family="bert",
-        job=job(),
-        recipe=Recipe.parse(f"micro_batches({number + 2})"),
-        predicted=footprint(),
-        fits=True,
-        predicted_step_seconds=foreseen,
-        outcome="ok" if seen else "oom:torch",
-        measured=footprint() if seen else None,
-        step_seconds=seen,
-    )
-    return replace(whole, **changes)
-
-
 def test_orders_are_told_within_jobs_only() -> None:
     other = replace(job(), batch_size=8)
     runs = [
@@ -95,40 +79,6 @@ SEEN = {"bf16": 0.05, "bf16 + every_layer": 0.08, "plain": 0.075}
 PEER = "bf16 + adamw_fused"
 PEERS_SEEN = {False: 0.09, True: 0.06}
 """Seconds of the plain Trainer, by whether it compiles."""
-
-
-def choice(recipe: str, seconds: float) -> Choice:
-    shape = footprint()
-    assert shape.requested_bytes
-    assert shape.allocated_bytes
-    assert shape.reserved_bytes
-    assert shape.context_bytes
-    return Choice(
-        recipe=recipe,
-        requested_bytes=shape.requested_bytes,
-        allocated_bytes=shape.allocated_bytes,
-        reserved_bytes=shape.reserved_bytes,
-        context_bytes=shape.context_bytes,
-        step_seconds=seconds,
-        samples_per_second=4 / seconds,
-    )
-
-
-def planned(count: int, memory: int | None = None) -> Plan:
-    ranked = (choice("bf16", 0.05), choice("bf16 + every_layer", 0.07), choice("plain", 0.09))
-    fits = memory is None or ranked[0].needed_bytes <= memory
-    return Plan(
-        job=job(),
-        gpu=find_gpu("h200"),
-        memory_bytes=memory,
-        fidelity="rounds",
-        objective="speed",
-        front=ranked[:1],
-        best=ranked[0] if fits else None,
-        ranked=ranked[:count] if fits else (),
-        counts=Counts(recipes=9, tapes=8, footprints=7, passes=6, replayed=5),
-        versions={"torch": "2.13.0"},
-    )
 
 
 @pytest.fixture

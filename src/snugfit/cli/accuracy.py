@@ -62,7 +62,9 @@ Show = Annotated[
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(help="Plot the errors of the seconds into this .png or .svg file.", dir_okay=False),
+    given.file_option(
+        "--plot", "Plot the errors of the seconds into this .png or .svg file.", *given.PLOT_FILE
+    ),
 ]
 
 OUTPUT = Path("snugfit-accuracy")
@@ -90,7 +92,7 @@ def accuracy(
     form = "json" if as_json else form
     modes = {"within-job": within_job, "top": top, "measure": measure, "rescore": rescore, "show": show}
     chosen = [mode for mode, value in modes.items() if value is not None]
-    _refuse(chosen, rates, job, plot)
+    _refuse(chosen, rates, job)
     _refuse_idle(chosen, {
         "seed": seed != 0, "gpu": gpu is not None, "predict-only": predict_only, "output": output != OUTPUT,
         "workers": workers is not None,
@@ -115,10 +117,8 @@ def accuracy(
         raise OutsideBand(f"{len(result.outside)} of {len(result.runs)} runs are outside the band.")
 
 
-def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot: Path | None) -> None:
+def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None) -> None:
     """Raise `UsageError` for options that exclude each other."""
-    from snugfit.report.text.files import check_output
-
     if len(modes) > 1:
         shown = " and ".join(f"--{mode}" for mode in modes)
         raise UsageError(f"{shown} cannot be used together. Give one of them.")
@@ -136,7 +136,6 @@ def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot:
             "Nothing to compare. Add --job FILE with --top K or --within-job R, or read results with --show, "
             "--measure or --rescore."
         )
-    check_output("--plot", plot, (".png", ".svg"), given.PLOT_FILE)
 
 
 def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> None:

@@ -18,7 +18,6 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.cli.plan import Fidelity, Free, Keep, Samples, Steps, Workers
 from snugfit.errors import NothingFits, UsageError
-from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
@@ -73,7 +72,7 @@ Cards = Annotated[
 
 _JOB = given.job_parameters("gpus", without=("model", "loop", "gpu"))
 
-_OF_FEATURES = [parameter.name for options in hooks("options") for parameter in options("gpus")]
+_OF_FEATURES = given.job_options("gpus")
 
 
 def _arguments(
@@ -91,9 +90,6 @@ def _arguments(
     samples: Samples = None,
     steps: Steps = None,
     workers: Workers = None,
-    html: given.Html = None,
-    open: given.Open = False,
-    plot: given.Plot = None,
     fresh: given.Fresh = False,
     quiet: given.Quiet = False,
     form: given.Format = "terminal",
@@ -150,16 +146,15 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     if asked["objective"] == "cost" and not prices.per_hour:
         raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
     about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
-    of_plan = {name: asked[name] for name in ("headroom", "keep", "free")}
+    of_plan = {name: asked[name] for name in ("gpus", "headroom", "keep", "free")}
     request = given.read_request(about_job | of_plan | {"model": asked["for_model"]}, "gpus")
     _refuse(request, asked)
     if asked["gpus"] is not None or request.gpus != 1:
         return _show_cards(request, gpus, prices, asked)
-    given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
     _print(answers, prices, "json" if asked["as_json"] else asked["form"], quiet=asked["quiet"])
-    given.write_pictures(asked["html"], asked["plot"], answers, open_page=asked["open"])
+    given.hand_over(request.flags, answers)
     return 0 if answers.fitting else NothingFits.exit_code
 
 
@@ -273,14 +268,8 @@ def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
 
 def _refuse_alone(request: Request, asked: Mapping[str, Any]) -> None:
     """Raise `UsageError` for options that only single GPUs take."""
-    alone = {
-        "html": asked["html"],
-        "plot": asked["plot"],
-        "open": asked["open"],
-        "objective memory": asked["objective"] == "memory",
-    }
-    if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
-        raise UsageError(f"`gpus` with --gpus does not take {', '.join(given_alone)}. Leave it out.")
+    if asked["objective"] == "memory":
+        raise UsageError("`gpus` with --gpus does not take --objective memory. Leave it out.")
     request.refuse_recipe_and_loop()
 
 

@@ -115,9 +115,6 @@ def plan(
     steps: Steps = None,
     workers: Workers = None,
     everything: All = False,
-    plot: given.Plot = None,
-    html: given.Html = None,
-    open: given.Open = False,
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_peers: NoPeers = False,
@@ -130,7 +127,7 @@ def plan(
     """Find the fastest recipe that fits, without a GPU."""
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html, "open": open}
+        alone = {"verify": verify, "lengths": lengths}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
         several = replace(several, price_per_hour=price, doubts=(*several.doubts, *request.doubts))
@@ -147,14 +144,13 @@ def plan(
         "whole_front": everything,
     }
     chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
-    given.write_pictures(html, plot, chosen, open_page=open)
+    given.hand_over(request.flags, chosen)
     more_follows = bool(chosen.fits and (lengths or verify))
     # JSON output is one document, which is then printed by what follows.
     if not more_follows or form != "json":
         _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
     if more_follows:
         _follow_up(request, chosen, form, lengths=bool(lengths), peers=not no_peers, fresh=fresh)
-    given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 
 

@@ -18,11 +18,11 @@ from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.plan import Plan
 from snugfit.report import compare, doctor, measurement, prediction
-from snugfit.report.pictures import has_pictures, notebook_cell
 from snugfit.report.plan import gpu_plans, lengths, plan
 from snugfit.report.text.terminal import as_html, as_text
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
+from snugfit.techniques.registry import picture
 
 _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Prediction: prediction.render,
@@ -43,9 +43,7 @@ def text(result: object) -> str:
 
 def html(result: object) -> str:
     """Return a result as an inert HTML fragment, with pictures and tables where it has them."""
-    if has_pictures(type(result)):
-        return notebook_cell(result)
-    return as_html(_RENDERERS[type(result)](result))
+    return picture(result, "html").decode() or as_html(_RENDERERS[type(result)](result))
 
 
 def _as_plain_text(result: object, printer: Any, _cycle: bool) -> None:

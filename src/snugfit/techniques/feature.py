@@ -96,7 +96,7 @@ class Feature:
         return {}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return further options of this command about a job."""
+        """Return further options of this command."""
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
@@ -112,8 +112,7 @@ class Feature:
         return ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-        """Return the configuration that a command's options give, and add its flags' `settings`, which go
-        before it. Raises `UsageError`."""
+        """Return the configuration that options give, and add its flags' `settings`, which go before it."""
         return None
 
     def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
@@ -122,8 +121,11 @@ class Feature:
     def read_mesh(self, recipe: Any, text: str) -> Any:
         """Return the recipe with the techniques of the option `--mesh`, and the number of GPUs."""
 
-    def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
-        """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
+    def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
+        """Write the answer of a command into the files that its options name."""
+
+    def picture(self, answer: Any, form: str) -> bytes | None:
+        """Return the charts of an answer: a `png` or `svg` file, or `html` for a notebook. None without."""
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return, by title, lines that put the recipe of a plan to use."""
@@ -222,8 +224,6 @@ class Feature:
 
     def exchanges(self) -> Any:
         """Return the `Exchanges` (`prediction/exchanges.py`) of several processes."""
-
-    # ---- searching a plan ----
 
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
         """Return further seconds of a first step with this `KernelSet` (`prediction/startup.py`)."""

@@ -82,11 +82,11 @@ class Exchange(Feature):
 
         check_export(command, flags, job, gpus)
 
-    def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
+    def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
         """Write the files of `--export`."""
         from snugfit.features.exchange.commands import write_export
 
-        write_export(flags, job, recipe, gpus)
+        write_export(flags, answer)
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return the arguments of a Trainer, and an export for the user's own tool."""

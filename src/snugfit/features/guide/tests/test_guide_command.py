@@ -41,7 +41,7 @@ def test_the_guide_writes_its_files_and_says_where(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
     monkeypatch.setattr("snugfit.features.guide.run.run", lambda *_, **__: guide_result())
-    monkeypatch.setattr("snugfit.report.pictures.plot_bytes", lambda *_: b"a picture")
+    monkeypatch.setattr("snugfit.features.guide.command.picture", lambda *_: b"a picture")
     assert run(["guide", *V100, "--output", "here"]) == 0
     assert "here/guide.png" in capsys.readouterr().out
     assert sorted(path.name for path in (empty_folder / "here").iterdir()) == [
@@ -59,7 +59,7 @@ def test_the_guide_predicts_optimizers_on_request(
     monkeypatch.setattr(
         "snugfit.features.guide.run.run", lambda *_, **how: asked.append(how["optimizers"]) or guide_result()
     )
-    monkeypatch.setattr("snugfit.report.pictures.plot_bytes", lambda *_: b"a picture")
+    monkeypatch.setattr("snugfit.features.guide.command.picture", lambda *_: b"a picture")
     assert run(["guide", *V100, "--output", "here", *words]) == 0
     assert asked == [wanted]
 
@@ -77,7 +77,7 @@ def test_a_command_of_the_docs_is_understood(
 ) -> None:
     monkeypatch.setattr("snugfit.features.guide.command.gpu_here", lambda: "NVIDIA H200")
     monkeypatch.setattr("snugfit.features.guide.run.run", lambda *_, **__: guide_result())
-    monkeypatch.setattr("snugfit.report.pictures.plot_bytes", lambda *_: b"a picture")
+    monkeypatch.setattr("snugfit.features.guide.command.picture", lambda *_: b"a picture")
     monkeypatch.setattr(
         "snugfit.features.guide.modern.predict_all", lambda asked, **_: ["made up"] * len(asked)
     )

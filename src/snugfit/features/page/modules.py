@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from snugfit.report.page.chart import Chart, ModuleMap, Timeline
+from snugfit.features.page.chart import Chart, ModuleMap, Timeline
 from snugfit.results.prediction import ModuleLine
 from snugfit.results.step_seconds import PhaseSpan
 from snugfit.units import show_bytes, show_mib, show_seconds

@@ -1,28 +1,27 @@
-"""The charts of each kind of result, and the page, plot and notebook's cell that show them."""
+"""The charts of each kind of answer, and the page, plot and notebook's cell that show them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
+from snugfit.feature_folders import feature_objects
+from snugfit.features.page import headlines
+from snugfit.features.page.chart import BarFigure, BarGroup, Bars, Chart, PageParts
+from snugfit.features.page.colours import GPU_MEMORY, MEASURED, PREDICTED
+from snugfit.features.page.document import document
+from snugfit.features.page.front import draw_front
+from snugfit.features.page.memory import memory_over_step
+from snugfit.features.page.modules import modules_at_peak, timeline
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Plan
-from snugfit.report import compare, headlines, measurement, prediction
-from snugfit.report.page.chart import BarFigure, BarGroup, Bars, Chart, PageParts
-from snugfit.report.page.colours import GPU_MEMORY, MEASURED, PREDICTED
-from snugfit.report.page.document import document, fragment
-from snugfit.report.page.memory import memory_over_step
-from snugfit.report.page.modules import modules_at_peak, timeline
-from snugfit.report.page.static import draw
+from snugfit.report import compare, measurement, prediction
 from snugfit.report.plan import gpu_plans, plan
-from snugfit.report.plan.front import draw_front
-from snugfit.report.text.files import write_atomically
 from snugfit.report.text.job import job_line
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
@@ -39,40 +38,32 @@ SHOWN_VERSIONS = ("snugfit", "torch", "transformers")
 BESIDE = (PREDICTED, MEASURED)
 
 
-def write_page(path: Path, result: object, *, command: str = "") -> None:
-    """Write the charts of a result, with its whole report as text, as one self-contained page.
+@dataclass(frozen=True)
+class PageMaker:
+    """The page of one kind of answer. A feature has those of its own answers in its `plot.py`."""
 
-    `command` is the command line that made the result.
+    kind: type
+    parts: Callable[[Any], PageParts]
+
+
+def parts_of(answer: object) -> PageParts | None:
+    """Return the page of this answer; None for one without charts. The parts themselves are an answer too."""
+    if isinstance(answer, PageParts):
+        return answer
+    if make := _PARTS.get(type(answer)):
+        return make(answer)
+    makers = feature_objects("plot", PageMaker)
+    return next((one.parts(answer) for one in makers if isinstance(answer, one.kind)), None)
+
+
+def draw_page(parts: PageParts, used: Mapping[str, str], *, command: str = "") -> bytes:
+    """Return the charts of an answer, with its whole report as text, as one self-contained page.
+
+    `used` has versions of packages behind the answer, and `command` is the command line that made it.
     """
-    used = versions() | dict(getattr(result, "versions", {}))
-    shown = {name: used[name] for name in SHOWN_VERSIONS if name in used}
-    page = document(parts_of(result), command=command, versions=shown, when=datetime.now().astimezone())
-    write_atomically(path, page.encode("utf-8"))
-
-
-def draw_plot(path: Path, result: object) -> None:
-    """Draw the answer and its charts as one `.png` or `.svg` file."""
-    write_atomically(path, plot_bytes(result, path.suffix[1:]))
-
-
-def plot_bytes(result: object, form: str) -> bytes:
-    """Return the answer and its charts as a `png` or an `svg` file."""
-    return draw(parts_of(result), form)
-
-
-def notebook_cell(result: object) -> str:
-    """Return a static picture and the tables of a result as an inert HTML fragment."""
-    return fragment(parts_of(result))
-
-
-def has_pictures(kind: type) -> bool:
-    """Return True for a type of results with pictures."""
-    return kind in _PARTS
-
-
-def parts_of(result: object) -> PageParts:
-    """Return the page of this result. A feature passes the parts themselves."""
-    return result if isinstance(result, PageParts) else _PARTS[type(result)](result)
+    named = versions() | dict(used)
+    shown = {name: named[name] for name in SHOWN_VERSIONS if name in named}
+    return document(parts, command=command, versions=shown, when=datetime.now().astimezone()).encode()
 
 
 def draw_prediction(one: Prediction) -> list[Chart]:

@@ -2,109 +2,58 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 from base64 import b64decode
 from dataclasses import replace
-from html import unescape
-from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from checked_pages import LARGEST_CELL, Balanced, check_page, data_of, words_of
 from made_up import EVIL, measurement, prediction, timed, timing
-from snugfit.cli.arguments import check_pictures, write_pictures
+from made_up_runs import choice, planned
+from snugfit.cli.main import run
 from snugfit.comparison.compare import Comparison, compare
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
+from snugfit.features.page.chart import Chart, MemoryCurve
+from snugfit.features.page.colours import KINDS, PHASES, colours_of, ink_on
+from snugfit.features.page.front import draw_front
+from snugfit.features.page.headlines import of_prediction
+from snugfit.features.page.memory import memory_over_step
+from snugfit.features.page.options import write_pictures
+from snugfit.features.page.pictures import draw_page, draw_prediction, parts_of
 from snugfit.frontends.one_of_several import COMMAND_LINE
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Plan
 from snugfit.report import prediction as prediction_report
-from snugfit.report.page.chart import Chart, MemoryCurve
-from snugfit.report.page.colours import KINDS, PHASES, colours_of, ink_on
-from snugfit.report.page.memory import memory_over_step
-from snugfit.report.pictures import draw_prediction, notebook_cell, parts_of, write_page
 from snugfit.report.text.terminal import as_text
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.registry import picture
 from snugfit.units import GIB, show_bytes, show_seconds
-from test_verify import choice, planned
 
 pytestmark = pytest.mark.stored_rehearsals
 
-ALONE = {"meta", "br", "link", "img", "hr", "input"}
-LARGEST_PAGE, LARGEST_CELL = 1_000_000, 100_000
-"""Bytes of a page and of a notebook's cell that tests allow."""
+
+def page_of(result: object) -> str:
+    parts = parts_of(result)
+    assert parts
+    return draw_page(parts, {}).decode()
 
 
-class Balanced(HTMLParser):
-    """A parser that checks that every open element is closed, and that the page fetches nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [value or "" for key, value in attrs if key in ("src", "href", "data", "xlink:href")]
-        if tag not in ALONE:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def data_of(page: str) -> dict[str, Any]:
-    """Return the charts' data in a page, as its script reads them."""
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
-    assert match
-    return dict(json.loads(match[1]))
-
-
-def words_of(page: str) -> str:
-    """Return the page's texts without its scripts, its styles and its elements."""
-    bare = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
-    return " ".join(unescape(re.sub(r"<[^>]*>", " ", bare)).split())
-
-
-def check_page(page: str, *, charts: int, drawn: int) -> None:
-    """Check a page with this number of charts, of which its script draws some."""
-    parser = Balanced()
-    parser.feed(page)
-    assert not parser.open
-    assert not parser.links, "a page needs no other file"
-    assert set(re.findall(r"https?://[^\s\"'<`]+", page)) <= {
-        f"http://www.w3.org/{name}"
-        for name in ("1999/xlink", "2000/svg", "2000/xmlns/", "XML/1998/namespace")
-    }
-    assert len(page.encode()) < LARGEST_PAGE
-    assert page.count("<h1>") == 1
-    assert page.count("<h2>") == charts
-    assert page.count('data-chart="') == drawn == (len(data_of(page)["charts"]) if drawn else 0)
-    assert page.count("<caption>") >= drawn, "a table for each drawing of the script"
-    assert page.count("<noscript>") == (2 if charts else 1)
-    for row in re.findall(r"<tr>.*?</tr>", page, flags=re.DOTALL):
-        heads = re.findall(r"<th (.*?)>(.*?)</th>", row)
-        assert heads, "each row and column has its head"
-        assert all("scope=" in attributes and words for attributes, words in heads)
-    assert all(re.findall(r'<div class="chart [^>]*aria-label="([^"]*)"', page)), "a text for each drawing"
-
-
-def page_of(result: object, folder: Path) -> str:
-    write_page(folder / "page.html", result)
-    return (folder / "page.html").read_text()
+def notebook_cell(result: object) -> str:
+    return picture(result, "html").decode()
 
 
 def test_a_prediction_s_page_has_the_verdict_and_four_numbers(tmp_path: Path) -> None:
     one = timed(prediction())
-    page = page_of(one, tmp_path / "new")
+    page = page_of(one)
     check_page(page, charts=3, drawn=2)
     words, speed = words_of(page), one.speed
     assert "<h1>bert-large-uncased fits on the Tesla V100-SXM2-16GB, with 8.20 GiB to spare</h1>" in page
@@ -122,7 +71,7 @@ def test_a_prediction_s_page_has_the_verdict_and_four_numbers(tmp_path: Path) ->
 
 def test_the_data_of_a_page_are_those_of_the_json(tmp_path: Path) -> None:
     one = timed(prediction(memory_bytes=4 * GIB))
-    curve, modules = data_of(page_of(one, tmp_path))["charts"]
+    curve, modules = data_of(page_of(one))["charts"]
     document = one.to_json()
     context = document["footprint"]["context_bytes"]
     layers = {layer["kind"]: layer["bytes"] for layer in curve["layers"]}
@@ -151,10 +100,15 @@ def test_the_title_is_the_verdict(memory: int | None, words: str, tone: str) -> 
     assert (parts.tone, parts.figures[0].tone) == (tone, tone)
 
 
+def test_the_title_has_the_number_of_gpus() -> None:
+    unnamed = prediction(20 * GIB, gpu=None, memory_bytes=8 * GIB, gpus=2)
+    assert of_prediction(unnamed).title.startswith("bert-large-uncased does not fit on each of 2 GPUs: ")
+
+
 def test_a_page_shows_its_command_its_date_and_the_versions(tmp_path: Path) -> None:
     mark = COMMAND_LINE.set(("predict", "a model", "--html", "page.html"))
     try:
-        write_pictures(tmp_path / "page.html", None, prediction())
+        write_pictures({"html": tmp_path / "page.html"}, prediction())
     finally:
         COMMAND_LINE.reset(mark)
     words = words_of((tmp_path / "page.html").read_text())
@@ -177,25 +131,25 @@ def test_the_page_opens_in_the_browser(
     opened: list[str] = []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("webbrowser.get", Browser)
-    write_pictures(None, None, prediction(), open_page=True)
+    write_pictures({"open": True}, prediction())
     (page,) = tmp_path.glob("snugfit-*/page.html")
     assert opened == [page.as_uri()]
     monkeypatch.setattr(Browser, "name", "/usr/bin/w3m")
-    write_pictures(tmp_path / "named.html", None, prediction(), open_page=True)
+    write_pictures({"html": tmp_path / "named.html", "open": True}, prediction())
     assert len(opened) == 1
     assert f"Open this file in one: {tmp_path / 'named.html'}" in capsys.readouterr().err
 
 
 def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
     two = RecipeComparison((prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16"))))
-    page = page_of(two, tmp_path)
+    page = page_of(two)
     check_page(page, charts=3, drawn=2)
     words = words_of(page)
     assert "bf16 predicted 6.59 GiB" in words
     assert "the smallest of 2 recipes that fit, 9.2 GiB free" in words
     assert words.count("Uncertain: the context of this GPU was not measured") == 2, "once, and in the report"
     fast = timed(prediction(recipe=Recipe.parse("bf16")))
-    page = page_of(RecipeComparison((timed(prediction()), fast)), tmp_path)
+    page = page_of(RecipeComparison((timed(prediction()), fast)))
     check_page(page, charts=4, drawn=2)
     assert "bf16 predicted 300.0 ms (282.0 ms to 320.5 ms)" in words_of(page)
 
@@ -278,7 +232,7 @@ def crowded() -> list[object]:
     ("gpus", 2, 0, "does not fit predicted 20.00 GiB"),
 ])  # fmt: skip
 def test_every_result_has_a_page(kind: str, charts: int, drawn: int, words: str, tmp_path: Path) -> None:
-    page = page_of(everything()[kind], tmp_path)
+    page = page_of(everything()[kind])
     check_page(page, charts=charts, drawn=drawn)
     assert words in words_of(page)
 
@@ -286,12 +240,15 @@ def test_every_result_has_a_page(kind: str, charts: int, drawn: int, words: str,
 def test_a_plan_s_front_marks_the_best_and_the_misses(tmp_path: Path) -> None:
     plan = everything()["plan"]
     assert isinstance(plan, Plan)
-    (front,) = data_of(page_of(plan, tmp_path))["charts"]
+    (front,) = data_of(page_of(plan))["charts"]
     rows = plan.to_rows()
     assert [point["bytes"] for point in front["points"]] == [row["needed_bytes"] for row in rows]
     assert [point["fits"] for point in front["points"]] == [row["fits"] for row in rows]
     assert [point["best"] for point in front["points"]] == [row["best"] for row in rows]
     assert front["limit"] == plan.memory_bytes
+    assert [row[1] for row in draw_front(plan).rows] == [row["recipe"] for row in rows], (
+        "the order of the JSON"
+    )
 
 
 def test_a_notebook_s_cell_is_small_and_has_real_tables_and_no_script() -> None:
@@ -302,6 +259,7 @@ def test_a_notebook_s_cell_is_small_and_has_real_tables_and_no_script() -> None:
         assert not parser.open, kind
         assert [link[:26] for link in parser.links] == ["data:image/svg+xml;base64,"]
         assert len(cell.encode()) < LARGEST_CELL
+        assert cell.startswith('<div class="snugfit')
         assert "<script" not in cell
         assert 'alt="' in cell
         assert cell.count("<details open>") == (kind in ("prediction", "plan")), "the first table is open"
@@ -362,7 +320,7 @@ def test_a_job_is_compared_under_recipes(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_foreign_words_on_a_page_stay_words(name: str, tmp_path: Path) -> None:
     one = timed(prediction(name=name))
     lines = tuple(replace(line, module=name) for line in one.anatomy.modules)
-    page = page_of(replace(one, anatomy=replace(one.anatomy, modules=lines)), tmp_path)
+    page = page_of(replace(one, anatomy=replace(one.anatomy, modules=lines)))
     check_page(page, charts=3, drawn=2)
     assert page.count("<script") == 3, "data, library and drawing"
     assert "\x1b" not in page
@@ -382,7 +340,7 @@ def test_each_kind_of_bytes_has_a_layer_and_a_colour_of_its_own(kind: Kind) -> N
 
 def test_a_meaning_has_one_colour_in_the_legend_the_charts_and_the_bars(tmp_path: Path) -> None:
     result = everything()["comparison"]
-    page = page_of(result, tmp_path)
+    page = page_of(result)
     legend = dict(re.findall(r'<li><span class="swatch" style="background: (#\w+)"></span>(.*?)</li>', page))
     assert {meaning: colour for colour, meaning in legend.items()} == data_of(page)["colours"]
     assert page.count('<ul class="legend"') == 1
@@ -393,7 +351,7 @@ def test_a_meaning_has_one_colour_in_the_legend_the_charts_and_the_bars(tmp_path
 
 
 def test_the_chart_library_is_small_and_comes_with_its_licence() -> None:
-    folder = files("snugfit.report.page").joinpath("echarts")
+    folder = files("snugfit.features.page").joinpath("echarts")
     library = folder.joinpath("echarts.min.js").read_text()
     assert len(library.encode()) < 700_000
     assert re.match(r"/\* Apache ECharts \d+\.\d+\.\d+,.*Apache License 2\.0", library)
@@ -427,27 +385,37 @@ def test_a_gpu_far_larger_than_the_step_is_said_and_not_drawn() -> None:
     assert chart.note == "The memory limit, 141.00 GiB, is far above the top of this picture."
 
 
-def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(tmp_path: Path) -> None:
+def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Other suffixes, and folders that cannot be created, are refused. A missing folder is created at the
     write."""
-    with pytest.raises(UsageError, match=r"a page is a \.html file"):
-        check_pictures(tmp_path / "page.pdf", None)
-    with pytest.raises(UsageError, match=r"a plot is a \.png or a \.svg file"):
-        check_pictures(None, tmp_path / "plot.pdf")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    for html, plot in (("file/page.html", None), (None, "file/new/plot.svg")):
-        with pytest.raises(UsageError, match="is a file"):
-            check_pictures(html and tmp_path / html, plot and tmp_path / plot)
-    check_pictures(None, None)
-    check_pictures(tmp_path / "new" / "page.html", tmp_path / "other" / "plot.png")
+    for words, error in (
+        (["--html", "page.pdf"], "a page is a .html file"),
+        (["--plot", "plot.pdf"], "a plot is a .png or a .svg file"),
+        (["--html", "file/page.html"], "is a file"),
+        (["--plot", "file/new/plot.svg"], "is a file"),
+        (["--html", "new/page.html", "--plot", "other/plot.png"], "no-model"),
+    ):
+        assert run(["predict", "no-model", *words]) == 2
+        assert error in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("words", [["plan"], ["gpus", "h200", "--for"]])
+def test_a_plan_for_several_gpus_has_no_page(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["bert-large-uncased", "--task", "sequence-classification", "--gpus", "2", "--html", "x.html"]
+    assert run([*words, *model]) == 2
+    assert f"`{words[0]}` with --gpus does not take --html" in capsys.readouterr().err
 
 
 def test_what_was_written_is_said_also_into_a_new_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     html, plot = tmp_path / "new" / "page.html", tmp_path / "other" / "plot.svg"
-    write_pictures(html, plot, prediction())
+    write_pictures({"html": html, "plot": plot}, prediction())
     assert capsys.readouterr() == ("", f"Written: {html}\nWritten: {plot}\n")
     assert plot.read_bytes().startswith(b"<?xml")
 
@@ -533,7 +501,7 @@ def test_a_page_is_drawn_and_legible_in_chromium(tmp_path: Path, width: int, dar
     """The keyboard also reaches every chart, in light and dark mode."""
     parts = [parts_of(result) for result in (*everything().values(), *crowded())]
     charts = [chart for one in parts for chart in one.charts]
-    write_page(tmp_path / "page.html", parts[0]._replace(charts=charts))
+    (tmp_path / "page.html").write_bytes(draw_page(parts[0]._replace(charts=charts), {}))
     colour, *wrong = seen_in_chromium(tmp_path / "page.html", tmp_path, width=width, dark=dark)
     assert colour == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
     assert not wrong

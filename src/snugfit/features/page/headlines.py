@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
+from snugfit.features.page.chart import Figure
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.plan import Plan
-from snugfit.report.page.chart import Figure
 from snugfit.report.text.pace import show_spread, show_tokens
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction

@@ -16,9 +16,9 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from snugfit.report.page.chart import Bars, Chart, PageParts, Timeline
-from snugfit.report.page.colours import LINES, colours_of, ink_on
-from snugfit.report.page.static import draw
+from snugfit.features.page.chart import Bars, Chart, PageParts, Timeline
+from snugfit.features.page.colours import LINES, colours_of, ink_on
+from snugfit.features.page.static import draw
 from snugfit.report.text.terminal import as_text, harmless
 from snugfit.units import show_seconds
 
@@ -119,7 +119,7 @@ def _clean(value: Any) -> Any:
 
 
 def _file(name: str) -> str:
-    return files("snugfit.report.page").joinpath(name).read_text(encoding="utf-8")
+    return files("snugfit.features.page").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
@@ -127,7 +127,7 @@ def _templates() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("snugfit.report.page", "templates"),
+        loader=PackageLoader("snugfit.features.page", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from snugfit.features.page.chart import Chart, Front, RecipePoint
 from snugfit.planning.plan import Choice, Plan
-from snugfit.report.page.chart import Chart, Front, RecipePoint
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from test_pages import crowded, everything
 
 from made_up import EVIL, prediction, timed
 from snugfit.cli.main import run
-from snugfit.report.pictures import draw_plot
 from snugfit.report.text.figure import Drawing
-from test_pages import crowded, everything
+from snugfit.techniques.registry import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,8 +67,8 @@ def words_that_meet(figure: Figure) -> list[str]:
 def test_no_words_meet_in_a_plot(figures: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
     results = [*everything().values(), *crowded()]
-    for number, result in enumerate(results):
-        draw_plot(tmp_path / f"{number}.svg", result)
+    for result in results:
+        picture(result, "svg")
     assert len(figures) == len(results)
     assert [words for figure in figures for words in words_that_meet(figure)] == []
 
@@ -83,7 +83,7 @@ def test_what_has_a_page_has_a_plot(command: str, capsys: pytest.CaptureFixture[
 
 
 def test_words_that_meet_are_found(figures: list[Any], tmp_path: Path) -> None:
-    draw_plot(tmp_path / "plot.svg", prediction())
+    picture(prediction(), "svg")
     axes = figures[0].axes[0]
     for text in ("one", "other"):
         axes.text(0.3, 0.3, text)
@@ -94,12 +94,9 @@ def test_words_that_meet_are_found(figures: list[Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["png", "svg"])
 def test_a_plot_is_drawn_the_same_twice_and_reads_any_name(form: str, tmp_path: Path) -> None:
     """The file is deterministic. A control character in the name, which has no glyph, raises no warning."""
-    paths = [tmp_path / f"{name}.{form}" for name in "ab"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for path in paths:
-            draw_plot(path, timed(prediction(name=EVIL)))
-    first, second = (path.read_bytes() for path in paths)
+        first, second = (picture(timed(prediction(name=EVIL)), form) for _ in range(2))
     assert first == second
     assert first[:4] == (b"\x89PNG" if form == "png" else b"<?xm")
     assert b"<script>" not in first

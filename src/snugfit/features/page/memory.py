@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from snugfit.report.page.chart import Chart, Layer, MemoryCurve
-from snugfit.report.page.colours import KINDS
+from snugfit.features.page.chart import Chart, Layer, MemoryCurve
+from snugfit.features.page.colours import KINDS
 from snugfit.report.text.passages import micro_batch_passages, phase_passages
 from snugfit.results.footprint import Kind, Moment
 from snugfit.results.prediction import CurvePoint

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.console import RenderableType
 
-from snugfit.report.page.colours import BEST, LIMIT, RESERVED
+from snugfit.features.page.colours import BEST, LIMIT, RESERVED
 from snugfit.report.text.passages import Passage
 from snugfit.results.prediction import ModuleLine
 from snugfit.results.step_seconds import PhaseSpan

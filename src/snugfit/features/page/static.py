@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.report.page.chart import Bars, Chart, Front, Layer, MemoryCurve, ModuleMap, PageParts, Timeline
-from snugfit.report.page.colours import LIMIT, LINES, PAPER, PHASES, RESERVED, colours_of
+from snugfit.features.page.chart import Bars, Chart, Front, Layer, MemoryCurve, ModuleMap, PageParts, Timeline
+from snugfit.features.page.colours import LIMIT, LINES, PAPER, PHASES, RESERVED, colours_of
 from snugfit.report.text.figure import drawing
 from snugfit.report.text.passages import Passage
 from snugfit.report.text.terminal import harmless
