@@ -16,7 +16,7 @@ from prose import sentences
 import snugfit
 from in_roster import needs_techniques
 from made_up import measurement, prediction
-from made_up_runs import planned
+from made_up_plans import planned
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.calibrate import Calibration
@@ -70,7 +70,6 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return rehearse(small_job("bert", 1), Recipe().setup(), CudaPolicy())
 
     monkeypatch.setattr("snugfit.prediction.traces.export_trace.rehearse_again", rehearse_again)
-    monkeypatch.setattr("snugfit.evaluation.peers.predict", predict)
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     calibration = Calibration(gpus=1, rates=rates_for(H200), readings=(), versions={})
@@ -89,7 +88,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.features.distributed.launch.launch", lambda *_: 0)
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for command in ("measure", "accuracy", "calibrate", "verify"):
+    for command in ("measure", "calibrate"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
     for text in (*pieces("yaml"), *(text for text in pieces("python") if text.startswith("# "))):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
@@ -97,7 +96,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-OF_FEATURES = re.compile(r"(guide|check|export|why-oom)\b|.* --(arguments|export|\w*_\w*) ")
+OF_FEATURES = re.compile(r"(accuracy|guide|check|export|why-oom)\b|.* --(arguments|export|verify|\w*_\w*) ")
 """Commands that the tests of features run."""
 
 

@@ -128,9 +128,8 @@ BELOW["training"] = BELOW["data"] | {"data"}
 BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}
 BELOW["planning"] = BELOW["prediction"] | {"prediction", "data"}
 BELOW["comparison"] = BELOW["prediction"] | {"prediction", "measurement"}
-BELOW["evaluation"] = BELOW["comparison"] | {"comparison"}
 BELOW["report"] = set(BELOW)
-BELOW["frontends"] = BELOW["report"] - {"comparison", "evaluation"} | {"report"}
+BELOW["frontends"] = BELOW["report"] - {"comparison"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "frontends"}
 BELOW["features"] = set(BELOW)
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
@@ -140,7 +139,7 @@ INNER = {
     "rehearsal": ("trace", "device", "record", ""),
     "planning": ("", "cost", "search", "lengths fleet"),
     "training": ("", "checkpoint", "run"),
-    "report": ("text", "evaluation", "plan", ""),
+    "report": ("text", "plan", ""),
     "frontends": ("", "trainer custom_loop"),
 }
 """The folders of a room, the lowest first; folders of one line never import each other. An empty name is

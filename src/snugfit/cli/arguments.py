@@ -310,8 +310,8 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
     from snugfit.cli.request import Request
 
     request = Request.read(given, takes_auto=command in TAKE_AUTO)
-    for check in hooks("check_options"):
-        check(command, given, request.job, request.gpus)
+    for prepare in hooks("prepare"):
+        request = prepare(command, request)
     if request.configuration:
         request.configuration.show()
     return request

@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import typer
 
-from snugfit.cli.accuracy import accuracy
 from snugfit.cli.arguments import Command, show_version
 from snugfit.cli.calibrate import calibrate
 from snugfit.cli.doctor import doctor
@@ -74,7 +73,7 @@ app = typer.Typer(
 COMMANDS = (
     predict, plan, train, lengths, measure,
     *(command for commands in hooks("commands") for command in commands()),
-    accuracy, calibrate, gpus, techniques, schema, doctor,
+    calibrate, gpus, techniques, schema, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)
@@ -165,15 +164,7 @@ NO_COMMANDS = {
 }
 """Words that people write as a command, with advice for each."""
 
-_DRAWN = (
-    "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."
-)
-REMOVED_OPTIONS = {
-    ("accuracy", "--draw"): _DRAWN,
-    ("accuracy", "--gpus"): _DRAWN,
-    ("plan", "--no-learn"): "--verify no longer changes the calibration. Leave the option out.",
-    **{option: advice for one in features() for option, advice in one.removed_options.items()},
-}
+REMOVED_OPTIONS = {option: advice for one in features() for option, advice in one.removed_options.items()}
 """Options of earlier versions, with what to use instead."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -14,7 +15,6 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.cli import lengths as of_lengths
 from snugfit.cli.request import Request, steps_of
-from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.cli.ways_out import with_ways_out_of_plan
 from snugfit.errors import NothingFits, UsageError
 
@@ -62,15 +62,6 @@ Steps = Annotated[
 Workers = Annotated[
     int | None, typer.Option(help="Number of processes that simulate in parallel. \\[2]", min=1, max=64)
 ]
-Verify = Annotated[
-    int | None,
-    typer.Option(
-        metavar="K",
-        help="Measure the best K recipes on this machine's GPU.",
-        min=1,
-        max=64,
-    ),
-]
 All = Annotated[
     bool,
     typer.Option(
@@ -91,9 +82,6 @@ Gpus = Annotated[
 Price = Annotated[
     float | None,
     given.option(given.WHERE, "With --gpus: USD of one GPU for an hour.", "--price", min=0.0),
-]
-NoPeers = Annotated[
-    bool, typer.Option("--no-peers", help="With --verify: do not measure recipes of the plain Trainer.")
 ]
 
 
@@ -116,8 +104,6 @@ def plan(
     workers: Workers = None,
     everything: All = False,
     fresh: given.Fresh = False,
-    verify: Verify = None,
-    no_peers: NoPeers = False,
     no_ways_out: given.NoWaysOut = False,
     details: given.Details = False,
     quiet: given.Quiet = False,
@@ -127,41 +113,32 @@ def plan(
     """Find the fastest recipe that fits, without a GPU."""
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "lengths": lengths}
-        alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
+        alone = {"lengths": lengths, "samples": samples, "steps": steps, "all": everything}
+        alone |= {"objective": objective != "speed"}
         several = _plan_several(request, gpus, fidelity, workers, alone, fresh=fresh)
         several = replace(several, price_per_hour=price, doubts=(*several.doubts, *request.doubts))
         return _print_several(several, form, details=details, quiet=quiet)
-    request = _check(request, verify, price)
+    request = _check(request, price)
     asked = {
         "fidelity": fidelity,
         "objective": objective,
         "keep": request.keep,
         "free": request.free,
         "steps": steps_of(samples, steps, request.job.batch_size),
-        "ranked": verify or 0,
+        "ranked": request.ranked,
         "headroom": request.headroom,
         "whole_front": everything,
     }
     chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
     given.hand_over(request.flags, chosen)
-    more_follows = bool(chosen.fits and (lengths or verify))
-    # JSON output is one document, which is then printed by what follows.
-    if not more_follows or form != "json":
+    follow_up = partial(of_lengths.show_planned, request, fresh=fresh) if lengths else request.follow_up
+    follow_up = follow_up if chosen.fits else None
+    # JSON output is one document, which the follow-up prints.
+    if follow_up is None or form != "json":
         _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
-    if more_follows:
-        _follow_up(request, chosen, form, lengths=bool(lengths), peers=not no_peers, fresh=fresh)
+    if follow_up:
+        follow_up(chosen, form)
     return 0 if chosen.fits else NothingFits.exit_code
-
-
-def _follow_up(
-    request: Request, chosen: Plan, form: given.Format, *, lengths: bool, peers: bool, fresh: bool
-) -> None:
-    """Print the ways of padding under the best recipe, or else measure the best recipes here."""
-    if lengths:
-        of_lengths.show_planned(request, chosen, form, fresh=fresh)
-    else:
-        verify_plan(chosen, form, peers=peers)
 
 
 def _print(
@@ -180,18 +157,15 @@ def _print(
     print_as(form, chosen.to_json(), page, quiet=quiet)
 
 
-def _check(request: Request, verify: int | None, price: float | None) -> Request:
-    """Return the request, for the GPU of this machine where the plan is verified.
-
-    Raises `UsageError` for options that a plan does not take, before long work begins.
-    """
+def _check(request: Request, price: float | None) -> Request:
+    """Return the request. Raises `UsageError` for options that a plan does not take, before long work
+    begins."""
     if price is not None:
         raise UsageError(
             "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
         )
     from snugfit.job.gpu import common_card
 
-    request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
     if request.software != "installed":
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")
@@ -204,8 +178,6 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
         raise UsageError(
             "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
         )
-    if request.lengths and verify:
-        raise UsageError("--lengths and --verify cannot be used together. Give one of them.")
     return request
 
 

@@ -83,6 +83,12 @@ class Request:
     has_auto: bool = False
     """True if the recipe has `auto`, which is not resolved yet."""
 
+    ranked: int = 0
+    """Number of the best recipes that a plan lists."""
+
+    follow_up: Callable[[Any, str], None] | None = None
+    """Further work on a plan that fits. It prints in a format; as JSON, one document with the plan."""
+
     lengths: Lengths | None = None
     """A dataset's, when a file of them was given: the longest is then the job's length."""
 

@@ -1,16 +1,17 @@
 """The contract between the core and its features.
 
-A feature is a folder of `features/` that can be deleted, or a plugin (`feature_folders.py`). Its `feature.py`
-has one subclass of `Feature`, which adds techniques and handlers of its fields of `Setup` (`fields.py`). It
-overrides methods that the core calls on every feature (`registry.py`). The core names no feature. Tasks and
-inputs of models are in `inputs.py` (`job/inputs.py`). A feature imports its own modules within methods.
+A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
+`Feature`. It adds techniques and handlers of its fields of `Setup` (`fields.py`), and overrides methods that
+the core calls on every feature. They import the feature's modules. The core names no feature. Tasks and
+inputs of models are in `inputs.py` (`job/inputs.py`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager as Context
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -115,8 +116,9 @@ class Feature:
         """Return the configuration that options give, and add its flags' `settings`, which go before it."""
         return None
 
-    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-        """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
+    def prepare(self, command: str, request: Any) -> Any:
+        """Return the `Request` of a command, changed by options. Raises `UsageError` for unusable ones."""
+        return request
 
     def read_mesh(self, recipe: Any, text: str) -> Any:
         """Return the recipe with the techniques of the option `--mesh`, and the number of GPUs."""
@@ -190,9 +192,7 @@ class Feature:
     surrounds_policy: ClassVar[bool] = False
     """True if `simulation_overrides` are entered before those of the policy."""
 
-    def simulation_overrides(
-        self, setup: Setup, policy: Any, recorder: Any, notes: Any
-    ) -> AbstractContextManager[None]:
+    def simulation_overrides(self, setup: Setup, policy: Any, recorder: Any, notes: Any) -> Context[None]:
         """Return a context in which the feature's operators run on shapes as on the policy's device.
         `recorder.launch` takes kernels that torch does not launch."""
         return nullcontext()
@@ -213,7 +213,7 @@ class Feature:
         """Return whether a step of few layers shows what each further layer adds."""
         return True
 
-    def program_decisions(self) -> AbstractContextManager[list[Any]]:
+    def program_decisions(self) -> Context[list[Any]]:
         """Return a context that yields a list of decisions for each program that runs. `are_alike(deeper,
         periods)` of one compares it with a program of one more period of layers, for `periods` more."""
         return nullcontext([])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snugfit.techniques.feature import Feature
-
-if TYPE_CHECKING:
-    from snugfit.job.job import Job
 
 
 class PageFeature(Feature):
@@ -21,11 +18,12 @@ class PageFeature(Feature):
 
         return options(command)
 
-    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-        """Raise `UsageError` for a page of a plan for several GPUs."""
+    def prepare(self, command: str, request: Any) -> Any:
+        """Return the request. Raises `UsageError` for a page of a plan for several GPUs."""
         from snugfit.features.page.options import check_options
 
-        check_options(command, flags, gpus)
+        check_options(command, request.flags, request.gpus)
+        return request
 
     def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
         """Write the page and the plot."""

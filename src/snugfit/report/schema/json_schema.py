@@ -127,7 +127,8 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
     is_document = owner in documents().values()
-    left_out, added = LEFT_OUT.get(owner, set()), ADDED.get(owner, heads(str) if is_document else {})
+    left_out = LEFT_OUT.get(owner, set())
+    added = ADDED.get(owner, (heads(str) if is_document else {}) | getattr(owner, "added_keys", {}))
     written = {name: (own[name], docs.get(name, "")) for name in names if name not in left_out | set(added)}
     more = {name: (kind, text or getdoc(getattr(owner, name)) or "") for name, (kind, text) in added.items()}
     first = [name for name in ("schema", "what") if name in more]

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from snugfit.comparison.calibrate import Calibration, ProbeReading
 from snugfit.comparison.compare import Comparison
-from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.data.lengths import Lengths
 from snugfit.job.gpu import Gpu
@@ -73,7 +72,6 @@ DOCUMENTS: dict[str, type] = {
     "measure --predict --json": Comparison,
     "lengths --json": LengthPlan,
     "calibrate --json": Calibration,
-    "accuracy --json": Accuracy,
     "doctor --json": Doctor,
     "techniques --json": TechniqueList,
 }
@@ -186,20 +184,14 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "recipe": (str, "Recipe of the probe."),
     },
     HostLaunchCosts: {"foreign": (float, "A kernel that a library launches from Python.")},
-    Accuracy: {
-        **heads(Literal["accuracy"]),
-        "band": (Mapping[str, float], "Largest relative error inside the band, by figure."),
-    },
-    ComparedRun: {
-        "job_id": (str, ""),
-        "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
-        "complaint": (str | None, ""),
-    },
     Doctor: heads(Literal["doctor"]),
     TechniqueList: heads(Literal["techniques"]),
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
 }
-"""Keys that `to_json` adds to the fields. For an empty sentence, the docstring of the property is used."""
+"""Keys that `to_json` adds to the fields; a class of a feature has its own as `added_keys`.
+
+For an empty sentence, the docstring of the property is used.
+"""
 
 LEFT_OUT: dict[type, set[str]] = {
     Job: {"mixes_samples", "unclear_cut"},

@@ -14,7 +14,7 @@ import pytest
 
 from checked_pages import LARGEST_CELL, Balanced, check_page, data_of, words_of
 from made_up import EVIL, measurement, prediction, timed, timing
-from made_up_runs import choice, planned
+from made_up_plans import choice, planned
 from snugfit.cli.main import run
 from snugfit.comparison.compare import Comparison, compare
 from snugfit.comparison.recipes import RecipeComparison

@@ -8,19 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_up_accuracy import a_run
 
 from made_up import footprint, job, measurement, prediction
-from made_up_runs import a_run
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
-from snugfit.evaluation import peers
-from snugfit.evaluation.peers import NO_PEERS, Peers, measure_peers
-from snugfit.evaluation.verify import Verification
+from snugfit.features.accuracy import peers
+from snugfit.features.accuracy import verified_tables as report
+from snugfit.features.accuracy.peers import NO_PEERS, Peers, measure_peers
+from snugfit.features.accuracy.verify import Verification
 from snugfit.job.gpu import find_gpu
 from snugfit.measurement import child
 from snugfit.measurement.experiment.request import MeasurementRequest
 from snugfit.measurement.measure import measure
-from snugfit.report.plan import verify as report
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB

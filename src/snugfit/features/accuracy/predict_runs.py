@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import RecipeError, SnugfitError
-from snugfit.evaluation.draw import draw_recipes
+from snugfit.features.accuracy.compared_runs import ComparedRun
+from snugfit.features.accuracy.draw import draw_recipes
 from snugfit.prediction.predict import predict
 from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
@@ -21,6 +21,7 @@ from snugfit.techniques.recipe import Recipe
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.planning.plan import Choice
     from snugfit.prediction.rates import Rates
 
 MAX_PREDICTED = 6
@@ -37,6 +38,23 @@ class PlannedRecipe:
     """Seconds of a steady step."""
     fits: bool = True
     """True when the bytes fit the usable memory."""
+
+    @classmethod
+    def of(cls, choice: Choice, memory_bytes: int | None = None) -> Self:
+        """Return a plan's choice as the prediction of a run."""
+        footprint = Footprint(
+            requested_bytes=choice.requested_bytes,
+            allocated_bytes=choice.allocated_bytes,
+            reserved_bytes=choice.reserved_bytes,
+            nvml_bytes=choice.needed_bytes,
+            context_bytes=choice.context_bytes,
+        )
+        return cls(
+            recipe=Recipe.parse(choice.recipe),
+            footprint=footprint,
+            step_seconds=choice.step_seconds,
+            fits=memory_bytes is None or choice.needed_bytes <= memory_bytes,
+        )
 
     def run(self, job: Job, number: int) -> ComparedRun:
         """Return a `ComparedRun` of this job with the predicted figures, and without a measurement."""

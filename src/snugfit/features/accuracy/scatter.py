@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import UsageError
+from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
 from snugfit.report.text.figure import BLUE, LIGHT_BLUE, ORANGE, drawing
 
 NINE_IN_TEN = 0.2

@@ -5,30 +5,54 @@ A request that cannot be verified is refused before any search: a search takes a
 
 from __future__ import annotations
 
-import os
+import inspect
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snugfit.errors import GpuError, OutsideBand
+from snugfit.errors import GpuError, OutsideBand, UsageError
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snugfit.cli.request import Request
-    from snugfit.evaluation.peers import Peers
-    from snugfit.evaluation.predict_runs import PlannedRecipe
-    from snugfit.planning.plan import Choice, Plan
+    from snugfit.features.accuracy.peers import Peers
+    from snugfit.planning.plan import Plan
 
 
-def with_gpu_here(request: Request) -> Request:
-    """Return the request for the GPU of this machine. Raises `GpuError` when there is none, or another was
-    named.
+Verify = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="Measure the best K recipes on this machine's GPU.", min=1, max=64),
+]
+NoPeers = Annotated[
+    bool, typer.Option("--no-peers", help="With --verify: do not measure recipes of the plain Trainer.")
+]
+
+
+def _of_plan(*, verify: Verify = None, no_peers: NoPeers = False) -> None:
+    """Declare the options of `plan`."""
+
+
+def options() -> list[inspect.Parameter]:
+    """Return the options of `plan`."""
+    return list(inspect.signature(_of_plan, eval_str=True).parameters.values())
+
+
+def prepare(request: Request) -> Request:
+    """Return the request for a plan on the GPU of this machine, whose best recipes are then measured.
+
+    Raises `GpuError` when there is none, or another was named, and `UsageError` for options that exclude
+    `--verify`.
     """
     from snugfit.job.gpu import find_gpu
 
+    if request.flags["gpus"] is not None or request.gpus != 1:
+        raise UsageError("A plan with --gpus does not take --verify. Leave it out.")
+    if request.lengths:
+        raise UsageError("--lengths and --verify cannot be used together. Give one of them.")
     name = gpu_here()
     if name is None:
         raise GpuError(
@@ -41,7 +65,8 @@ def with_gpu_here(request: Request) -> Request:
             f"--verify measures on this machine's GPU, a {gpu.name}, but the plan is for "
             f"{request.gpu.name}. Leave --gpu out, or --verify."
         )
-    return replace(request, gpu=gpu)
+    follow_up = partial(verify_plan, peers=not request.flags["no_peers"])
+    return replace(request, gpu=gpu, ranked=request.flags["verify"], follow_up=follow_up)
 
 
 def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
@@ -51,12 +76,13 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
     run's bytes differ from the prediction by more than `snugfit accuracy` allows.
     """
     from snugfit.cli.progress import show_progress
-    from snugfit.evaluation.verify import verify
-    from snugfit.report.plan.verify import document, render
+    from snugfit.features.accuracy.predict_runs import PlannedRecipe
+    from snugfit.features.accuracy.verified_tables import document, render
+    from snugfit.features.accuracy.verify import verify
     from snugfit.report.text.page import print_as
 
     assert plan.gpu is not None
-    recipes = [planned_recipe(choice, plan.memory_bytes) for choice in plan.ranked]
+    recipes = [PlannedRecipe.of(choice, plan.memory_bytes) for choice in plan.ranked]
     with show_progress(f"measuring {plan.job.model.name}") as tell:
         verified = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
         if peers and plan.ranked:
@@ -70,7 +96,7 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
 
 def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
     """Return the peers of the plan's first choice."""
-    from snugfit.evaluation.peers import measure_peers
+    from snugfit.features.accuracy.peers import measure_peers
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
 
@@ -80,32 +106,3 @@ def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
     return measure_peers(
         plan.job, plan.gpu, chosen, kept_slots=kept_slots, memory_bytes=plan.memory_bytes, tell=tell
     )
-
-
-def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
-    """Return a plan's choice as the prediction of a run."""
-    from snugfit.evaluation.predict_runs import PlannedRecipe
-    from snugfit.results.footprint import Footprint
-    from snugfit.techniques.recipe import Recipe
-
-    footprint = Footprint(
-        requested_bytes=choice.requested_bytes,
-        allocated_bytes=choice.allocated_bytes,
-        reserved_bytes=choice.reserved_bytes,
-        nvml_bytes=choice.needed_bytes,
-        context_bytes=choice.context_bytes,
-    )
-    return PlannedRecipe(
-        recipe=Recipe.parse(choice.recipe),
-        footprint=footprint,
-        step_seconds=choice.step_seconds,
-        fits=memory_bytes is None or choice.needed_bytes <= memory_bytes,
-    )
-
-
-def usual_workers() -> int:
-    """Return the number of processes that predict while the GPU is measured.
-
-    More would crowd the host while steps are timed.
-    """
-    return min(4, os.cpu_count() or 1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
-from snugfit.comparison.ranking import gap, group_by_job
-from snugfit.report.evaluation.order import (
+from snugfit.features.accuracy.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
+from snugfit.features.accuracy.order import (
     bytes_cells,
     gap_line,
     order_line,
@@ -15,6 +14,7 @@ from snugfit.report.evaluation.order import (
     recipes_grid,
     seconds_cells,
 )
+from snugfit.features.accuracy.ranking import gap, group_by_job
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import sizes
 from snugfit.report.text.page import Page, Sentence

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import SnugfitError
-from snugfit.evaluation.accuracy import measure_run
+from snugfit.features.accuracy.compared_runs import ComparedRun
+from snugfit.features.accuracy.score import measure_run
 from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import draw_runs
 import pytest
-from draw_runs import FAMILIES, DrawnJob, proposals
+from draw_runs import DrawnJob, proposals
+from families import FAMILIES
 
-from snugfit.evaluation.accuracy_files import read
+from snugfit.features.accuracy.files import read
 from snugfit.techniques import roster
 
 

@@ -14,16 +14,16 @@ from in_roster import needs_techniques
 from made_up import footprint, job, measurement, prediction
 from snugfit.cli.main import run as command
 from snugfit.comparison.compare import compare
-from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
 from snugfit.errors import RecipeError, RehearsalError, UsageError
-from snugfit.evaluation import accuracy as room
-from snugfit.evaluation import predict_runs
-from snugfit.evaluation.accuracy_files import read
-from snugfit.evaluation.draw import draw_recipes
-from snugfit.evaluation.predict_runs import PlannedRecipe
+from snugfit.features.accuracy import predict_runs
+from snugfit.features.accuracy import score as room
+from snugfit.features.accuracy.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
+from snugfit.features.accuracy.draw import draw_recipes
+from snugfit.features.accuracy.files import read
+from snugfit.features.accuracy.markdown import document
+from snugfit.features.accuracy.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.tables import render
 from snugfit.job.gpu import find_gpu
-from snugfit.report.evaluation.accuracy import render
-from snugfit.report.evaluation.accuracy_page import document
 from snugfit.report.text.terminal import as_text
 from snugfit.results.footprint import Footprint, Moment
 from snugfit.techniques.recipe import Recipe
@@ -235,7 +235,7 @@ def test_a_file_that_is_none_of_ours_is_refused(content: str, why: str, tmp_path
 def test_without_a_gpu_it_says_what_to_try(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: None)
+    monkeypatch.setattr("snugfit.features.accuracy.command.gpu_here", lambda: None)
     folder = tmp_path / "new"
     asked = ["accuracy", "--top", "2", "--job", "small.yaml", "--output", str(folder)]
     assert command(asked) == 2
@@ -248,7 +248,7 @@ def test_without_a_gpu_it_says_what_to_try(
 def test_the_command_measures_writes_and_judges(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, answered: list[Any]
 ) -> None:
-    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.features.accuracy.command.gpu_here", lambda: "NVIDIA H200")
     arguments = ["accuracy", "--within-job", "2", "--seed", "9", "--workers", "1", "--output", str(tmp_path)]
     for batch in (1, 2):
         file = tmp_path / f"batch-{batch}.yaml"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from snugfit.evaluation.verify import Verification
+from snugfit.features.accuracy.order import gap_line, order_line, recipes_grid
+from snugfit.features.accuracy.verify import Verification
 from snugfit.planning.plan import Plan
-from snugfit.report.evaluation.order import gap_line, order_line, recipes_grid
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.page import Page, Sentence
 from snugfit.results.footprint import Footprint

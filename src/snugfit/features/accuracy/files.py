@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from snugfit.comparison.compared_runs import READABLE, Accuracy
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.features.accuracy.compared_runs import READABLE, Accuracy
 from snugfit.job.gpu import Gpu
 from snugfit.prediction.rates import Rates
 

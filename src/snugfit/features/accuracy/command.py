@@ -7,6 +7,7 @@ that exclude each other are refused before the work begins.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.verify import planned_recipe, usual_workers
 from snugfit.errors import GpuError, OutsideBand, UsageError
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
-    from snugfit.comparison.compared_runs import Accuracy
-    from snugfit.evaluation.predict_runs import PlannedRecipe
+    from snugfit.features.accuracy.compared_runs import Accuracy
+    from snugfit.features.accuracy.predict_runs import PlannedRecipe
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
 
@@ -69,6 +69,9 @@ Plot = Annotated[
 
 OUTPUT = Path("snugfit-accuracy")
 
+MOST_WORKERS = 4
+"""Most processes that predict by default. More would crowd the host while steps are timed."""
+
 
 def accuracy(
     *,
@@ -100,7 +103,7 @@ def accuracy(
     if show is not None:
         _print(_read(show), form, plot)
         return
-    workers = workers or usual_workers()
+    workers = workers or min(MOST_WORKERS, os.cpu_count() or 1)
     if measure is not None:
         result, file = _measure(measure)
     elif rescore is not None:
@@ -173,8 +176,8 @@ def _compare(
 ) -> tuple[Accuracy, Path]:
     """Return so many recipes of each job, with their file: drawn by a seed, or the best of its plan."""
     from snugfit.cli.progress import show_progress
-    from snugfit.evaluation.accuracy import RunWriter, accuracy_of_best, accuracy_within_jobs
-    from snugfit.report.evaluation.accuracy import file_name
+    from snugfit.features.accuracy.score import RunWriter, accuracy_of_best, accuracy_within_jobs
+    from snugfit.features.accuracy.tables import file_name
     from snugfit.report.text.files import writable_folder
 
     jobs = [_job(file) for file in files]
@@ -192,11 +195,12 @@ def rank_by_plan(
     gpu: Gpu, count: int, workers: int, tell: Callable[[str], None]
 ) -> Callable[[Job], list[PlannedRecipe]]:
     """Return a function that returns a job's best recipes by its plan."""
+    from snugfit.features.accuracy.predict_runs import PlannedRecipe
     from snugfit.planning.search.search import plan
 
     def rank(job: Job) -> list[PlannedRecipe]:
         ranked = plan(job, gpu=gpu, headroom=0, ranked=count, workers=workers, tell=tell).ranked
-        return [planned_recipe(choice) for choice in ranked]
+        return [PlannedRecipe.of(choice) for choice in ranked]
 
     return rank
 
@@ -218,8 +222,8 @@ def _job(file: Path) -> Job:
 def _measure(file: Path) -> tuple[Accuracy, Path]:
     """Return a result that was only predicted, or partly measured, after measuring the rest here."""
     from snugfit.cli.progress import show_progress
-    from snugfit.evaluation.accuracy import measure_rest
-    from snugfit.evaluation.accuracy_files import read
+    from snugfit.features.accuracy.files import read
+    from snugfit.features.accuracy.score import measure_rest
     from snugfit.job.gpu import find_gpu
 
     result, name = read(file), gpu_here()
@@ -237,8 +241,8 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
 def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) -> tuple[Accuracy, Path]:
     """Predict a file's runs again with today's code, and return them with the new file."""
     from snugfit.cli.progress import show_progress
-    from snugfit.evaluation.accuracy import rescore
-    from snugfit.evaluation.accuracy_files import read, read_rates
+    from snugfit.features.accuracy.files import read, read_rates
+    from snugfit.features.accuracy.score import rescore
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
 
@@ -252,16 +256,16 @@ def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) 
 
 def _print(results: list[Accuracy], form: str, plot: Path | None) -> None:
     """Print the results, and draw the requested plot."""
-    from snugfit.report.evaluation.accuracy import render
+    from snugfit.features.accuracy.tables import render
     from snugfit.report.text.page import print_as
 
     if plot is not None:
-        from snugfit.report.evaluation.accuracy_plot import draw
+        from snugfit.features.accuracy.scatter import draw
         from snugfit.report.text.files import write_atomically
 
         write_atomically(plot, draw(results, plot.suffix[1:]))
     if form == "markdown":
-        from snugfit.report.evaluation.accuracy_page import document
+        from snugfit.features.accuracy.markdown import document
 
         typer.echo(document(results), nl=False)
         return
@@ -271,7 +275,7 @@ def _print(results: list[Accuracy], form: str, plot: Path | None) -> None:
 
 def _read(path: Path) -> list[Accuracy]:
     """Return the results in a file, or in a folder's `accuracy-*.json`."""
-    from snugfit.evaluation.accuracy_files import read
+    from snugfit.features.accuracy.files import read
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]
     if not files:

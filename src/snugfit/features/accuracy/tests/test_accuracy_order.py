@@ -12,19 +12,19 @@ import pytest
 
 from made_up import footprint, job, measurement, prediction, timing
 from snugfit.cli.main import run as command
-from snugfit.comparison.compared_runs import Accuracy, ComparedRun
-from snugfit.comparison.ranking import gap, group_by_job, pooled_agreement
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.evaluation import accuracy as room
-from snugfit.evaluation import predict_runs
-from snugfit.evaluation.accuracy_files import read, read_rates, write
-from snugfit.evaluation.draw import draw_recipes
-from snugfit.evaluation.predict_runs import PlannedRecipe
+from snugfit.features.accuracy import predict_runs
+from snugfit.features.accuracy import score as room
+from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
+from snugfit.features.accuracy.draw import draw_recipes
+from snugfit.features.accuracy.files import read, read_rates, write
+from snugfit.features.accuracy.markdown import EDGES, document, histogram
+from snugfit.features.accuracy.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.ranking import gap, group_by_job, pooled_agreement
+from snugfit.features.accuracy.scatter import draw
+from snugfit.features.accuracy.tables import render
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import packaged_rates
-from snugfit.report.evaluation.accuracy import render
-from snugfit.report.evaluation.accuracy_page import EDGES, document, histogram
-from snugfit.report.evaluation.accuracy_plot import draw
 from snugfit.report.text.terminal import as_text
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
@@ -225,7 +225,7 @@ def test_the_command_draws_and_goes_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: None)
+    monkeypatch.setattr("snugfit.features.accuracy.command.gpu_here", lambda: None)
     job_file = tmp_path / "small.yaml"
     job_file.write_text("model: bert-base-uncased\ntask: sequence-classification\n")
     alone = ["--workers", "1", "--output", str(tmp_path)]
@@ -235,10 +235,10 @@ def test_the_command_draws_and_goes_on(
     assert len(read(file).runs) == 2
     assert command(["accuracy", "--measure", str(file)]) == 2
     assert "has no GPU" in capsys.readouterr().err
-    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr("snugfit.features.accuracy.command.gpu_here", lambda: "Tesla V100-SXM2-16GB")
     assert command(["accuracy", "--measure", str(file)]) == 2
     assert "the GPU of this machine is Tesla V100" in capsys.readouterr().err
-    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.features.accuracy.command.gpu_here", lambda: "NVIDIA H200")
     assert command(["accuracy", "--measure", str(file)]) == 0
     assert command(["accuracy", "--rescore", str(file), *alone]) == 0
     assert read(tmp_path / "accuracy-small-within-job-rescored.json").rescored
@@ -253,9 +253,9 @@ def test_the_best_of_plans_through_the_command(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from made_up_runs import planned
+    from made_up_plans import planned
 
-    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.features.accuracy.command.gpu_here", lambda: "NVIDIA H200")
     monkeypatch.setattr("snugfit.planning.search.search.plan", lambda job, **how: planned(how["ranked"]))
     files = [tmp_path / "small.yaml", tmp_path / "large.yaml"]
     for batch, file in enumerate(files, 1):

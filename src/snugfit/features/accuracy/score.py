@@ -19,10 +19,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import GpuError, SnugfitError
-from snugfit.evaluation.accuracy_files import write
-from snugfit.evaluation.predict_runs import PlannedRecipe, predict_again, predict_recipes
+from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
+from snugfit.features.accuracy.files import write
+from snugfit.features.accuracy.predict_runs import PlannedRecipe, predict_again, predict_recipes
 from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from snugfit.comparison.compared_runs import ComparedRun
+from snugfit.features.accuracy.compared_runs import ComparedRun
 
 APART = 0.05
 """Smallest difference between two distinct recipes, as a share of the faster one's seconds.

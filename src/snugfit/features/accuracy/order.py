@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from snugfit.comparison.compared_runs import ComparedRun
-from snugfit.comparison.ranking import APART, gap, pooled_agreement
+from snugfit.features.accuracy.compared_runs import ComparedRun
+from snugfit.features.accuracy.ranking import APART, gap, pooled_agreement
 from snugfit.report.text.grid import Grid
 from snugfit.units import show_mib
 

@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_accuracy import a_run
 
 from forked_children import forked_children
 from made_up import EVIL, footprint, job, measurement, prediction, timing
-from made_up_runs import a_run, planned
+from made_up_plans import planned
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.comparison.ranking import RankAgreement, agreement_of_pairs, gap, group_by_job, pooled_agreement
-from snugfit.evaluation.predict_runs import PlannedRecipe
-from snugfit.evaluation.verify import verify
+from snugfit.features.accuracy import verified_tables as report
+from snugfit.features.accuracy.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.ranking import (
+    RankAgreement,
+    agreement_of_pairs,
+    gap,
+    group_by_job,
+    pooled_agreement,
+)
+from snugfit.features.accuracy.verify import verify
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.plan import Plan
 from snugfit.prediction.rates import calibration_file
-from snugfit.report.plan import verify as report
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -102,10 +109,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     def predict(job: Any, recipe: Any, **how: Any) -> Any:
         return prediction(job=job, recipe=recipe, memory_bytes=how["memory_bytes"])
 
-    monkeypatch.setattr("snugfit.evaluation.peers.predict", predict)
+    monkeypatch.setattr("snugfit.features.accuracy.peers.predict", predict)
     monkeypatch.setattr("snugfit.planning.search.search.plan", search)
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
-    monkeypatch.setattr("snugfit.cli.verify.gpu_here", lambda: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.features.accuracy.plan_command.gpu_here", lambda: "NVIDIA H200")
     return questions
 
 
@@ -186,7 +193,7 @@ def test_what_cannot_be_verified_is_said_before_the_search(
     here: str | None, more: list[str], told: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("snugfit.cli.verify.gpu_here", lambda: here)
+    monkeypatch.setattr("snugfit.features.accuracy.plan_command.gpu_here", lambda: here)
     assert run([*ASK, "--verify", "2", *more]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snugfit.comparison.compared_runs import ComparedRun
-from snugfit.comparison.ranking import RankAgreement, gap, rank_agreement
 from snugfit.documents import encode_fields
-from snugfit.evaluation.accuracy import measure_run
-from snugfit.evaluation.peers import NO_PEERS, Peers
-from snugfit.evaluation.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.compared_runs import ComparedRun
+from snugfit.features.accuracy.peers import NO_PEERS, Peers
+from snugfit.features.accuracy.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.ranking import RankAgreement, gap, rank_agreement
+from snugfit.features.accuracy.score import measure_run
 from snugfit.job.job import Job
 
 SCHEMA = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
-from snugfit.comparison.ranking import group_by_job
-from snugfit.measurement.stopwatch import MAX_STABLE_SPREAD
-from snugfit.report.evaluation.accuracy import (
+from snugfit.features.accuracy.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
+from snugfit.features.accuracy.order import order_line, per_cent, seconds_cells
+from snugfit.features.accuracy.ranking import group_by_job
+from snugfit.features.accuracy.tables import (
     FIGURES,
     about_order,
     gaps_line,
@@ -17,7 +17,7 @@ from snugfit.report.evaluation.accuracy import (
     summary_grid,
     title,
 )
-from snugfit.report.evaluation.order import order_line, per_cent, seconds_cells
+from snugfit.measurement.stopwatch import MAX_STABLE_SPREAD
 from snugfit.report.text.grid import Grid, escape
 from snugfit.results.measurement import HIGH_DISTURBANCE
 

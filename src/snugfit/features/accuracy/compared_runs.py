@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from snugfit.comparison.compare import ErrorLine, error_lines, step_seconds_line
 from snugfit.documents import decode_fields, encode_fields
@@ -85,6 +85,13 @@ class ComparedRun:
     """First prediction of a rescored run."""
     original_step_seconds: float | None = None
     """First predicted seconds of a step of a rescored run."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "job_id": (str, ""),
+        "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
+        "complaint": (str | None, ""),
+    }
+    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
 
     @property
     def job_id(self) -> str:
@@ -169,6 +176,11 @@ class Accuracy:
     """Date and versions of a later prediction of the runs; such predictions are not forecasts."""
     original_versions: Mapping[str, str] = field(default_factory=dict)
     """Package versions of a rescored draw's first predictions."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["accuracy"], "Name of the document."),
+        "band": (Mapping[str, float], "Largest relative error inside the band, by figure."),
+    }
 
     @property
     def outside(self) -> tuple[ComparedRun, ...]:
