@@ -26,7 +26,6 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.calibrate import Calibration, ProbeReading, probes
 from snugfit.job.gpu import find_gpu
-from snugfit.measurement.doctor import GpuStatus, examine
 from snugfit.planning.fleet.cards import document_of_cards
 from snugfit.planning.fleet.prices import Prices, document
 from snugfit.prediction.rates import rates_for
@@ -123,11 +122,6 @@ def answers_about_machines(predicted: Prediction, measured: Measurement) -> Iter
     reading = ProbeReading(probe=update, predicted_seconds=0.1, measured_seconds=None, factor=None)
     rates = rates_for(h200)
     yield "calibrate --json", Calibration(gpus=1, rates=rates, readings=(reading,), versions={"torch": "2"})
-    card = GpuStatus(
-        name="H200", uuid="GPU-1", compute_capability=(9, 0), total_bytes=1, used_bytes=0, reserve_bytes=None,
-        processes=0,
-    )  # fmt: skip
-    yield "doctor --json", replace(examine(library=None), gpus=(card,))
 
 
 def cards_with_everything(kept_slots: Any, refused: Any) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Watching a block of the user's own code, and examining the machine."""
+"""Watching a block of the user's own code."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -19,12 +18,9 @@ from fake_nvml import H200_RESERVE, H200_TOTAL, FakeGpu, FakeNvml
 from snugfit.errors import GpuError, UsageError
 from snugfit.measurement import sampler as sampler_room
 from snugfit.measurement import watch as watch_room
-from snugfit.measurement.doctor import examine
 from snugfit.measurement.watch import Watch, watch
 from snugfit.measurement.watch_result import WatchResult
 from snugfit.measurement.watched_gpu import WatchedGpu
-from snugfit.report.doctor import render
-from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB, MIB
 
 A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
@@ -269,74 +265,3 @@ def test_watching_imports_no_torch() -> None:
     code = f"{block}\nimport sys; assert 'torch' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_the_doctor_tells_what_is_there() -> None:
-    found = examine(library=machine(processes=[(1, None)]), environment={"CUDA_VISIBLE_DEVICES": "1"})
-    assert found.nvml is None
-    assert [(gpu.uuid, gpu.processes) for gpu in found.gpus] == [(A, 1), (B, 0)]
-    assert found.gpus[0].reserve_bytes == H200_RESERVE
-    assert all(package.version for package in found.packages if package.required)
-    assert found.visible_devices == "1"
-    assert json.loads(json.dumps(found.to_json()))["what"] == "doctor"
-
-
-@pytest.mark.parametrize(
-    ("system", "release", "spills"),
-    [
-        ("Linux", "5.15.153.1-microsoft-standard-WSL2", True),
-        ("Linux", "4.4.0-19041-Microsoft", True),
-        ("Windows", "11", True),
-        ("Linux", "6.8.0-45-generic", False),
-    ],
-)
-def test_a_driver_that_goes_on_in_the_host_s_memory_is_told(
-    system: str, release: str, spills: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("platform.system", lambda: system)
-    monkeypatch.setattr("platform.release", lambda: release)
-    found = examine(library=machine())
-    assert (found.spills is not None) == spills
-    shown = " ".join(as_text(render(found)).split())
-    assert ("instead of refusing it" in shown) == spills
-
-
-def test_the_doctor_knows_extras_from_the_roster() -> None:
-    extras = {extra.name: extra for extra in examine(library=machine()).extras}
-    assert extras
-    assert all(extra.techniques for extra in extras.values())
-
-
-@pytest.mark.parametrize(
-    ("build", "library", "environment", "reason"),
-    [
-        (None, machine(), {}, "without CUDA"),
-        ("13.0", FakeNvml(absent=True), {}, "no NVIDIA driver was found: .*Not Found"),
-        ("13.0", FakeNvml(), {}, "finds no GPU"),
-        ("13.0", machine(), {"CUDA_VISIBLE_DEVICES": "-1"}, "hides every GPU"),
-    ],
-)
-def test_the_doctor_tells_why_not(
-    monkeypatch: pytest.MonkeyPatch,
-    build: str | None,
-    library: FakeNvml,
-    environment: dict[str, str],
-    reason: str,
-) -> None:
-    monkeypatch.setattr("snugfit.measurement.doctor.torch_cuda", lambda: build)
-    found = examine(library=library, environment=environment)
-    assert not found.cuda_usable
-    assert found.cuda_reason is not None
-    assert re.search(reason, found.cuda_reason)
-
-
-def test_the_doctor_is_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.measurement.doctor.torch_cuda", lambda: "13.0")
-    found = examine(library=machine(), environment={})
-    assert (found.cuda_usable, found.cuda_reason, found.driver) == (True, None, "580.159.04")
-
-
-def test_a_gpu_that_does_not_answer_is_found_with_its_fault() -> None:
-    (gpu,) = examine(library=FakeNvml(FakeGpu(lost=True)), environment={}).gpus
-    assert gpu.total_bytes is None
-    assert "lost" in str(gpu.fault)

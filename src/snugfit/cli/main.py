@@ -26,7 +26,6 @@ import typer
 
 from snugfit.cli.arguments import Command, show_version
 from snugfit.cli.calibrate import calibrate
-from snugfit.cli.doctor import doctor
 from snugfit.cli.gpus import gpus
 from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
@@ -73,7 +72,7 @@ app = typer.Typer(
 COMMANDS = (
     predict, plan, train, lengths, measure,
     *(command for commands in hooks("commands") for command in commands()),
-    calibrate, gpus, techniques, schema, doctor,
+    calibrate, gpus, techniques, schema,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)

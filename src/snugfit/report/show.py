@@ -13,11 +13,10 @@ from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.plan import Plan
-from snugfit.report import compare, doctor, measurement, prediction
+from snugfit.report import compare, measurement, prediction
 from snugfit.report.plan import gpu_plans, lengths, plan
 from snugfit.report.text.terminal import as_html, as_text
 from snugfit.results.measurement import Measurement
@@ -32,7 +31,6 @@ _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Plan: plan.render,
     LengthPlan: lengths.render,
     GpuPlans: gpu_plans.render,
-    Doctor: doctor.render,
 }
 
 

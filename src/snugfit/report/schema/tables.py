@@ -17,7 +17,6 @@ from snugfit.data.lengths import Lengths
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.cards import CardPlans, CardsCost, CardsOfKind
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost
@@ -72,7 +71,6 @@ DOCUMENTS: dict[str, type] = {
     "measure --predict --json": Comparison,
     "lengths --json": LengthPlan,
     "calibrate --json": Calibration,
-    "doctor --json": Doctor,
     "techniques --json": TechniqueList,
 }
 """Documents of the core's commands. `plan --lengths` prints a plan with the key `lengths`."""
@@ -184,7 +182,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "recipe": (str, "Recipe of the probe."),
     },
     HostLaunchCosts: {"foreign": (float, "A kernel that a library launches from Python.")},
-    Doctor: heads(Literal["doctor"]),
     TechniqueList: heads(Literal["techniques"]),
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
 }

@@ -12,7 +12,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from snugfit.measurement.host import spill_to_host
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
@@ -100,6 +100,11 @@ class Doctor:
     drivers."""
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES; None when it is not set."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["doctor"], "Name of the document.")
+    }
+    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `snugfit doctor --json` prints."""

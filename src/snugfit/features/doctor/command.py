@@ -7,8 +7,8 @@ from snugfit.cli import arguments as given
 
 def doctor(as_json: given.AsJson = False) -> None:
     """Examine this machine: versions, extras, GPU, NVML."""
-    from snugfit.measurement.doctor import examine
-    from snugfit.report.doctor import render
+    from snugfit.features.doctor.examine import examine
+    from snugfit.features.doctor.tables import render
     from snugfit.report.text.terminal import show, show_json
 
     findings = examine()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 
-from snugfit.measurement.doctor import Doctor, GpuStatus
+from snugfit.features.doctor.examine import Doctor, GpuStatus
 from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words
 from snugfit.units import show_bytes
