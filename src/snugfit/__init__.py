@@ -21,112 +21,98 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snugfit.cli.notebook import predict
-    from snugfit.cli.plan_cache import plan
-    from snugfit.comparison.compare import Comparison, compare
-    from snugfit.data.lengths import Lengths
-    from snugfit.errors import SnugfitError
-    from snugfit.frontends.custom_loop.accelerate import accelerate
-    from snugfit.frontends.custom_loop.run import HandRun
-    from snugfit.frontends.own import train
-    from snugfit.frontends.trainer.fit import fit
-    from snugfit.job.gpu import Gpu, all_gpus, find_gpu
-    from snugfit.job.job import Job, Phase, Task
-    from snugfit.job.model import Model
-    from snugfit.measurement.measure import measure
-    from snugfit.measurement.watch import watch
-    from snugfit.planning.fleet.gpu_plans import GpuPlans
-    from snugfit.planning.fleet.search_gpus import plan_gpus
-    from snugfit.planning.lengths.length_plan import LengthPlan
-    from snugfit.planning.lengths.lengths import plan_lengths
-    from snugfit.planning.plan import Plan
-    from snugfit.planning.search.ways_out import ways_out
-    from snugfit.planning.several_gpus.search import plan_several_gpus
-    from snugfit.results.footprint import Footprint, Timing
-    from snugfit.results.measurement import Measurement
-    from snugfit.results.prediction import Prediction
-    from snugfit.techniques.recipe import Recipe
-    from snugfit.training.run.trained import Trained
+    from snugfit.cli.notebook import predict as predict
+    from snugfit.cli.plan_cache import plan as plan
+    from snugfit.comparison.compare import Comparison as Comparison
+    from snugfit.comparison.compare import compare as compare
+    from snugfit.data.lengths import Lengths as Lengths
+    from snugfit.errors import SnugfitError as SnugfitError
+    from snugfit.frontends.custom_loop.accelerate import accelerate as accelerate
+    from snugfit.frontends.custom_loop.run import HandRun as HandRun
+    from snugfit.frontends.own import train as train
+    from snugfit.frontends.trainer.fit import fit as fit
+    from snugfit.job.gpu import Gpu as Gpu
+    from snugfit.job.gpu import all_gpus as all_gpus
+    from snugfit.job.gpu import find_gpu as find_gpu
+    from snugfit.job.job import Job as Job
+    from snugfit.job.job import Phase as Phase
+    from snugfit.job.job import Task as Task
+    from snugfit.job.model import Model as Model
+    from snugfit.measurement.measure import measure as measure
+    from snugfit.planning.fleet.gpu_plans import GpuPlans as GpuPlans
+    from snugfit.planning.fleet.search_gpus import plan_gpus as plan_gpus
+    from snugfit.planning.lengths.length_plan import LengthPlan as LengthPlan
+    from snugfit.planning.lengths.lengths import plan_lengths as plan_lengths
+    from snugfit.planning.plan import Plan as Plan
+    from snugfit.planning.search.ways_out import ways_out as ways_out
+    from snugfit.planning.several_gpus.search import plan_several_gpus as plan_several_gpus
+    from snugfit.results.footprint import Footprint as Footprint
+    from snugfit.results.footprint import Timing as Timing
+    from snugfit.results.measurement import Measurement as Measurement
+    from snugfit.results.prediction import Prediction as Prediction
+    from snugfit.techniques.recipe import Recipe as Recipe
+    from snugfit.training.run.trained import Trained as Trained
     from snugfit.versions import __version__ as __version__
 
-__all__ = [
-    "accelerate",
-    "all_gpus",
-    "compare",
-    "Comparison",
-    "find_gpu",
-    "fit",
-    "Footprint",
-    "Gpu",
-    "GpuPlans",
-    "HandRun",
-    "Job",
-    "LengthPlan",
-    "Lengths",
-    "measure",
-    "Measurement",
-    "Model",
-    "Phase",
-    "plan",
-    "Plan",
-    "plan_gpus",
-    "plan_lengths",
-    "plan_several_gpus",
-    "predict",
-    "Prediction",
-    "Recipe",
-    "SnugfitError",
-    "Task",
-    "Timing",
-    "train",
-    "Trained",
-    "watch",
-    "ways_out",
-]
-
 _HOMES = {
-    "cli.notebook": ("predict",),
-    "cli.plan_cache": ("plan",),
-    "comparison.compare": ("Comparison", "compare"),
-    "frontends.custom_loop.accelerate": ("accelerate",),
-    "frontends.custom_loop.run": ("HandRun",),
-    "frontends.own": ("train",),
-    "frontends.trainer.fit": ("fit",),
-    "errors": ("SnugfitError",),
-    "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
-    "job.job": ("Job", "Phase", "Task"),
-    "data.lengths": ("Lengths",),
-    "job.model": ("Model",),
-    "measurement.measure": ("measure",),
-    "results.measurement": ("Measurement",),
-    "measurement.watch": ("watch",),
-    "planning.search.ways_out": ("ways_out",),
-    "planning.fleet.gpu_plans": ("GpuPlans",),
-    "planning.lengths.length_plan": ("LengthPlan",),
-    "planning.lengths.lengths": ("plan_lengths",),
-    "planning.plan": ("Plan",),
-    "planning.fleet.search_gpus": ("plan_gpus",),
-    "planning.several_gpus.search": ("plan_several_gpus",),
-    "results.prediction": ("Prediction",),
-    "results.footprint": ("Footprint", "Timing"),
-    "techniques.recipe": ("Recipe",),
-    "training.run.trained": ("Trained",),
-    "versions": ("__version__",),
+    "__version__": "versions",
+    "accelerate": "frontends.custom_loop.accelerate",
+    "all_gpus": "job.gpu",
+    "compare": "comparison.compare",
+    "Comparison": "comparison.compare",
+    "find_gpu": "job.gpu",
+    "fit": "frontends.trainer.fit",
+    "Footprint": "results.footprint",
+    "Gpu": "job.gpu",
+    "GpuPlans": "planning.fleet.gpu_plans",
+    "HandRun": "frontends.custom_loop.run",
+    "Job": "job.job",
+    "LengthPlan": "planning.lengths.length_plan",
+    "Lengths": "data.lengths",
+    "measure": "measurement.measure",
+    "Measurement": "results.measurement",
+    "Model": "job.model",
+    "Phase": "job.job",
+    "plan": "cli.plan_cache",
+    "Plan": "planning.plan",
+    "plan_gpus": "planning.fleet.search_gpus",
+    "plan_lengths": "planning.lengths.lengths",
+    "plan_several_gpus": "planning.several_gpus.search",
+    "predict": "cli.notebook",
+    "Prediction": "results.prediction",
+    "Recipe": "techniques.recipe",
+    "SnugfitError": "errors",
+    "Task": "job.job",
+    "Timing": "results.footprint",
+    "train": "frontends.own",
+    "Trained": "training.run.trained",
+    "ways_out": "planning.search.ways_out",
 }
+"""Modules of the core by public name. Features have their own (`Feature.public_names`)."""
+
 _SHOWN = ("cli", "comparison", "measurement", "planning", "prediction", "results")
 """Rooms whose results print themselves, with a face from the report room."""
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            if home.split(".")[0] in _SHOWN:
-                importlib.import_module("snugfit.report.show").attach()
-            value = getattr(importlib.import_module(f"snugfit.{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module 'snugfit' has no attribute {name!r}")
+    if name == "__all__":
+        return sorted({*_HOMES, *_of_features()} - {"__version__"}, key=str.casefold)
+    home = f"snugfit.{_HOMES[name]}" if name in _HOMES else ""
+    # Python asks for several names of this form, which no feature has.
+    home = home or ("" if name.startswith("__") else _of_features().get(name, ""))
+    if not home:
+        raise AttributeError(f"module 'snugfit' has no attribute {name!r}")
+    if home.split(".")[1] in _SHOWN:
+        importlib.import_module("snugfit.report.show").attach()
+    globals()[name] = value = getattr(importlib.import_module(home), name)
+    return value
+
+
+def _of_features() -> dict[str, str]:
+    """Return the module of each public name of a feature."""
+    modules: dict[str, str] = importlib.import_module("snugfit.techniques.registry").public_modules()
+    return modules
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__getattr__("__all__")})

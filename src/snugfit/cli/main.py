@@ -32,9 +32,8 @@ from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.plugins import OPTION, named_plugins, without_plugins
 from snugfit.cli.predict import predict
-from snugfit.cli.schema import schema
+from snugfit.cli.reference import schema, techniques
 from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
-from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins

@@ -208,16 +208,21 @@ def _print(
     predictions: list[Prediction], *, operators: bool, details: bool, quiet: bool, as_json: bool
 ) -> None:
     """Print the answer: short, or the whole report for `details` and `operators`."""
-    from snugfit.report import compare, prediction, short
     from snugfit.report.text.page import print_as
-    from snugfit.report.text.terminal import show
 
     form, several = "json" if as_json else "terminal", len(predictions) > 1
     if several:
+        from snugfit.report import compare
+
         together = _side_by_side(predictions).to_json() if as_json else {}
         print_as(form, together, compare.render(predictions, details=details), quiet=quiet)
     elif (details or operators) and not (as_json or quiet):
+        from snugfit.report import prediction
+        from snugfit.report.text.terminal import show
+
         show(prediction.render(predictions[0], operators=operators))
     else:
+        from snugfit.report import short
+
         document = predictions[0].to_json() if as_json else {}
         print_as(form, document, short.render(predictions[0]), quiet=quiet)

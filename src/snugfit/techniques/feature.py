@@ -76,10 +76,10 @@ class Feature:
     """A deletable folder. Subclasses override the methods that they need."""
 
     name: ClassVar[str]  # the folder's, set by the registry
-
+    public_names: ClassVar[Mapping[str, str]] = {}
+    """Module names by name: `snugfit.NAME` is the object of this name in the module."""
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """Module names by slot; each module has one technique, and the module's name is the technique's."""
-
     needs: ClassVar[Mapping[str, str]] = {}
     """Other features that a technique's module imports, by module; without them the technique is left out."""
 

@@ -43,6 +43,15 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
     )
 
 
+def public_modules() -> dict[str, str]:
+    """Return the import path of the module of each public name of a feature."""
+    return {
+        name: f"{feature_packages()[feature.name]}.{module}"
+        for feature in features()
+        for name, module in feature.public_names.items()
+    }
+
+
 def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
     """Return owner and attribute of each tensor that features hold next to a weight."""
     return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]

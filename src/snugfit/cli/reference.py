@@ -1,4 +1,4 @@
-"""`snugfit techniques`: the techniques of the recipe notation."""
+"""`snugfit techniques`: those of the recipe notation. `snugfit schema`: JSON Schema of `--json` documents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from snugfit.cli import arguments as given
 from snugfit.errors import UsageError, did_you_mean
 
 Word = Annotated[str | None, typer.Argument(help="Only techniques with this slot, name or word in the name.")]
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="COMMAND", help="Command, such as predict or plan. Without one, all commands."),
+]
 
 
 def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
@@ -33,3 +37,11 @@ def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
         show_json(TechniqueList.of(roster).to_json())
     else:
         show(render(roster))
+
+
+def schema(command: Name = None) -> None:
+    """Print the JSON Schema (draft 2020-12) of a command's `--json` document."""
+    from snugfit.report.schema.json_schema import schema_of
+    from snugfit.report.text.terminal import show_json
+
+    show_json(schema_of(command))

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.measurement.watched_gpu import WatchedGpu
+from snugfit.features.watch.gpu import WatchedGpu
 from snugfit.units import GIB, show_bytes, show_seconds
 
 SCHEMA = 1

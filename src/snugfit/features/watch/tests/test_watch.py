@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
+import snugfit
 from fake_nvml import H200_RESERVE, H200_TOTAL, FakeGpu, FakeNvml
 from snugfit.errors import GpuError, UsageError
+from snugfit.features.watch import watch as watch_room
+from snugfit.features.watch.gpu import WatchedGpu
+from snugfit.features.watch.result import WatchResult
+from snugfit.features.watch.watch import Watch, watch
 from snugfit.measurement import sampler as sampler_room
-from snugfit.measurement import watch as watch_room
-from snugfit.measurement.watch import Watch, watch
-from snugfit.measurement.watch_result import WatchResult
-from snugfit.measurement.watched_gpu import WatchedGpu
 from snugfit.units import GIB, MIB
 
 A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
@@ -259,9 +260,17 @@ def test_what_was_seen_as_json(cuda: FakeCuda) -> None:
     assert document["gpus"][0]["nvml_bytes"] == 4000 * MIB
 
 
+def test_the_package_has_the_function_of_the_feature() -> None:
+    assert snugfit.watch is watch
+    assert {"watch", "predict"} <= set(snugfit.__all__)
+    assert "watch" in dir(snugfit)
+    with pytest.raises(AttributeError, match="no attribute 'watched'"):
+        snugfit.watched  # noqa: B018
+
+
 @pytest.mark.whole
 def test_watching_imports_no_torch() -> None:
-    block = "from snugfit.measurement.watch import watch\nwith watch(): pass"
+    block = "import snugfit\nwith snugfit.watch(): pass"
     code = f"{block}\nimport sys; assert 'torch' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -23,13 +23,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from snugfit.errors import GpuError
+from snugfit.features.watch.gpu import WatchedGpu
+from snugfit.features.watch.result import WatchResult
 from snugfit.measurement.contamination import GpuBaseline, during
 from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.visible_devices import card_at
-from snugfit.measurement.watch_result import WatchResult
-from snugfit.measurement.watched_gpu import WatchedGpu
 from snugfit.versions import torch_cuda
 
 _ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
