@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from snugfit import Job, Model, Plan, Prediction, Recipe, SnugfitError, plan, predict, train
+from snugfit.features.digits import digits, digits_job
 from snugfit.features.page.chart import BarFigure, BarGroup, PageParts
 from snugfit.features.page.front import draw_front
 from snugfit.features.page.pictures import draw_bars, draw_prediction
@@ -30,7 +31,6 @@ from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.report.text.files import writable_folder, write_atomically
 from snugfit.techniques.registry import picture
-from snugfit.training.digits import digits, digits_job
 from snugfit.units import show_bytes, show_seconds
 
 STEPS, KILLED_AFTER, SAVED_EVERY, PROFILED = 100, 50, 20, 8

@@ -216,7 +216,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
 
 
 def test_folders_of_a_room_import_only_lower_ones() -> None:
-    """`training.digits` is data that ships with the package. A test below has the rule for `techniques`."""
+    """A test below has the rule for `techniques`."""
     heights = {
         room: {folder: n for n, line in enumerate(lines) for folder in line.split(" ")}
         for room, lines in INNER.items()
