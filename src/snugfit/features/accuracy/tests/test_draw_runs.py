@@ -39,7 +39,7 @@ def test_sixteen_draws_meet_every_family() -> None:
 
 
 def test_draws_are_lawful_and_broad() -> None:
-    """Every technique but three is drawn: we cannot measure with the package of one, another is slower than a
+    """Every technique but three is drawn. One package cannot be measured here, another is slower than a
     fourth, and frozen parts are a user's choice. Few draws miss a few more techniques. All draws are valid,
     some with lengths that are not powers of two."""
     everything = [one for seed in range(12) for one in drawn(seed)]

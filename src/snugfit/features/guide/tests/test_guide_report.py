@@ -18,6 +18,7 @@ from snugfit.errors import GpuError
 from snugfit.features.guide import predictions as ask
 from snugfit.features.guide import run as suite_run
 from snugfit.features.guide import tables
+from snugfit.features.guide.cells import inert
 from snugfit.features.guide.feature import Guide
 from snugfit.features.guide.methods import helps, method_lines, stage_lines
 from snugfit.features.guide.suite import machines, suite, without_figures
@@ -206,6 +207,14 @@ def test_predictions_of_the_suite_come_in_the_order_of_their_requests(
 def test_answers_are_valid_against_the_schema() -> None:
     printed = {"guide --json": guide_result(measured=True, modern=True)}
     hold_to_schema(Guide().documents(), printed.items())
+
+
+def test_a_spreadsheet_runs_no_cell() -> None:
+    """Formulas are escaped, but numbers are not."""
+    for formula in ("=HYPERLINK(1)", "+1", "-cmd", "@sum", "\t=1"):
+        assert inert(formula) == f"'{formula}"
+    assert inert(-0.5) == "-0.5"
+    assert inert(None) == ""
 
 
 def test_csv_has_figures_as_numbers() -> None:
