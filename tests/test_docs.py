@@ -96,13 +96,17 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-OF_FEATURES = re.compile(r"(accuracy|guide|check|export|why-oom)\b|.* --(arguments|export|verify|\w*_\w*) ")
+OF_FEATURES = re.compile(r"(guide|check|export|why-oom)\b|.* --(arguments|export|\w*_\w*) ")
+OF_ACCURACY = re.compile(r"accuracy\b|.* --verify ")
 """Commands that the tests of features run."""
 
 
 @pytest.mark.parametrize(
     "command",
-    slow_but([one for one in commands() if not OF_FEATURES.match(one)], lambda one: "+ auto" not in one),
+    slow_but(
+        [one for one in commands() if not (OF_FEATURES.match(one) or OF_ACCURACY.match(one))],
+        lambda one: "+ auto" not in one,
+    ),
 )
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, capsys: pytest.CaptureFixture[str]

@@ -293,11 +293,11 @@ def feature_parameters(command: str) -> list[inspect.Parameter]:
 
 def job_options(command: str) -> list[str]:
     """Return the names of the options of features that describe a job, so that no model is needed."""
-    return [
-        one.name
+    declared = {
+        one.name: next(iter(getattr(one.annotation, "__metadata__", ())), one.default)
         for one in feature_parameters(command)
-        if one.annotation.__metadata__[0].rich_help_panel == JOB
-    ]
+    }
+    return [name for name, of_typer in declared.items() if getattr(of_typer, "rich_help_panel", "") == JOB]
 
 
 def say_written(path: Path) -> None:

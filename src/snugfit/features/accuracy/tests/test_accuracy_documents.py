@@ -22,7 +22,7 @@ from snugfit.features.accuracy.verify import Verification
 from snugfit.results.measurement import GpuClock
 from snugfit.techniques.recipe import Recipe
 from test_cli import empty_folder, refused
-from test_docs import answered, commands
+from test_docs import OF_ACCURACY, answered, commands
 from test_reference import hold_to_schema
 from test_tables import LONG, SHORTER, hold_rows_and_figures
 
@@ -69,9 +69,7 @@ def test_a_page_names_it_as_a_cause() -> None:
     assert f"the GPU lowered its clock: {LOWERED.fall}" in list(causes(run))
 
 
-@pytest.mark.parametrize(
-    "command", [one for one in commands() if one.startswith("accuracy") or "--verify" in one]
-)
+@pytest.mark.parametrize("command", [one for one in commands() if OF_ACCURACY.match(one)])
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
