@@ -29,7 +29,10 @@ def test_the_help_names_defaults_and_pictures(
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["guide", "--help"]) == 0
     told = capsys.readouterr().out
-    assert [words for words in ("[one per core]", "--html", "--plot") if words not in told] == []
+    assert "[one per core]" in told
+    pytest.importorskip("snugfit.features.page", reason="the feature page is not there")
+    assert "--html" in told
+    assert "--plot" in told
 
 
 def test_a_prediction_may_be_for_the_software_of_2022(asked: list[Any]) -> None:
@@ -75,6 +78,8 @@ def test_measuring_the_guide_without_a_gpu_is_refused(
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "--html" in command:
+        pytest.importorskip("snugfit.features.page", reason="the feature page is not there")
     monkeypatch.setattr("snugfit.features.guide.command.gpu_here", lambda: "NVIDIA H200")
     monkeypatch.setattr("snugfit.features.guide.run.run", lambda *_, **__: guide_result())
     monkeypatch.setattr("snugfit.features.guide.command.picture", lambda *_: b"a picture")
