@@ -35,11 +35,37 @@ from snugfit.versions import torch_cuda
 _ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
 
 
+CENSUSES_BEFORE = 4
+"""The driver's utilization covers up to a second before. Values of earlier censuses would include the time
+before the block."""
+
+
+class _Utilization:
+    """Shares of the time in which kernels ran, one for each census after the first second."""
+
+    def __init__(self, card: Card) -> None:
+        self._card, self._censuses = card, 0
+        self.shares: list[float] = []
+        self.fault: str | None = "the block was shorter than a second"
+        """Reason why `shares` is empty."""
+
+    def read(self) -> None:
+        """Read the utilization after a census."""
+        self._censuses += 1
+        if self._censuses <= CENSUSES_BEFORE:
+            return
+        try:
+            self.shares.append(self._card.utilization())
+        except NvmlUnavailable as reason:
+            self.fault = str(reason)
+
+
 class _SampledCard(NamedTuple):
     """A GPU with the thread that samples it."""
 
     card: Card
     sampler: Sampler
+    utilization: _Utilization
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of a `WatchedGpu` that NVML reports."""
@@ -52,10 +78,10 @@ class _SampledCard(NamedTuple):
             "process_bytes": max(shares, default=None),
             "other_processes": during(censuses, GpuBaseline(used_bytes=None, pids=frozenset(), reason=None)),
         }
-        if self.sampler.utilizations:
-            facts["utilization"] = statistics.fmean(self.sampler.utilizations)
+        if self.utilization.shares:
+            facts["utilization"] = statistics.fmean(self.utilization.shares)
         else:
-            facts["utilization_fault"] = self.sampler.utilization_fault
+            facts["utilization_fault"] = self.utilization.fault
         try:
             memory = self.card.memory()
         except NvmlUnavailable as reason:
@@ -142,8 +168,9 @@ class Watch:
         for index in self._indices:
             try:
                 card = self._card(nvml, index)
-                sampler = opened.enter_context(Sampler(card, belongs=lambda pid: pid == os.getpid()))
-                self._watched[index] = _SampledCard(card, sampler)
+                utilization = _Utilization(card)
+                sampler = Sampler(card, belongs=lambda pid: pid == os.getpid(), also=utilization.read)
+                self._watched[index] = _SampledCard(card, opened.enter_context(sampler), utilization)
             except (NvmlUnavailable, GpuError) as reason:
                 if self._gpus is not None and isinstance(reason, GpuError):
                     raise

@@ -165,7 +165,7 @@ def test_what_was_seen_is_answered_with_what_to_do(
 
 
 def test_utilization_is_read_after_the_first_second(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_room, "READINGS_BEFORE_UTILIZATION", 0)
+    monkeypatch.setattr(watch_room, "CENSUSES_BEFORE", 0)
     monkeypatch.setattr(sampler_room, "READINGS_PER_CENSUS", 1)
     read = threading.Event()
     library = machine(utilization=40, processes=[(os.getpid(), 700 * MIB), (4711, 3000 * MIB)])
