@@ -176,9 +176,10 @@ def file_option(name: str, help: str, endings: Sequence[str], rule: str) -> Any:
     """
 
     def check(path: Path | None) -> Path | None:
-        from snugfit.report.text.files import check_output
+        if path is not None:
+            from snugfit.report.text.files import check_output
 
-        check_output(name, path, endings, rule)
+            check_output(name, path, endings, rule)
         return path
 
     return typer.Option(name, help=help, dir_okay=False, metavar="FILE", callback=check)
