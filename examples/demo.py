@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 import torch
 
 from snugfit import Job, Model, Plan, Prediction, Recipe, SnugfitError, plan, predict, train
+from snugfit.features.digits import digits, digits_job
+from snugfit.features.page.chart import BarFigure, BarGroup, PageParts
+from snugfit.features.page.front import draw_front
+from snugfit.features.page.pictures import draw_bars, draw_prediction
 from snugfit.hub_kernels import import_peft
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.report.page.chart import BarFigure, BarGroup, PageParts
-from snugfit.report.pictures import draw_bars, draw_prediction, plot_bytes
-from snugfit.report.plan.front import draw_front
 from snugfit.report.text.files import writable_folder, write_atomically
-from snugfit.training.digits import digits, digits_job
+from snugfit.techniques.registry import picture
 from snugfit.units import show_bytes, show_seconds
 
 STEPS, KILLED_AFTER, SAVED_EVERY, PROFILED = 100, 50, 20, 8
@@ -287,7 +288,7 @@ def main() -> None:
     ]
     lines = ["BERT-large predicted, DistilBERT planned, a training run killed and resumed"]
     parts = PageParts("make demo", lines, charts, "")
-    file = write_atomically(folder / "demo.png", plot_bytes(parts, "png"))
+    file = write_atomically(folder / "demo.png", picture(parts, "png"))
     print(f"The picture of all this: {file.absolute()}")
 
 

@@ -8,7 +8,7 @@ taken again with a finer cut of the same batch.
 from transformers import Trainer, TrainingArguments
 
 import snugfit  # the first line
-from snugfit.training.digits import digits, digits_model
+from snugfit.features.digits import digits, digits_model
 
 arguments = TrainingArguments(
     output_dir="snugfit-examples/digits",

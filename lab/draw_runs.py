@@ -28,19 +28,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from snugfit.cli.accuracy import rank_by_plan
-from snugfit.comparison.compared_runs import Accuracy, ComparedRun
+from families import FAMILIES, Family
+
 from snugfit.errors import SnugfitError
-from snugfit.evaluation import accuracy
-from snugfit.evaluation.draw import MAX_PROPOSALS, draw_recipe
-from snugfit.evaluation.predict_runs import predict_each
+from snugfit.features.accuracy import score
+from snugfit.features.accuracy.command import rank_by_plan
+from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
+from snugfit.features.accuracy.draw import MAX_PROPOSALS, draw_recipe
+from snugfit.features.accuracy.predict_runs import predict_each
+from snugfit.features.accuracy.tables import file_name
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.prediction.worker_pool import map_in_processes
-from snugfit.report.evaluation.accuracy import file_name
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 
@@ -52,125 +54,6 @@ MAX_FLOPS = 3e13
 
 EVALUATION_SHARE = 0.08
 """Share of jobs that only evaluate."""
-
-TEXT_HEADS = (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION)
-ENCODER = (*TEXT_HEADS, Task.MASKED_LM)
-DECODER = (*TEXT_HEADS, Task.CAUSAL_LM)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture, with the config keys of its sizes and the range of each."""
-
-    name: str
-    """Name in the draw."""
-
-    preset: str
-    """The bundled preset that is resized."""
-
-    tasks: tuple[str, ...]
-    """Heads for the draw."""
-
-    depth: tuple[int, int]
-    """Fewest and most layers."""
-
-    width: tuple[int, int]
-    """Narrowest and widest hidden state."""
-
-    head_widths: tuple[int, ...] = (64,)
-    """Widths of one attention head; the hidden width is a multiple of one."""
-
-    longest: int = 2048
-    """Longest drawn sequence, at most the model's positions."""
-
-    keys: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("depth", ("num_hidden_layers",)),
-        ("width", ("hidden_size",)),
-        ("heads", ("num_attention_heads",)),
-        ("inner", ("intermediate_size",)),
-    )
-    """For each drawn size, the keys of the config that it is written to."""
-
-    choices: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Further keys, each with the values it may take."""
-
-    grouped: bool = False
-    """True if queries may share keys and values, several heads to one."""
-
-    free_heads: str = ""
-    """The key of one head's width, where heads together may be wider or narrower than the hidden state."""
-
-    vocabulary: str = "vocab_size"
-    """The key of the vocabulary's size; empty without one."""
-
-
-_SPEECH = (
-    ("depth", ("encoder_layers", "decoder_layers", "num_hidden_layers")),
-    ("width", ("d_model",)),
-    ("heads", ("encoder_attention_heads", "decoder_attention_heads")),
-    ("inner", ("encoder_ffn_dim", "decoder_ffn_dim")),
-)
-_T5 = (("depth", ("num_layers",)), ("width", ("d_model",)), ("heads", ("num_heads",)), ("inner", ("d_ff",)))
-_GPT2 = (("depth", ("n_layer",)), ("width", ("n_embd",)), ("heads", ("n_head",)), ("inner", ("n_inner",)))
-
-FAMILIES = (
-    Family(
-        name="bert", preset="google-bert/bert-large-uncased", tasks=ENCODER, depth=(4, 28), width=(256, 1536),
-        longest=512,
-    ),
-    Family(
-        name="roberta", preset="FacebookAI/roberta-large", tasks=ENCODER, depth=(4, 28), width=(256, 1536),
-        longest=512,
-    ),
-    Family(
-        name="modernbert", preset="answerdotai/ModernBERT-base", tasks=ENCODER, depth=(4, 28),
-        width=(384, 1280), choices=(("local_attention", (64, 128, 256)),),
-    ),
-    Family(
-        name="gpt2", preset="openai-community/gpt2-medium", tasks=DECODER, depth=(4, 36), width=(256, 1600),
-        longest=1024, keys=_GPT2,
-    ),
-    Family(
-        name="t5", preset="google-t5/t5-large", tasks=(Task.SEQ2SEQ_LM,), depth=(3, 16), width=(256, 1280),
-        longest=1024, keys=_T5, free_heads="d_kv",
-    ),
-    Family(
-        name="llama", preset="meta-llama/Llama-3.2-1B", tasks=DECODER, depth=(2, 20), width=(512, 2560),
-        head_widths=(64, 80, 128), grouped=True,
-    ),
-    Family(
-        name="qwen2", preset="Qwen/Qwen2.5-0.5B", tasks=DECODER, depth=(4, 24), width=(512, 2048),
-        head_widths=(64, 128), grouped=True,
-    ),
-    Family(
-        name="mistral", preset="mistralai/Mistral-7B-v0.3", tasks=DECODER, depth=(2, 16), width=(512, 2560),
-        head_widths=(64, 128), grouped=True, choices=(("sliding_window", (256, 4096)),),
-    ),
-    Family(
-        name="mixtral", preset="mistralai/Mixtral-8x7B-v0.1", tasks=DECODER, depth=(2, 6), width=(512, 1280),
-        head_widths=(64, 128), grouped=True,
-        choices=(("num_local_experts", (4, 8)), ("num_experts_per_tok", (1, 2))),
-    ),
-    Family(
-        name="gemma2", preset="google/gemma-2-2b", tasks=DECODER, depth=(2, 14), width=(512, 2304),
-        head_widths=(64, 128, 256), grouped=True, free_heads="head_dim",
-        choices=(("sliding_window", (256, 4096)),),
-    ),
-    Family(
-        name="phi3", preset="microsoft/Phi-3-mini-4k-instruct", tasks=DECODER, depth=(2, 20),
-        width=(768, 2304), head_widths=(64, 96), grouped=True, choices=(("sliding_window", (256, 2047)),),
-    ),
-    Family(
-        name="vit", preset="google/vit-large-patch16-224", tasks=("image-classification",), depth=(4, 28),
-        width=(256, 1536), choices=(("image_size", (160, 224, 384)), ("patch_size", (14, 16, 32))),
-        vocabulary="",
-    ),
-    Family(
-        name="whisper", preset="openai/whisper-medium", tasks=("speech-to-text",), depth=(2, 16),
-        width=(256, 1280), longest=448, keys=_SPEECH, choices=(("num_mel_bins", (80, 128)),),
-    ),
-)  # fmt: skip
-"""Draws cycle through them, in an order that the seed shuffles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,11 +232,11 @@ def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1) -> Compared
 
 
 def draw_runs(
-    seed: int, count: int, gpu: Gpu, writer: accuracy.RunWriter, *, gpus: int = 1, workers: int = 1
+    seed: int, count: int, gpu: Gpu, writer: score.RunWriter, *, gpus: int = 1, workers: int = 1
 ) -> Accuracy:
     """Draw `count` runs from `seed`, predict each for so many of `gpu`, and write them."""
     runs = map_in_processes(partial(predict_draw, seed, gpu, gpus=gpus), range(count), workers=workers)
-    return writer.record(accuracy.empty_result(gpu, seed, "drawn", gpus), runs, count)
+    return writer.record(score.empty_result(gpu, seed, "drawn", gpus), runs, count)
 
 
 def main() -> None:
@@ -379,15 +262,15 @@ def main() -> None:
     )
     kind = "within-job" if given.within_job else "top" if given.top else "drawn"
     stem = f"seed{seed}" + (f"-gpus{given.gpus}" if given.gpus > 1 else "")
-    writer = accuracy.RunWriter(given.folder / file_name(stem, kind, recipes), measured=False, tell=print)
+    writer = score.RunWriter(given.folder / file_name(stem, kind, recipes), measured=False, tell=print)
     if kind == "drawn":
         draw_runs(seed, given.draw, gpu, writer, gpus=given.gpus, workers=workers)
         return
     jobs = draw_training_jobs(seed, given.draw)
     if kind == "within-job":
-        accuracy.accuracy_within_jobs(seed, jobs, recipes, gpu, writer, workers=workers)
+        score.accuracy_within_jobs(seed, jobs, recipes, gpu, writer, workers=workers)
     else:
-        accuracy.accuracy_of_best(
+        score.accuracy_of_best(
             jobs, recipes, rank_by_plan(gpu, recipes, workers, print), gpu, writer, seed=seed
         )
 

@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.documents import encode_fields, read_document, write_document
+from snugfit.features.accuracy.compared_runs import ComparedRun
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draw_runs import FAMILIES, Family, proposals
+from draw_runs import proposals
+from families import FAMILIES, Family
 from torch.profiler import ProfilerActivity, profile
 
 from snugfit.errors import SnugfitError

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from snugfit.evaluation.accuracy_files import read
+from snugfit.features.accuracy.files import read
 from snugfit.job.job import Job
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer

@@ -308,18 +308,11 @@ def test_another_models_weights_are_refused_by_name(
         load_weights(adapted(now), tmp_path)
 
 
-def test_an_older_checkpoint_loads_and_is_refused_where_it_lacks_something(tmp_path: Path) -> None:
-    """It held only the adapter named "default", as peft writes it."""
-    from safetensors.torch import save_file
-
-    model = adapted(with_peft(lora))
-    adapter = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    save_file(adapter, tmp_path / "adapter_model.safetensors")
-    again = adapted(with_peft(lora), 2)
-    load_weights(again, tmp_path)
-    assert_same(model, again)
-    with pytest.raises(SnugfitError, match=r"older snugfit.*norm"):
-        load_weights(adapted(base_trains_too), tmp_path)
+def test_a_folder_of_peft_alone_is_no_checkpoint(tmp_path: Path) -> None:
+    """It may lack other weights that train."""
+    adapted(with_peft(lora)).save_pretrained(tmp_path)
+    with pytest.raises(SnugfitError, match=r"has adapters and no model_state\.json"):
+        load_weights(adapted(with_peft(lora), 2), tmp_path)
 
 
 def test_our_own_loop_keeps_the_same_files(tmp_path: Path) -> None:

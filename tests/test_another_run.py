@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +17,12 @@ from fitted import classified, fitted, model_of, padded, quiet, trained, trainer
 from small_runs import assert_same_weights, rows
 from snugfit import accelerate, train
 from snugfit.documents import read_document, write_document
-from snugfit.errors import SnugfitError, UsageError
+from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.training.checkpoint.facts import compare_facts, flatten, schedule_facts
 from snugfit.training.checkpoint.manifest import MANIFEST, checksum
-from snugfit.training.options import TrainOptions
-from snugfit.training.run.run import compare_runs, depends_on_length
+from snugfit.training.run.run import depends_on_length
 from tiers import slow_but
 
 pytestmark = pytest.mark.whole
@@ -144,7 +141,6 @@ def test_fit_lets_alone_what_changes_no_step(kept: Path, tmp_path: Path) -> None
     assert trainer.state.global_step == 10
     texts = [event.get("text", "") for event in trainer.told]
     assert any("recipe was 'micro_batches(2)'" in text and "bit for bit" in text for text in texts)
-    assert not any("earlier snugfit" in text for text in texts)
 
 
 def test_more_steps_go_on_where_the_schedule_does_not_depend_on_them(tmp_path: Path) -> None:
@@ -156,21 +152,13 @@ def test_more_steps_go_on_where_the_schedule_does_not_depend_on_them(tmp_path: P
     assert_same_weights(longer.model, whole.model)
 
 
-def without_facts(folder: Path) -> None:
-    """Rewrite a checkpoint as an older snugfit wrote it."""
-    document = read_document(folder / MANIFEST)
-    del document["sha256"], document["about"]["facts"]
-    write_document(folder / MANIFEST, {**document, "sha256": checksum(document)})
-
-
-def test_an_older_checkpoint_goes_on_and_says_what_is_not_known(kept: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_settings_is_refused(kept: Path, tmp_path: Path) -> None:
     shutil.copytree(kept / "checkpoint-5", tmp_path / "checkpoint-5")
-    without_facts(tmp_path / "checkpoint-5")
-    trainer = trained(trainer_to_fit(tmp_path), True)
-    assert any("written by an earlier snugfit" in event.get("text", "") for event in trainer.told)
-    other_optimizer = trainer_to_fit(tmp_path / "b", recipe="adafactor_torch + micro_batches(2)")
-    with pytest.raises(UsageError, match="optimizer"):
-        other_optimizer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    document = read_document(tmp_path / "checkpoint-5" / MANIFEST)
+    del document["sha256"], document["about"]["facts"]
+    write_document(tmp_path / "checkpoint-5" / MANIFEST, {**document, "sha256": checksum(document)})
+    with pytest.raises(UsageError, match=r"no settings to compare, as a snugfit before 0\.1\.0 wrote it"):
+        trainer_to_fit(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_optimizers_and_schedules_of_ones_own_are_compared(tmp_path: Path) -> None:
@@ -278,17 +266,6 @@ def test_accelerate_goes_on_under_finer_pieces(kept_by_hand: Path, tmp_path: Pat
     assert any("bit for bit" in event.get("text", "") for event in told)
 
 
-def test_an_older_checkpoint_with_another_schedule_ends_in_one_line(
-    kept_by_hand: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(kept_by_hand / "checkpoint-1", tmp_path / "checkpoint-1")
-    without_facts(tmp_path / "checkpoint-1")
-    chained = torch.optim.lr_scheduler.LambdaLR
-    with by_hand(tmp_path, schedule=lambda optimizer: chained(optimizer, lambda step: 1.0)) as run:
-        with pytest.raises(SnugfitError, match="has another schedule than this run's LambdaLR"):
-            run.resume()
-
-
 # ---- our own loop ----------------------------------------------------------------------------------------
 
 
@@ -357,22 +334,3 @@ def test_schedules_are_compared_by_their_settings_and_parts() -> None:
     before, now = ({"facts": schedule_facts(chain(gamma)), "versions": {}} for gamma in (0.9, 0.8))
     differing = compare_facts(before, now)
     assert differing == ["schedule.1.gamma was 0.9 and is 0.8"]
-
-
-def test_a_checkpoint_of_a_preset_that_named_no_class_is_of_the_same_run() -> None:
-    """Older presets did not name their checkpoint's class. The sizes are equal, and a different size is
-    refused."""
-    job = Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM, sequence_length=16)
-    about: dict[str, Any] = {
-        "job": job.to_json(),
-        "options": {},
-        "versions": {},
-        "facts": {},
-        "data": None,
-    }
-    run: Any = SimpleNamespace(about=lambda recipe: about, recipe=None, options=TrainOptions())
-    before = copy.deepcopy(about)
-    del before["job"]["model"]["config"]["architectures"]
-    assert compare_runs(before, run) == ([], [])
-    before["job"]["model"]["config"]["n_layer"] = 6
-    assert compare_runs(before, run)[0][0].startswith("job.model was ")

@@ -108,21 +108,15 @@ TYPED = {
     "no job file": (["predict", "--job", "missing.yaml"], "no such job file"),
     "unknown format": (["plan", *BERT, "--format", "pdf"], "markdown"),
     "no such choice": (["plan", *BERT, *V100, "--fidelity", "exact"], "'--fidelity': 'exact' is not one"),
-    "a show that draws": (["accuracy", "--show", "x.json", "--seed", "3"], "--seed is for new runs"),
-    "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output is for new"),
-    "predicted again only": (["accuracy", "--rescore", "x.json", "--gpu", "l4"], "--gpu is for new runs"),
-    "learning left out": (["plan", *BERT, "--no-learn"], "--verify no longer changes the calibration."),
     "an empty path": (["measure", *BERT, "--ledger", ""], "--ledger is empty. Give it a value, or"),
     "an empty path after =": (["measure", *BERT, "--ledger="], "--ledger is empty. Give it a"),
     "an empty name": (["gpus", ""], "A name is empty. Give it a value, or leave it out."),
     "two forms": (["plan", *BERT, "--json", "--format", "markdown"], "are two forms of"),
     "operators of several": (["predict", *BERT, "--operators", "--compare", "bf16"], "shows one recipe."),
-    "a page before the model": (["predict", "no-model", "--html", "foo.txt"], "a page is a .html file"),
     "a trace before the model": (["predict", "no-model", "--trace", "foo.txt"], "a trace is a .pickle for"),
     "a headroom of more than all": (["gpus", "t4", "--for", *BERT, "--headroom", "200%"], "leaves nothing"),
     "two prices": (["gpus", "t4", "--for", *BERT, "--price", "t4=1", "--price", "T4=2"], "prices, 1 and 2"),
     "a price below 0": (["gpus", "t4", "--for", *BERT, "--price", "t4=-1"], "must be a number above 0"),
-    "a plot in a file": (["accuracy", "--show", "x.json", "--plot", f"{sys.executable}/a.svg"], "is a file"),
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,13 +9,10 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeGpu, FakeNvml, NvmlError
-from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.measurement.clock import ClockReading, clock_between, read_clock
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Sampler
-from snugfit.report.evaluation.accuracy_page import causes
 from snugfit.results.measurement import GpuClock
-from test_verify import a_run
 
 POWER, HEAT, IDLE = 0x04, 0x40, 0x01
 LOWERED = GpuClock(mean_mhz=1700.4, lowest_mhz=1590, highest_mhz=1980, readings=40, reasons={"power": 0.9})
@@ -85,12 +81,6 @@ def test_the_sampler_reads_it_all_along() -> None:
             time.sleep(0.01)
     assert [one.mhz for one in sampler.clocks[:3]] == [1980, 1600, 1600]
     assert all(begin <= one.moment <= time.monotonic() and one.reasons == POWER for one in sampler.clocks)
-
-
-def test_a_page_names_it_as_a_cause() -> None:
-    run = ComparedRun.from_json(json.loads(json.dumps(a_run(0, 1.0, 1.1, clock=LOWERED).to_json())))
-    assert run.clock == LOWERED
-    assert f"the GPU lowered its clock: {LOWERED.fall}" in list(causes(run))
 
 
 def test_a_maximum_that_is_refused_is_no_fault() -> None:

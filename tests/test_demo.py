@@ -24,6 +24,8 @@ NEAR = 0.01
 
 def demo_module() -> Any:
     """Import the demo under a name with which processes can exchange its results."""
+    for feature in ("digits", "page"):
+        pytest.importorskip(f"snugfit.features.{feature}", reason=f"the feature {feature} is not there")
     sys.path.insert(0, str(EXAMPLES))
     try:
         return importlib.import_module("demo")

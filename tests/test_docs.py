@@ -16,6 +16,7 @@ from prose import sentences
 import snugfit
 from in_roster import needs_techniques
 from made_up import measurement, prediction
+from made_up_plans import planned
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.calibrate import Calibration
@@ -25,7 +26,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 from test_gpus_command import made_up as plans_for_gpus
-from test_verify import planned
 from test_words import texts_of
 from tiers import slow_but
 
@@ -67,7 +67,6 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return rehearse(small_job("bert", 1), Recipe().setup(), CudaPolicy())
 
     monkeypatch.setattr("snugfit.prediction.traces.export_trace.rehearse_again", rehearse_again)
-    monkeypatch.setattr("snugfit.evaluation.peers.predict", predict)
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     calibration = Calibration(gpus=1, rates=rates_for(H200), readings=(), versions={})
@@ -82,7 +81,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
     monkeypatch.setattr("snugfit.features.distributed.launch.launch", lambda *_: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for command in ("measure", "accuracy", "calibrate", "verify"):
+    for command in ("measure", "calibrate"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
     for text in (*pieces("yaml"), *(text for text in pieces("python") if text.startswith("# "))):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
@@ -91,15 +90,21 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 OF_FEATURES = re.compile(r"(guide|check|export|why-oom|lengths)\b|.* --(arguments|export|\w*_\w*) ")
+OF_ACCURACY = re.compile(r"accuracy\b|.* --verify ")
 """Commands that the tests of features run."""
 OF_GPU_GROUPS = re.compile(r"(plan|gpus)\b.* --gpus ")
 """Plans for several GPUs, which the tests of their feature run."""
+ELSEWHERE = (OF_FEATURES, OF_ACCURACY, OF_GPU_GROUPS)
 
 
 @pytest.mark.parametrize(
     "command",
     slow_but(
-        [one for one in commands() if not OF_FEATURES.match(one) and not OF_GPU_GROUPS.match(one)],
+        [
+            one
+            for one in commands()
+            if not any(p.match(one) for p in (OF_FEATURES, OF_ACCURACY, OF_GPU_GROUPS))
+        ],
         lambda one: "+ auto" not in one,
     ),
 )
@@ -108,6 +113,8 @@ def test_a_command_of_the_docs_is_understood(
 ) -> None:
     if "--gpus" in command:
         needs_techniques("fsdp")
+    if any(option in command for option in ("--html", "--open", "--plot")):
+        pytest.importorskip("snugfit.features.page", reason="the feature page is not there")
     assert run(shlex.split(command)) == 0, capsys.readouterr().err
 
 
@@ -119,6 +126,8 @@ def test_the_docs_have_commands_and_python() -> None:
 @pytest.mark.parametrize("text", pieces("python"))
 def test_python_of_the_docs_uses_what_there_is(text: str) -> None:
     tree = ast.parse(text)
+    if "snugfit.watch" in text:
+        pytest.importorskip("snugfit.features.watch", reason="the feature watch is not there")
     asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _of_ours(node)}
     assert asked <= set(snugfit.__all__)
 
@@ -141,6 +150,7 @@ def test_each_door_has_an_example() -> None:
 def test_training_of_the_docs_runs_as_printed(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("snugfit.features.digits", reason="the feature digits is not there")
     monkeypatch.chdir(tmp_path)
     exec(compile(text, "docs", "exec"), {})
     assert re.match(r"finished|[0-9]+$", capsys.readouterr().out.splitlines()[-1])

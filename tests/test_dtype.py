@@ -27,7 +27,6 @@ from snugfit.step.build import build_model
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
-from snugfit.training.run.run import _earlier_job
 
 FACTS = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
@@ -170,14 +169,6 @@ def test_a_live_model_keeps_its_dtype_unless_a_cast_is_named(
     assert [id(weight) for weight in after] == [id(weight) for weight in trained], "an optimizer holds them"
     assert {weight.dtype for weight in after} == {torch.float32}
     assert len(lines) == (frozen is torch.float32)
-
-
-def test_a_run_that_began_before_jobs_had_a_dtype_goes_on_in_fp32() -> None:
-    now = job_of(Model.find("meta-llama/Llama-3.1-8B"), dtype="float32").to_json()
-    before = json.loads(json.dumps(now))
-    del before["dtype"], before["model"]["dtype"]
-    assert _earlier_job(before, now) == now
-    assert _earlier_job(before, {**now, "dtype": "bfloat16"})["dtype"] == "float32"
 
 
 def test_the_command_takes_a_dtype_and_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

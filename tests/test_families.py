@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from draw_runs import FAMILIES, Family
+from families import FAMILIES, Family
 from transformers.integrations import moe, sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 

@@ -131,9 +131,8 @@ BELOW["training"] = BELOW["data"] | {"data"}
 BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}
 BELOW["planning"] = BELOW["prediction"] | {"prediction", "data"}
 BELOW["comparison"] = BELOW["prediction"] | {"prediction", "measurement"}
-BELOW["evaluation"] = BELOW["comparison"] | {"comparison"}
 BELOW["report"] = set(BELOW)
-BELOW["frontends"] = BELOW["report"] - {"comparison", "evaluation"} | {"report"}
+BELOW["frontends"] = BELOW["report"] - {"comparison"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "frontends"}
 BELOW["features"] = set(BELOW)
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
@@ -144,7 +143,7 @@ INNER = {
     "rehearsal": ("trace", "device", "record", ""),
     "planning": ("", "cost", "search", "fleet"),
     "training": ("", "checkpoint", "run"),
-    "report": ("text", "page", "evaluation", "plan", ""),
+    "report": ("text", "plan", ""),
 }
 """The folders of a room, the lowest first; folders of one line never import each other. An empty name is
 the files outside these folders."""
@@ -220,7 +219,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
 
 
 def test_folders_of_a_room_import_only_lower_ones() -> None:
-    """`training.digits` is data that ships with the package. A test below has the rule for `techniques`."""
+    """A test below has the rule for `techniques`."""
     heights = {
         room: {folder: n for n, line in enumerate(lines) for folder in line.split(" ")}
         for room, lines in INNER.items()

@@ -29,8 +29,10 @@ from snugfit.errors import RecipeError
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Technique
-from snugfit.training.digits import digits, digits_job
 from tiers import slow_but
+
+task = pytest.importorskip("snugfit.features.digits", reason="the feature digits is not there")
+digits, digits_job = task.digits, task.digits_job
 
 pytestmark = pytest.mark.whole
 needs_task("image-classification")

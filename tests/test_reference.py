@@ -25,9 +25,7 @@ from made_up import measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.calibrate import Calibration, ProbeReading, probes
-from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.job.gpu import find_gpu
-from snugfit.measurement.doctor import GpuStatus, examine
 from snugfit.planning.fleet.prices import Prices, document
 from snugfit.prediction.rates import rates_for
 from snugfit.report.schema.json_schema import keys, objects, schema_of, title
@@ -107,24 +105,6 @@ def answers_about_machines(predicted: Prediction, measured: Measurement) -> Iter
     reading = ProbeReading(probe=update, predicted_seconds=0.1, measured_seconds=None, factor=None)
     rates = rates_for(h200)
     yield "calibrate --json", Calibration(gpus=1, rates=rates, readings=(reading,), versions={"torch": "2"})
-    run = ComparedRun(
-        number=0,
-        family="gpt2",
-        job=predicted.job,
-        recipe=predicted.recipe,
-        predicted=predicted.footprint,
-        outcome="ok",
-        measured=measured.footprint,
-        predicted_step_seconds=0.1,
-        step_seconds=0.1,
-        clock=GpuClock(mean_mhz=1700.4, lowest_mhz=1590, highest_mhz=1980, readings=40, reasons={}),
-    )
-    yield "accuracy --json", Accuracy(seed=1, gpu=h200.name, device=None, versions={}, runs=(run,))
-    card = GpuStatus(
-        name="H200", uuid="GPU-1", compute_capability=(9, 0), total_bytes=1, used_bytes=0, reserve_bytes=None,
-        processes=0,
-    )  # fmt: skip
-    yield "doctor --json", replace(examine(library=None), gpus=(card,))
 
 
 @pytest.mark.whole

@@ -156,15 +156,10 @@ def test_bars_are_as_high_as_they_should_be() -> None:
     assert curve.legend([("forward", 0, 4), ("update", 4, 5)], 8) == "└for└"
 
 
-def test_markdown_and_csv_make_foreign_words_inert() -> None:
-    """Pipes, links, HTML and formulas are escaped, but numbers are not."""
+def test_markdown_makes_foreign_words_inert() -> None:
     cell = grid.escape("[a](javascript:x)|<b>`c`")
     assert cell == r"\[a\](javascript:x)\|&lt;b&gt;\`c\`"
     assert grid.escape("a\r\nb\x1b[2J\x07 \u202ec") == "a b\ufffd\\[2J\ufffd \ufffdc"
-    for formula in ("=HYPERLINK(1)", "+1", "-cmd", "@sum", "\t=1"):
-        assert grid.inert(formula) == f"'{formula}"
-    assert grid.inert(-0.5) == "-0.5"
-    assert grid.inert(None) == ""
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -264,7 +259,7 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
     show.attach()
     assert "fits, 8.2 GiB free" in str(prediction())
     assert "samples/s" in str(measurement())
-    assert prediction()._repr_html_().startswith('<div class="snugfit good">')
+    assert "bert-large-uncased" in prediction()._repr_html_()
 
 
 def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(

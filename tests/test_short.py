@@ -21,7 +21,6 @@ from snugfit.prediction.predict import predict
 from snugfit.report import compare, short
 from snugfit.report import measurement as measured
 from snugfit.report import prediction as whole
-from snugfit.report.headlines import of_prediction
 from snugfit.report.items import item_name, items_at_peak
 from snugfit.report.plan import short as short_plan
 from snugfit.report.text.answer import show_fit
@@ -114,7 +113,6 @@ def test_the_first_line_has_its_conditions() -> None:
     unnamed = prediction(20 * GIB, gpu=None, memory_bytes=8 * GIB, gpus=2)
     assert "4 × 512, 2 GPUs: does not fit" in short.verdict(unnamed).text
     assert "2 GPUs without a name" in as_text(whole.render(unnamed))
-    assert of_prediction(unnamed).title.startswith("bert-large-uncased does not fit on each of 2 GPUs: ")
     more = short.verdict(prediction(memory_bytes=80 * GIB)).text
     assert "Tesla V100-SXM2-16GB with 80.0 GiB: fits, 72.4 GiB free" in more
     assert "16GB: fits" in short.verdict(prediction(memory_bytes=16 * GIB)).text, "the marketed size"

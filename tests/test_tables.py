@@ -14,15 +14,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from made_up import measurement, prediction
-from snugfit.comparison.compared_runs import Accuracy
-from snugfit.evaluation.verify import Verification
 from snugfit.job.gpu import all_gpus
 from snugfit.planning.plan import Change, Choice, Start
 from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
-from snugfit.report.evaluation import accuracy
-from snugfit.report.plan import gpu_plans, plan, verify
+from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import as_text, show
@@ -31,9 +28,7 @@ from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
 from test_gpus_command import PRICES
 from test_gpus_command import made_up as made_up_gpu_plans
-from test_peers import verified
 from test_plan_command import made_up as made_up_plan
-from test_verify import a_run
 
 
 @pytest.mark.parametrize(("columns", "longest"), [("40", 40), ("0", 120), ("", 120), ("wide", 120)])
@@ -80,14 +75,6 @@ def _gpu_plans() -> RenderableType:
     return gpu_plans.render(replace(plans, answers=tuple(answers), steps=12_345_678), PRICES)
 
 
-def _accuracy(kind: str) -> Accuracy:
-    runs = tuple(
-        a_run(number, 12.3456, 11.9876, recipe=Recipe.parse(text))
-        for number, text in enumerate((LONG, SHORTER, "plain"), 1)
-    )
-    return Accuracy(seed=5, kind=kind, gpu="h200", device="NVIDIA H200", versions={}, runs=runs)
-
-
 REPORTS = {
     "gpus": lambda: gpus.render(all_gpus()),
     "gpus --for --price": _gpu_plans,
@@ -97,12 +84,6 @@ REPORTS = {
         [prediction(recipe=Recipe.parse(LONG)), prediction(8 * GIB, recipe=Recipe.parse(SHORTER))]
     ),
     "techniques": lambda: techniques.render(roster()),
-    "accuracy": lambda: accuracy.render(_accuracy("drawn")),
-    "accuracy --within-job": lambda: accuracy.render(_accuracy("within-job")),
-    "plan --verify": lambda: verify.grid(
-        Verification(gpu="h200", device="NVIDIA H200", runs=_accuracy("top").runs, versions={})
-    ),
-    "plan --verify, peers": lambda: verify.render(verified(0.1, 0.3, None, 0.2)),
     "measure": lambda: measurement_report.render(measurement()),
 }
 

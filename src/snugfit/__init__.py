@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from snugfit.features.loops.custom_loop.accelerate import accelerate as accelerate
     from snugfit.features.loops.custom_loop.run import HandRun as HandRun
     from snugfit.features.loops.trainer.fit import fit as fit
+    from snugfit.features.watch.watch import watch as watch
     from snugfit.frontends.own import train as train
     from snugfit.job.gpu import Gpu as Gpu
     from snugfit.job.gpu import all_gpus as all_gpus
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from snugfit.job.job import Task as Task
     from snugfit.job.model import Model as Model
     from snugfit.measurement.measure import measure as measure
-    from snugfit.measurement.watch import watch as watch
     from snugfit.planning.fleet.gpu_plans import GpuPlans as GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus as plan_gpus
     from snugfit.planning.plan import Plan as Plan
@@ -55,53 +55,58 @@ if TYPE_CHECKING:
     from snugfit.training.run.trained import Trained as Trained
     from snugfit.versions import __version__ as __version__
 
-
 _HOMES = {
-    "cli.notebook": ("predict",),
-    "cli.plan_cache": ("plan",),
-    "comparison.compare": ("Comparison", "compare"),
-    "frontends.own": ("train",),
-    "errors": ("SnugfitError",),
-    "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
-    "job.job": ("Job", "Phase", "Task"),
-    "job.model": ("Model",),
-    "measurement.measure": ("measure",),
-    "results.measurement": ("Measurement",),
-    "measurement.watch": ("watch",),
-    "planning.search.ways_out": ("ways_out",),
-    "planning.fleet.gpu_plans": ("GpuPlans",),
-    "planning.plan": ("Plan",),
-    "planning.fleet.search_gpus": ("plan_gpus",),
-    "results.prediction": ("Prediction",),
-    "results.footprint": ("Footprint", "Timing"),
-    "techniques.recipe": ("Recipe",),
-    "training.run.trained": ("Trained",),
-    "versions": ("__version__",),
+    "__version__": "versions",
+    "all_gpus": "job.gpu",
+    "compare": "comparison.compare",
+    "Comparison": "comparison.compare",
+    "find_gpu": "job.gpu",
+    "Footprint": "results.footprint",
+    "Gpu": "job.gpu",
+    "GpuPlans": "planning.fleet.gpu_plans",
+    "Job": "job.job",
+    "measure": "measurement.measure",
+    "Measurement": "results.measurement",
+    "Model": "job.model",
+    "Phase": "job.job",
+    "plan": "cli.plan_cache",
+    "Plan": "planning.plan",
+    "plan_gpus": "planning.fleet.search_gpus",
+    "predict": "cli.notebook",
+    "Prediction": "results.prediction",
+    "Recipe": "techniques.recipe",
+    "SnugfitError": "errors",
+    "Task": "job.job",
+    "Timing": "results.footprint",
+    "train": "frontends.own",
+    "Trained": "training.run.trained",
+    "ways_out": "planning.search.ways_out",
 }
+"""Modules of the core by public name. Features have their own (`Feature.public_names`)."""
+
 _SHOWN = ("cli", "comparison", "measurement", "planning", "prediction", "results")
 """Rooms whose results print themselves, with a face from the report room."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        core = {name for names in _HOMES.values() for name in names} - {"__version__"}
-        return sorted({*core, *_names_of_features()}, key=str.casefold)
-    home = next((home for home, names in _HOMES.items() if name in names), "")
-    module = f"snugfit.{home}" if home else "" if name[0] == "_" else _names_of_features().get(name, "")
-    if not module:
+        return sorted({*_HOMES, *_of_features()} - {"__version__"}, key=str.casefold)
+    home = f"snugfit.{_HOMES[name]}" if name in _HOMES else ""
+    # No feature has a name of this form, and the import system reads several.
+    home = home or ("" if name.startswith("__") else _of_features().get(name, ""))
+    if not home:
         raise AttributeError(f"module 'snugfit' has no attribute {name!r}")
-    # Results of features print themselves too.
-    if not home or home.split(".")[0] in _SHOWN:
+    if home.split(".")[1] in _SHOWN:
         importlib.import_module("snugfit.report.show").attach()
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
+    globals()[name] = value = getattr(importlib.import_module(home), name)
     return value
 
 
-def _names_of_features() -> dict[str, str]:
-    """Return the module of each name that a feature adds."""
-    return importlib.import_module("snugfit.techniques.registry").public_names()  # type: ignore[no-any-return]
+def _of_features() -> dict[str, str]:
+    """Return the module of each public name of a feature."""
+    modules: dict[str, str] = importlib.import_module("snugfit.techniques.registry").public_names()
+    return modules
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__getattr__("__all__")])
+    return sorted({*globals(), *__getattr__("__all__")})

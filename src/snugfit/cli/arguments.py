@@ -7,9 +7,7 @@ arguments from its signature, so the signature is assembled: no argument is list
 from __future__ import annotations
 
 import inspect
-import shlex
-import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +19,6 @@ from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
-    from snugfit.job.job import Job
 
 TAKE_AUTO = ("predict", "measure", "train")
 """Commands that put a technique in the place of `auto`: those about one recipe on one GPU."""
@@ -170,21 +167,26 @@ NoWaysOut = Annotated[
     bool, typer.Option("--no-ways-out", help="If it does not fit: do not look for changes that fit.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
-Html = Annotated[
-    Path | None,
-    typer.Option(help="Write the answer with pictures into this .html file.", dir_okay=False, metavar="FILE"),
-]
-Open = Annotated[
-    bool,
-    typer.Option("--open", help="Open the page in the browser; without --html it is a temporary file."),
-]
-PLOT_FILE = "a plot is a .png or a .svg file"
-TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
-TRACE_FILE = "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto"
-Plot = Annotated[
-    Path | None,
-    typer.Option(help="Draw the same into this .png or .svg file.", dir_okay=False, metavar="FILE"),
-]
+
+
+def file_option(name: str, help: str, endings: Sequence[str], rule: str) -> Any:
+    """Return typer's option for a file of the answer. Its name is checked before long work begins.
+
+    `rule` is the sentence of the error that lists the allowed endings.
+    """
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None:
+            from snugfit.report.text.files import check_output
+
+            check_output(name, path, endings, rule)
+        return path
+
+    return typer.Option(name, help=help, dir_okay=False, metavar="FILE", callback=check)
+
+
+PLOT_FILE = ((".png", ".svg"), "a plot is a .png or a .svg file")
+"""Endings of a plot's file, and their rule."""
 Details = Annotated[
     bool, typer.Option("--details", "-v", "--verbose", help="Print the whole report, with tables.")
 ]
@@ -270,7 +272,6 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_job(**given: Any) -> int:
-        check_pictures(given.get("html"), given.get("plot"), given.get("trace"))
         request = read_request(given, command.__name__)
         return command(request, **{parameter.name: given[parameter.name] for parameter in own})
 
@@ -283,50 +284,21 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
 def job_parameters(command: str, *, without: Collection[str] = ()) -> list[inspect.Parameter]:
     """Return the arguments of a question about a job, in the order of its help, those of features last."""
     shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
-    further = [parameter for options in hooks("options") for parameter in options(command)]
-    return [parameter for parameter in (*shared, *further) if parameter.name not in without]
+    return [one for one in (*shared, *feature_parameters(command)) if one.name not in without]
 
 
-def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = None) -> None:
-    """Raise `UsageError`, before long work begins, for a page, plot or trace that could not be written."""
-    from snugfit.report.text.files import check_output
-
-    check_output("--html", html, (".html", ".htm"), "a page is a .html file")
-    check_output("--plot", plot, (".png", ".svg"), PLOT_FILE)
-    check_output("--trace", trace, (".pickle", ".json"), TRACE_FILE)
+def feature_parameters(command: str) -> list[inspect.Parameter]:
+    """Return the options of features for a command."""
+    return [parameter for options in hooks("options") for parameter in options(command)]
 
 
-def write_pictures(html: Path | None, plot: Path | None, result: object, *, open_page: bool = False) -> None:
-    """Draw the answer into the requested page and plot, if any, and open the page for `open_page`."""
-    if html is None and plot is None and not open_page:
-        return
-    from snugfit.frontends.one_of_several import COMMAND_LINE
-    from snugfit.report.pictures import draw_plot, write_page
-
-    if html is None and open_page:
-        html = Path(tempfile.mkdtemp(prefix="snugfit-"), "page.html")
-    if html is not None:
-        words = COMMAND_LINE.get()
-        write_page(html, result, command=shlex.join(["snugfit", *words]) if words else "")
-        say_written(html)
-    if plot is not None:
-        draw_plot(plot, result)
-        say_written(plot)
-    if html is not None and open_page:
-        _open(html)
-
-
-def _open(page: Path) -> None:
-    """Open a page in the browser, or print that there is none. A text browser would take the terminal."""
-    import webbrowser
-
-    try:
-        browser = webbrowser.get()
-    except webbrowser.Error:
-        browser = None
-    is_text = Path(getattr(browser, "name", None) or "").name in TEXT_BROWSERS
-    if browser is None or is_text or not browser.open(page.resolve().as_uri()):
-        typer.echo(f"--open: no browser can be opened here. Open this file in one: {page}", err=True)
+def job_options(command: str) -> list[str]:
+    """Return the names of the options of features that describe a job, so that no model is needed."""
+    declared = {
+        one.name: next(iter(getattr(one.annotation, "__metadata__", ())), one.default)
+        for one in feature_parameters(command)
+    }
+    return [name for name, of_typer in declared.items() if getattr(of_typer, "rich_help_panel", "") == JOB]
 
 
 def say_written(path: Path) -> None:
@@ -339,14 +311,14 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
     from snugfit.cli.request import Request
 
     request = Request.read(given, takes_auto=command in TAKE_AUTO)
-    for check in hooks("check_options"):
-        check(command, given, request.job, request.gpus)
+    for prepare in hooks("prepare"):
+        request = prepare(command, request)
     if request.configuration:
         request.configuration.show()
     return request
 
 
-def hand_over(request: Request, job: Job, recipe: str | None, gpus: int = 1) -> None:
-    """Pass the found recipe to features; None where no recipe fits."""
+def hand_over(flags: Mapping[str, Any], answer: object) -> None:
+    """Pass the answer of a command with these options to features."""
     for take in hooks("take_answer"):
-        take(request.flags, job, recipe, gpus)
+        take(flags, answer)

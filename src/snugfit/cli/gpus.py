@@ -19,7 +19,6 @@ from snugfit.cli import arguments as given
 from snugfit.cli.plan import Fidelity, Free, Keep, Samples, Steps, Workers
 from snugfit.errors import NothingFits, UsageError
 from snugfit.planning.several_gpus import group_plans
-from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
@@ -74,7 +73,7 @@ Cards = Annotated[
 
 _JOB = given.job_parameters("gpus", without=("model", "loop", "gpu"))
 
-_OF_FEATURES = [parameter.name for options in hooks("options") for parameter in options("gpus")]
+_OF_FEATURES = given.job_options("gpus")
 
 
 def _arguments(
@@ -92,9 +91,6 @@ def _arguments(
     samples: Samples = None,
     steps: Steps = None,
     workers: Workers = None,
-    html: given.Html = None,
-    open: given.Open = False,
-    plot: given.Plot = None,
     fresh: given.Fresh = False,
     quiet: given.Quiet = False,
     form: given.Format = "terminal",
@@ -151,16 +147,15 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     if asked["objective"] == "cost" and not prices.per_hour:
         raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
     about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
-    of_plan = {name: asked[name] for name in ("headroom", "keep", "free")}
+    of_plan = {name: asked[name] for name in ("gpus", "headroom", "keep", "free")}
     request = given.read_request(about_job | of_plan | {"model": asked["for_model"]}, "gpus")
     _refuse(request, asked)
     if asked["gpus"] is not None or request.gpus != 1:
         return int(group_plans().print_cards(request, gpus, prices, asked))
-    given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
     _print(answers, prices, "json" if asked["as_json"] else asked["form"], quiet=asked["quiet"])
-    given.write_pictures(asked["html"], asked["plot"], answers, open_page=asked["open"])
+    given.hand_over(request.flags, answers)
     return 0 if answers.fitting else NothingFits.exit_code
 
 

@@ -24,18 +24,15 @@ from typing import Annotated, Any
 
 import typer
 
-from snugfit.cli.accuracy import accuracy
 from snugfit.cli.arguments import Command, show_version
 from snugfit.cli.calibrate import calibrate
-from snugfit.cli.doctor import doctor
 from snugfit.cli.gpus import gpus
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.plugins import OPTION, named_plugins, without_plugins
 from snugfit.cli.predict import predict
-from snugfit.cli.schema import schema
+from snugfit.cli.reference import schema, techniques
 from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
-from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins
@@ -73,7 +70,7 @@ app = typer.Typer(
 COMMANDS = (
     predict, plan, train, measure,
     *(command for commands in hooks("commands") for command in commands()),
-    accuracy, calibrate, gpus, techniques, schema, doctor,
+    calibrate, gpus, techniques, schema,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)
@@ -164,15 +161,7 @@ NO_COMMANDS = {
 }
 """Words that people write as a command, with advice for each."""
 
-_DRAWN = (
-    "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."
-)
-REMOVED_OPTIONS = {
-    ("accuracy", "--draw"): _DRAWN,
-    ("accuracy", "--gpus"): _DRAWN,
-    ("plan", "--no-learn"): "--verify no longer changes the calibration. Leave the option out.",
-    **{option: advice for one in features() for option, advice in one.removed_options.items()},
-}
+REMOVED_OPTIONS = {option: advice for one in features() for option, advice in one.removed_options.items()}
 """Options of earlier versions, with what to use instead."""
 
 

@@ -46,9 +46,6 @@ def measure(
     deadline: Deadline = 600.0,
     ledger: Ledger = Path("snugfit-runs"),
     predict: Predict = False,
-    html: given.Html = None,
-    open: given.Open = False,
-    plot: given.Plot = None,
     details: given.Details = False,
     quiet: given.Quiet = False,
     as_json: given.AsJson = False,
@@ -87,9 +84,7 @@ def measure(
 
     comparison = compare(predicted, measured) if predicted and measured.footprint else None
     _print(measured, predicted, comparison, details=details, quiet=quiet, as_json=as_json)
-    given.write_pictures(
-        html, plot, comparison if comparison and comparison.lines else measured, open_page=open
-    )
+    given.hand_over(request.flags, comparison if comparison and comparison.lines else measured)
     if measured.ok:
         return 0
     _show_ways_out(measured, request, device)

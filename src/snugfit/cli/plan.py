@@ -12,7 +12,6 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request, steps_of
-from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.cli.ways_out import with_ways_out_of_plan
 from snugfit.errors import NothingFits, UsageError
 from snugfit.planning.several_gpus import group_plans
@@ -61,15 +60,6 @@ Steps = Annotated[
 Workers = Annotated[
     int | None, typer.Option(help="Number of processes that simulate in parallel. \\[2]", min=1, max=64)
 ]
-Verify = Annotated[
-    int | None,
-    typer.Option(
-        metavar="K",
-        help="Measure the best K recipes on this machine's GPU.",
-        min=1,
-        max=64,
-    ),
-]
 All = Annotated[
     bool,
     typer.Option(
@@ -91,9 +81,6 @@ Price = Annotated[
     float | None,
     given.option(given.WHERE, "With --gpus: USD of one GPU for an hour.", "--price", min=0.0),
 ]
-NoPeers = Annotated[
-    bool, typer.Option("--no-peers", help="With --verify: do not measure recipes of the plain Trainer.")
-]
 
 
 @given.about_a_job
@@ -113,12 +100,7 @@ def plan(
     steps: Steps = None,
     workers: Workers = None,
     everything: All = False,
-    plot: given.Plot = None,
-    html: given.Html = None,
-    open: given.Open = False,
     fresh: given.Fresh = False,
-    verify: Verify = None,
-    no_peers: NoPeers = False,
     no_ways_out: given.NoWaysOut = False,
     details: given.Details = False,
     quiet: given.Quiet = False,
@@ -128,33 +110,31 @@ def plan(
     """Find the fastest recipe that fits, without a GPU."""
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "plot": plot, "html": html, "open": open}
-        alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
+        alone = {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         several: dict[str, Any] = {"gpus": gpus, "price": price, "fidelity": fidelity, "workers": workers}
         several |= {"fresh": fresh, "details": details, "form": form, "quiet": quiet}
         return int(group_plans().print_plan(request, several, alone))
-    request = _check(request, verify, price)
+    request = _check(request, price)
     asked = {
         "fidelity": fidelity,
         "objective": objective,
         "keep": request.keep,
         "free": request.free,
         "steps": steps_of(samples, steps, request.job.batch_size),
-        "ranked": verify or 0,
+        "ranked": request.ranked,
         "headroom": request.headroom,
         "whole_front": everything,
     }
     chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
-    given.write_pictures(html, plot, chosen, open_page=open)
-    is_measured = bool(chosen.fits and verify)
-    # JSON output is one document, which a measurement prints itself.
+    given.hand_over(request.flags, chosen)
+    follow_up = request.follow_up if chosen.fits else None
     if form != "json":
         _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
-    if form != "json" or not is_measured:
+    # JSON output is one document, which the follow-up prints.
+    if follow_up is None or form != "json":
         _print_further(request, chosen, form, fresh=fresh)
-    if is_measured:
-        verify_plan(chosen, form, peers=not no_peers)
-    given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
+    if follow_up:
+        follow_up(chosen, form)
     return 0 if chosen.fits else NothingFits.exit_code
 
 
@@ -192,18 +172,15 @@ def _print(
     print_as(form, chosen.to_json(), page, quiet=quiet)
 
 
-def _check(request: Request, verify: int | None, price: float | None) -> Request:
-    """Return the request, for the GPU of this machine where the plan is verified.
-
-    Raises `UsageError` for options that a plan does not take, before long work begins.
-    """
+def _check(request: Request, price: float | None) -> Request:
+    """Return the request. Raises `UsageError` for options that a plan does not take, before long work
+    begins."""
     if price is not None:
         raise UsageError(
             "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
         )
     from snugfit.job.gpu import common_card
 
-    request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
     if request.software != "installed":
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")

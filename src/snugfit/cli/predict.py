@@ -44,12 +44,12 @@ Operators = Annotated[
 
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
+    given.file_option(
         "--trace",
-        help="Write the predicted step for PyTorch's memory viewer (FILE.pickle), or as a timeline for "
+        "Write the predicted step for PyTorch's memory viewer (FILE.pickle), or as a timeline for "
         "Perfetto (FILE.json).",
-        dir_okay=False,
-        metavar="FILE",
+        (".pickle", ".json"),
+        "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto",
     ),
 ]
 
@@ -68,9 +68,6 @@ def predict(
     largest: Largest = None,
     operators: Operators = False,
     no_ways_out: given.NoWaysOut = False,
-    html: given.Html = None,
-    open: given.Open = False,
-    plot: given.Plot = None,
     trace: TraceFile = None,
     fresh: given.Fresh = False,
     details: given.Details = False,
@@ -95,18 +92,13 @@ def predict(
     if not (no_ways_out or quiet):
         predictions = with_ways_out(request, predictions, fresh=fresh)
     _print(predictions, operators=operators, details=details, quiet=quiet, as_json=as_json)
-    given.write_pictures(
-        html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions), open_page=open
-    )
     if trace:
         from snugfit.prediction.traces.export_trace import export_trace
         from snugfit.report.text.files import write_atomically
 
         write_atomically(trace, export_trace(predictions[0], trace.suffix))
         given.say_written(trace)
-    answer = predictions[0]
-    recipe = None if answer.fits is False else str(answer.recipe)
-    given.hand_over(request, answer.job, recipe, answer.gpus)
+    given.hand_over(request.flags, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 
@@ -216,16 +208,21 @@ def _print(
     predictions: list[Prediction], *, operators: bool, details: bool, quiet: bool, as_json: bool
 ) -> None:
     """Print the answer: short, or the whole report for `details` and `operators`."""
-    from snugfit.report import compare, prediction, short
     from snugfit.report.text.page import print_as
-    from snugfit.report.text.terminal import show
 
     form, several = "json" if as_json else "terminal", len(predictions) > 1
     if several:
+        from snugfit.report import compare
+
         together = _side_by_side(predictions).to_json() if as_json else {}
         print_as(form, together, compare.render(predictions, details=details), quiet=quiet)
     elif (details or operators) and not (as_json or quiet):
+        from snugfit.report import prediction
+        from snugfit.report.text.terminal import show
+
         show(prediction.render(predictions[0], operators=operators))
     else:
+        from snugfit.report import short
+
         document = predictions[0].to_json() if as_json else {}
         print_as(form, document, short.render(predictions[0]), quiet=quiet)

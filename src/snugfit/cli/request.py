@@ -82,6 +82,12 @@ class Request:
     has_auto: bool = False
     """True if the recipe has `auto`, which is not resolved yet."""
 
+    ranked: int = 0
+    """Number of the best recipes that a plan lists."""
+
+    follow_up: Callable[[Any, str], None] | None = None
+    """Further work on a plan that fits. It prints in a format; as JSON, one document with the plan."""
+
     @classmethod
     def read(cls, flags: Mapping[str, Any], *, takes_auto: bool = False) -> Self:
         """Return the request in a command's parameters. Raises `UsageError` for every mistake in it.

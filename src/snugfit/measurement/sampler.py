@@ -25,10 +25,6 @@ INTERVAL = 0.01
 READINGS_PER_CENSUS = 25
 """Number of memory readings per process list. A list takes longer than a memory reading. A choice."""
 
-READINGS_BEFORE_UTILIZATION = 100
-"""The driver's utilization covers up to a second before, so earlier values would include the time before
-sampling."""
-
 READINGS_PER_CLOCK = 5
 """Number of memory readings per reading of the clock. Steps may be timed for less than half a second, so the
 clock is read all the time. A choice."""
@@ -56,9 +52,15 @@ class Sampler:
     """Reads one card until it is closed; a context manager."""
 
     def __init__(
-        self, card: Card, *, belongs: Callable[[int], bool] = lambda pid: False, interval: float = INTERVAL
+        self,
+        card: Card,
+        *,
+        belongs: Callable[[int], bool] = lambda pid: False,
+        interval: float = INTERVAL,
+        also: Callable[[], None] = lambda: None,
     ) -> None:
-        self._card, self._belongs, self._interval = card, belongs, interval
+        # `also` reads more, after each census of the thread.
+        self._card, self._belongs, self._interval, self._also = card, belongs, interval, also
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snugfit-sampler", daemon=True)
         self.peak_bytes: int | None = None
@@ -71,10 +73,6 @@ class Sampler:
         """Reason of the last failed reading; None without one."""
         self.clocks: list[ClockReading] = []
         """Readings of the SM clock; empty where the driver does not report it."""
-        self.utilizations: list[float] = []
-        """Shares of the time in which kernels ran, one for each census after the first second."""
-        self.utilization_fault: str | None = "the block was shorter than a second"
-        """Reason why `utilizations` is empty."""
 
     def __enter__(self) -> Self:
         # There is one reading and one census however short the run is.
@@ -135,11 +133,4 @@ class Sampler:
                     self.clocks.append(read_clock(self._card, time.monotonic()))
             if readings % READINGS_PER_CENSUS == 0:
                 self.count()
-                if readings > READINGS_BEFORE_UTILIZATION:
-                    self._read_utilization()
-
-    def _read_utilization(self) -> None:
-        try:
-            self.utilizations.append(self._card.utilization())
-        except NvmlUnavailable as reason:
-            self.utilization_fault = str(reason)
+                self._also()

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import GpuError
-from snugfit.measurement.host import cpu_name
 from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable, open_nvml
 from snugfit.measurement.visible_devices import VISIBLE_DEVICES, card_at, hides_all, visible_cards
 from snugfit.versions import torch_cuda
@@ -88,6 +87,7 @@ class Target:
     def describe(self, torch_name: str | None, torch_bytes: int | None) -> Device:
         """Return the device for a measurement, with torch's name and total bytes where NVML does not
         answer."""
+        from snugfit.measurement.host import cpu_name
         from snugfit.results.measurement import Device
 
         if self.type == "cpu":

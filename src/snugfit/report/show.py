@@ -13,16 +13,14 @@ from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.plan import Plan
-from snugfit.report import compare, doctor, measurement, prediction
-from snugfit.report.pictures import has_pictures, notebook_cell
+from snugfit.report import compare, measurement, prediction
 from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.text.terminal import as_html, as_text
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
-from snugfit.techniques.registry import hooks
+from snugfit.techniques.registry import hooks, picture
 
 _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Prediction: prediction.render,
@@ -31,7 +29,6 @@ _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     RecipeComparison: lambda recipes: compare.render(recipes.predictions),
     Plan: plan.render,
     GpuPlans: gpu_plans.render,
-    Doctor: doctor.render,
 }
 
 
@@ -51,9 +48,7 @@ def text(result: object) -> str:
 
 def html(result: object) -> str:
     """Return a result as an inert HTML fragment, with pictures and tables where it has them."""
-    if has_pictures(type(result)):
-        return notebook_cell(result)
-    return as_html(render(result))
+    return picture(result, "html").decode() or as_html(render(result))
 
 
 def _as_plain_text(result: object, printer: Any, _cycle: bool) -> None:

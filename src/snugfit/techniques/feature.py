@@ -1,16 +1,17 @@
 """The contract between the core and its features.
 
 A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
-`Feature`, with techniques and with methods that the core calls on every feature (`registry.py`). Its fields
-of `Setup` are in `fields.py`, its tasks and inputs in `tasks.py` and `inputs.py`. A feature imports its own
-modules within methods.
+`Feature`, with techniques and with methods that the core calls on every feature (`registry.py`). The methods
+import the feature's modules. Its fields of `Setup` are in `fields.py`, its tasks and inputs in `tasks.py` and
+`inputs.py`. The core names no feature.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager as Context
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -100,7 +101,7 @@ class Feature:
         return {}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return further options of this command about a job."""
+        """Return further options of this command."""
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
@@ -119,14 +120,18 @@ class Feature:
         """Return the configuration in a command's options. Add `settings` before it. Raises `UsageError`."""
         return None
 
-    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-        """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
+    def prepare(self, command: str, request: Any) -> Any:
+        """Return the `Request` of a command, changed by options. Raises `UsageError` for unusable ones."""
+        return request
 
     def read_mesh(self, recipe: Any, text: str) -> Any:
         """Return the recipe with the techniques of the option `--mesh`, and the number of GPUs."""
 
-    def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
-        """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
+    def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
+        """Write the answer of a command into the files that its options name."""
+
+    def picture(self, answer: Any, form: str) -> bytes | None:
+        """Return the charts of an answer: a `png` or `svg` file, or `html` for a notebook. None without."""
 
     def add_to_plan(self, request: Any, plan: Any, *, fresh: bool) -> Mapping[str, Any]:
         """Return, by key of the plan's document, results under the recipe of a plan that fits."""
@@ -196,9 +201,7 @@ class Feature:
     surrounds_policy: ClassVar[bool] = False
     """True if `simulation_overrides` are entered before those of the policy."""
 
-    def simulation_overrides(
-        self, setup: Setup, policy: Any, recorder: Any, notes: Any
-    ) -> AbstractContextManager[None]:
+    def simulation_overrides(self, setup: Setup, policy: Any, recorder: Any, notes: Any) -> Context[None]:
         """Return a context in which the feature's operators run on shapes as on the policy's device."""
         return nullcontext()
 
@@ -218,7 +221,7 @@ class Feature:
         """Return whether a step of few layers shows what each further layer adds."""
         return True
 
-    def program_decisions(self) -> AbstractContextManager[list[Any]]:
+    def program_decisions(self) -> Context[list[Any]]:
         """Return a context that yields decisions on programs (`_decide_alike` of `few_layers.py`)."""
         return nullcontext([])
 

@@ -64,6 +64,11 @@ def public_names() -> dict[str, str]:
     }
 
 
+def picture(answer: Any, form: str) -> bytes:
+    """Return the charts of an answer as a `png`, an `svg`, or `html` for a notebook; empty without charts."""
+    return next(filter(None, (draw(answer, form) for draw in hooks("picture"))), b"")
+
+
 def technique_modules() -> tuple[tuple[Slot, str], ...]:
     """Return slot and module of each technique of a feature."""
     return tuple(

@@ -13,7 +13,6 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.errors import UsageError
-from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
@@ -40,7 +39,7 @@ For = Annotated[
 ]
 
 _JOB = given.job_parameters("why_oom", without=("model",))
-_OF_FEATURES = [parameter.name for options in hooks("options") for parameter in options("why_oom")]
+_OF_FEATURES = given.job_options("why_oom")
 
 
 def _arguments(

@@ -19,6 +19,8 @@ from snugfit.errors import UsageError
 if TYPE_CHECKING:
     from snugfit.features.exchange.export import Export
     from snugfit.job.job import Job
+    from snugfit.planning.plan import Plan
+    from snugfit.results.prediction import Prediction
 
 Recipe = Annotated[str, typer.Argument(help='Techniques: "bf16 + every_layer + micro_batches(4)", or plain.')]
 Target = Annotated[
@@ -58,7 +60,7 @@ ArgumentsFile = Annotated[
 ]
 TRAINER_ARGUMENT = "--trainer-argument"
 """Hidden option that gathers transformers' own arguments, as `key=value`."""
-TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
+TrainerArguments = Annotated[list[str] | None, given.option(given.JOB, "", TRAINER_ARGUMENT, hidden=True)]
 Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
@@ -75,8 +77,8 @@ def _one_answer(*, export: Into = None) -> None:
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the further options of a command about a job; `export` already takes a recipe."""
-    added: list[Callable[..., None]] = [] if command == "export" else [_every_job]
+    """Return the further options of a command about a job; `export` takes a recipe, and `guide` no job."""
+    added: list[Callable[..., None]] = [] if command in ("export", "guide") else [_every_job]
     added += [_one_answer] if command in ("plan", "predict") else []
     return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]
 
@@ -158,21 +160,23 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
         )
 
 
-def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
-    """Write the recipe for so many GPUs to the target and folder of `--export`."""
+def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
+    """Write the recipe of an answer to the target and folder of `--export`."""
     if not flags.get("export"):
         return
     from snugfit.features.exchange.export import export as write
     from snugfit.report.text.files import write_new
     from snugfit.techniques.recipe import Recipe as Parsed
 
-    if recipe is None:
+    # A plan has its best recipe, if any; a prediction has one recipe and its number of GPUs.
+    chosen: Any = getattr(answer, "best", answer)
+    if answer.fits is False:
         typer.echo("Nothing was exported, because nothing fits.", err=True)
         return
     target, folder = flags["export"]
-    exported = write(job, Parsed.parse(recipe), target, gpus)
+    exported = write(answer.job, Parsed.parse(str(chosen.recipe)), target, getattr(answer, "gpus", 1))
     # The folder may have changed since the check before the search.
-    _check_folder(job, target, folder)
+    _check_folder(answer.job, target, folder)
     # Existing files are of an earlier export for this target (`_check_folder`).
     write_new({folder / name: text for name, text in exported.files.items()}, force=True)
     _tell(exported, folder)

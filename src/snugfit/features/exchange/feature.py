@@ -10,7 +10,7 @@ from snugfit.errors import UsageError
 from snugfit.techniques.feature import Configuration, Feature
 
 if TYPE_CHECKING:
-    from snugfit.job.job import Job
+    pass
 
 _NO_DIFF = "snugfit check writes no diff any more. Its table lists each cure, and --json gives it as `fix`."
 
@@ -76,17 +76,18 @@ class Exchange(Feature):
 
         return read_request(flags, settings)
 
-    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-        """Raise `UsageError` for an export that cannot be written."""
+    def prepare(self, command: str, request: Any) -> Any:
+        """Return the request. Raises `UsageError` for an export that cannot be written."""
         from snugfit.features.exchange.commands import check_export
 
-        check_export(command, flags, job, gpus)
+        check_export(command, request.flags, request.job, request.gpus)
+        return request
 
-    def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
+    def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
         """Write the files of `--export`."""
         from snugfit.features.exchange.commands import write_export
 
-        write_export(flags, job, recipe, gpus)
+        write_export(flags, answer)
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return the arguments of a Trainer, and an export for the user's own tool."""

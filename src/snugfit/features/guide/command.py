@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from snugfit.cli import arguments as given
 from snugfit.measurement.target import gpu_here
+from snugfit.techniques.registry import picture
 
 if TYPE_CHECKING:
     from snugfit.features.guide.result import GuideResult
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.report.page.chart import PageParts
 
 GpuName = Annotated[
     str | None,
@@ -54,21 +55,17 @@ def guide(
     optimizers: Optimizers = False,
     output: Output = Path("snugfit-guide"),
     workers: Workers = None,
-    html: given.Html = None,
-    open: given.Open = False,
-    plot: given.Plot = None,
     form: Format = "terminal",
     as_json: given.AsJson = False,
+    **of_features: Any,
 ) -> None:
     """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
     from snugfit.cli.progress import show_progress
     from snugfit.errors import GpuError
-    from snugfit.features.guide.plot import page_parts
     from snugfit.features.guide.suite import own_gpu
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
 
-    given.check_pictures(html, plot)
     form = "json" if as_json else form
     # A measurement is for this machine's GPU, also if another one is named.
     name = None if gpu and not measure else gpu_here()
@@ -93,23 +90,26 @@ def guide(
         )
     if modern:
         result = _with_modern(result, target, workers)
-    parts = page_parts(result)
-    paths = write(result, parts, folder)
-    given.write_pictures(html, plot, parts, open_page=open)
-    _print(result, form)
+    paths = write(result, folder)
+    given.hand_over(of_features, result)
+    plot = next((path.name for path in paths if path.suffix == ".png"), "")
+    _print(result, form, plot)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
 
 
-def write(result: GuideResult, parts: PageParts, folder: Path) -> list[Path]:
-    """Write guide.md, guide.csv, guide.json, guide.png and guide.svg into `folder`; return their paths."""
+_PARAMETERS = [*inspect.signature(guide, eval_str=True).parameters.values()][:-1]
+guide.__signature__ = inspect.Signature([*_PARAMETERS, *given.feature_parameters("guide")])  # type: ignore[attr-defined]
+
+
+def write(result: GuideResult, folder: Path) -> list[Path]:
+    """Write guide.md, guide.csv, guide.json, and pictures if a feature draws them; return their paths."""
     from snugfit.features.guide.tables import csv, markdown
-    from snugfit.report.pictures import plot_bytes
     from snugfit.report.text.files import write_atomically
 
-    contents: dict[str, bytes] = {
-        "guide.png": plot_bytes(parts, "png"),
-        "guide.svg": plot_bytes(parts, "svg"),
-        "guide.md": markdown(result, plot="guide.png").encode(),
+    drawn = {f"guide.{form}": picture(result, form) for form in ("png", "svg")}
+    pictures = {name: content for name, content in drawn.items() if content}
+    contents = pictures | {
+        "guide.md": markdown(result, plot=next(iter(pictures), "")).encode(),
         "guide.csv": csv(result).encode(),
         "guide.json": json.dumps(result.to_json(), indent=2, allow_nan=False).encode() + b"\n",
     }
@@ -143,11 +143,11 @@ def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
         return with_large_models(result, workers=workers, tell=tell)
 
 
-def _print(result: GuideResult, form: str) -> None:
+def _print(result: GuideResult, form: str, plot: str) -> None:
     from snugfit.features.guide.tables import csv, markdown, render
     from snugfit.report.text.page import print_as
 
     if form in ("csv", "markdown"):
-        typer.echo(csv(result) if form == "csv" else markdown(result, plot="guide.png"), nl=False)
+        typer.echo(csv(result) if form == "csv" else markdown(result, plot=plot), nl=False)
     else:
         print_as(form, result.to_json(), render(result))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from snugfit.techniques.feature import Feature
 
 
 class Guide(Feature):
     """Add the command `guide` and the software profile of its published figures."""
+
+    needs: ClassVar[Mapping[str, str]] = {"plot": "page"}
 
     def commands(self) -> Sequence[Callable[..., Any]]:
         """Return the function of `snugfit guide`."""

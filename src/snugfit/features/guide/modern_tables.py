@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from snugfit.features.guide.cells import show_samples_range
 from snugfit.features.guide.methods import UNKNOWN, show_rate, show_share, show_size
 from snugfit.features.guide.result import GuideResult, GuideRow, LargeModelRow, ModernRow
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.pace import show_samples_range
 from snugfit.units import show_bytes
 
 

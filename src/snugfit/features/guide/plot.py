@@ -8,8 +8,8 @@ from typing import NamedTuple
 from snugfit.features.guide.result import GuideResult, GuideRow, ModernRow, PublishedPrediction
 from snugfit.features.guide.suite import machines
 from snugfit.features.guide.tables import render
-from snugfit.report.page.chart import BarFigure, BarGroup, Chart, PageParts
-from snugfit.report.pictures import draw_bars
+from snugfit.features.page.chart import BarFigure, BarGroup, Chart, PageParts
+from snugfit.features.page.pictures import PageMaker, draw_bars
 from snugfit.results.speed import StepSpeed
 from snugfit.units import GIB
 
@@ -127,3 +127,7 @@ def _series(
 def _number(figure: Figure, unit: int) -> float | None:
     figure = figure.samples_per_second if isinstance(figure, StepSpeed) else figure
     return None if figure is None else figure / unit
+
+
+PAGE = PageMaker(GuideResult, page_parts)
+"""The page feature finds it here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from snugfit.features.guide.cells import csv_text, show_samples_range
 from snugfit.features.guide.methods import (
     UNKNOWN,
     change,
@@ -19,8 +20,7 @@ from snugfit.features.guide.modern_tables import modern_grids
 from snugfit.features.guide.per_parameter import PerParameter
 from snugfit.features.guide.result import GuideResult, GuideRow, ModernRow
 from snugfit.features.guide.suite import anatomy, machines, source
-from snugfit.report.text.grid import Grid, csv_text, escape
-from snugfit.report.text.pace import show_samples_range
+from snugfit.report.text.grid import Grid, escape
 from snugfit.report.text.page import Page, Sentence
 from snugfit.results.speed import StepSpeed
 from snugfit.units import show_bytes, show_mib

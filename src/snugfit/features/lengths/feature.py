@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snugfit.techniques.feature import Feature
 
 if TYPE_CHECKING:
-    from snugfit.job.job import Job
+    pass
 
 
 class LengthsFeature(Feature):
@@ -46,12 +46,14 @@ class LengthsFeature(Feature):
 
             settings |= settings_of(flags, settings)
 
-    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-        """Raise `UsageError` for a plan with lengths that is measured, or for several GPUs."""
-        if command == "plan" and flags.get("lengths") is not None:
+    def prepare(self, command: str, request: Any) -> Any:
+        """Return the request. Raises `UsageError` for a plan with lengths that is measured, or for several
+        GPUs."""
+        if command == "plan" and request.flags.get("lengths") is not None:
             from snugfit.features.lengths.command import refuse_others
 
-            refuse_others(flags, gpus)
+            refuse_others(request.flags, request.gpus)
+        return request
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
         """Return the report of a dataset's lengths."""

@@ -33,8 +33,8 @@ class DataRngStates(NamedTuple):
     host: HostRngStates
     """States of the process's generators."""
 
-    own: State | None
-    """States of the data's own generators, and its counters; None if an older checkpoint lacks them."""
+    own: State
+    """States of the data's own generators, and its counters."""
 
     def to_json(self) -> list[Any]:
         """Return JSON values; `states_from_json` reads them back."""
@@ -42,18 +42,8 @@ class DataRngStates(NamedTuple):
 
 
 def states_from_json(document: list[Any]) -> DataRngStates:
-    """Return the states that `DataRngStates.to_json` wrote.
-
-    Older checkpoints contain a list of the loader's own generators, or the process's alone.
-    """
-    if len(document) != 2:
-        return DataRngStates(rng_states_from_json(document), None)
+    """Return the states that `DataRngStates.to_json` wrote."""
     host, own = document
-    if isinstance(own, list):
-        own = {
-            name: ["torch", state]
-            for name, state in zip(("generator", "sampler.generator"), own, strict=False)
-        }
     return DataRngStates(rng_states_from_json(host), own)
 
 
@@ -81,8 +71,7 @@ class DataRng:
     def set(self, states: DataRngStates) -> None:
         """Restore the states that `states` returned."""
         set_host_rng_states(states.host)
-        if states.own is not None:
-            self._own.set(states.own)
+        self._own.set(states.own)
 
     def begin_epoch(self) -> None:
         """Start an epoch with the next fetch, and search for generators created with its first batches."""
@@ -101,8 +90,7 @@ class DataRng:
     def resume(self, at_epoch_start: DataRngStates, now: DataRngStates) -> None:
         """Restore the states of another process."""
         self.at_epoch_start, self.now, self._looks = at_epoch_start, now, LOOKS
-        if now.own is not None:
-            self._own.set(now.own)
+        self._own.set(now.own)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -110,7 +98,7 @@ class DataRng:
 
         An evaluation may have the same collator, for example.
         """
-        own = self.states().own or {}
+        own = self.states().own
         try:
             yield
         finally:

@@ -160,8 +160,9 @@ def batches_from(
 ) -> Iterator[Any]:
     """Return an iterator over an epoch's batches from `position` on.
 
-    `rng` must be at the epoch's beginning. The batch before `position` must match `last`. Older checkpoints
-    contain the states before the `following` batch instead. Raises `SnugfitError` when the batch differs.
+    `rng` must be at the epoch's beginning. The batch before `position` must match `last`, which is None if
+    batches have another size now. The states before the `following` batch are then restored. Raises
+    `SnugfitError` when the batch differs.
     """
     renew_workers(loader)
     if not position:
@@ -324,13 +325,11 @@ class DataPosition:
         }
 
 
-def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -> tuple[int, int] | None:
+def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -> tuple[int, int]:
     """Return a checkpoint's epoch, and its number of trained batches of `rows` samples in each process.
 
-    `more` is the old number of processes over the new one. None for an older checkpoint without a position.
+    `more` is the old number of processes over the new one.
     """
-    if "place" not in saved:
-        return None
     # If the batches have another size now, a partly trained one counts as trained.
     return saved["epoch"], math.ceil(saved["place"] * saved["rows"] * more / rows)
 

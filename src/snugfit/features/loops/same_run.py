@@ -10,14 +10,14 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.frontends.next_recipe import CHANGING
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.facts import FACTS, compare_facts
+from snugfit.training.checkpoint.facts import compare_facts
 from snugfit.training.checkpoint.manager import CheckpointManager, differences
 
 if TYPE_CHECKING:
@@ -41,26 +41,19 @@ def refuse_another_run(
 
     Compared are the entries `names`, the recipe in the entry `recipe`, and the facts. Raises `UsageError` for
     another run's checkpoint. A difference that changes the bits of the results, such as one in `warned`,
-    gives a warning. Facts missing from an older checkpoint give a note.
+    gives a warning.
     """
     before = checkpoint.about
     known = [name for name in names if name in before]
     wrong = differences(before, now, known) if known else []
     changed = differences(before, now, ("versions", *(name for name in warned if name in before)))
-    free = FREE_SLOTS if FACTS in before else FREE_SLOTS - {Slot.OPTIMIZER}
-    other_states, same_states = recipe_differences(str(before.get(recipe)), str(now[recipe]), free)
+    other_states, same_states = recipe_differences(str(before.get(recipe)), str(now[recipe]))
     wrong += [*other_states, *compare_facts(before, now)]
-    note = ""
-    if FACTS not in before:
-        note = (
-            f"{checkpoint.folder.name} was written by an earlier snugfit, which did not save all settings. "
-            "It is not known whether data, learning rate, schedule and dropout are the same."
-        )
-    manager.refuse_another_run(checkpoint, wrong, [*same_states, *changed], cure=cure, note=note)
+    manager.refuse_another_run(checkpoint, wrong, [*same_states, *changed], cure=cure)
 
 
-def recipe_differences(before: str, now: str, free: Collection[Slot]) -> tuple[list[str], list[str]]:
-    """Return two lists of differences between recipes: those that affect a run's states, and `free` slots."""
+def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
+    """Return two lists of differences between recipes: those that affect a run's states, and `FREE_SLOTS`."""
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)
     except SnugfitError:  # a technique unknown to this snugfit
@@ -71,6 +64,6 @@ def recipe_differences(before: str, now: str, free: Collection[Slot]) -> tuple[l
     wrong = [
         f"the recipe's {slot.value} was '{old[slot]}' and is '{new[slot]}'"
         for slot in other
-        if slot not in free
+        if slot not in FREE_SLOTS
     ]
     return wrong, [] if wrong else differences({"recipe": before}, {"recipe": now})

@@ -12,12 +12,10 @@ from typing import Any, Literal
 
 from snugfit.comparison.calibrate import Calibration, ProbeReading
 from snugfit.comparison.compare import Comparison
-from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost
 from snugfit.planning.plan import Choice, Pace, Plan
@@ -57,8 +55,6 @@ DOCUMENTS: dict[str, type] = {
     "measure --json": Measurement,
     "measure --predict --json": Comparison,
     "calibrate --json": Calibration,
-    "accuracy --json": Accuracy,
-    "doctor --json": Doctor,
     "techniques --json": TechniqueList,
 }
 """Documents of the core's commands."""
@@ -120,16 +116,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "recipe": (str, "Recipe of the probe."),
     },
     HostLaunchCosts: {"foreign": (float, "A kernel that a library launches from Python.")},
-    Accuracy: {
-        **heads(Literal["accuracy"]),
-        "band": (Mapping[str, float], "Largest relative error inside the band, by figure."),
-    },
-    ComparedRun: {
-        "job_id": (str, ""),
-        "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
-        "complaint": (str | None, ""),
-    },
-    Doctor: heads(Literal["doctor"]),
     TechniqueList: heads(Literal["techniques"]),
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
 }

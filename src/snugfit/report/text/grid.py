@@ -1,16 +1,12 @@
 """A table before it has a format: a title, heads, rows of words, and a note; then Markdown or the terminal.
 
-Foreign texts are data in each format. Markdown's own characters are escaped. A CSV cell that a spreadsheet
-would run as a formula gets an apostrophe before it.
+Foreign texts are data in each format: Markdown's own characters are escaped.
 """
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from io import StringIO
 
 from rich.console import Group, RenderableType
 
@@ -18,7 +14,6 @@ from snugfit.report.text.table import recipes_first, table
 from snugfit.report.text.terminal import harmless, words
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]|~#])")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +53,3 @@ def escape(text: str) -> str:
     # `&` is the first, so that no other entity is escaped twice.
     flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", flat)
-
-
-def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return comma-separated values without formulas for a spreadsheet; None is an empty cell."""
-    out = StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([inert(head) for head in heads])
-    writer.writerows([[inert(cell) for cell in row] for row in rows])
-    return out.getvalue()
-
-
-def inert(cell: object) -> str:
-    """Return a cell's text, with an apostrophe before a text that a spreadsheet would take for a formula."""
-    if cell is None:
-        return ""
-    text = str(cell)
-    # A negative number begins like a formula, but is none.
-    if isinstance(cell, int | float) or not text.startswith(_FORMULA):
-        return text
-    return f"'{text}"

@@ -28,12 +28,6 @@ def show_spread(speed: StepSpeed | None) -> str:
     return f"{roughly(speed.low_seconds)} to {roughly(speed.high_seconds)}"
 
 
-def show_samples_range(speed: StepSpeed | None) -> str:
-    """Return the spread in samples a second: `4.7 to 5.3`; empty where there is none."""
-    known = speed.samples_range if speed else None
-    return f"{known[0]:,.1f} to {known[1]:,.1f}" if known else ""
-
-
 def show_tokens(per_second: float | None) -> str:
     """Return tokens a second: `41,000`; a dash for a step without tokens."""
     return "-" if per_second is None else f"{per_second:,.0f}"

@@ -118,28 +118,6 @@ def _base_weights_that_train(model: Any, exports: list[torch.Tensor]) -> dict[st
     }
 
 
-def load_old(model: Any, folder: Path) -> None:
-    """Load a checkpoint of an earlier version, which saved only the adapter "default".
-
-    Raises `SnugfitError` if other weights train too, because the checkpoint does not have them.
-    """
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    left = set_peft_model_state_dict(model, load_file(folder / ADAPTER))
-    lost = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name in left.missing_keys and not name.endswith(".embedding.weight")
-    ]
-    if lost or left.unexpected_keys:
-        names = ", ".join([*lost, *left.unexpected_keys][:3])
-        raise SnugfitError(
-            f"{folder} was written by an older snugfit, which saved one adapter and nothing else that "
-            f"trains: {names} would start again. Train with that version of snugfit, or start a new run."
-        )
-
-
 def allocator_states(model: torch.nn.Module) -> dict[str, Any]:
     """Return the statistics of AdaLoRA's rank allocators by their module's name: they are not in the
     model."""

@@ -70,16 +70,15 @@ _NO_FACT = object()
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences between the facts of two runs, by name.
 
-    The list is empty if one of them has no facts, from an earlier snugfit. With other versions of the
-    libraries, facts of one side only are ignored, because the arguments differ. With another Python, code is
-    ignored, because it compiles differently.
+    With other versions of the libraries, facts of one side only are ignored, because the arguments differ.
+    With another Python, code is ignored, because it compiles differently.
     """
+    if FACTS not in before:
+        return ["it has no settings to compare, as a snugfit before 0.1.0 wrote it"]
     software, own_software = before.get("versions", {}), now["versions"]
     described = DESCRIBED if software == own_software else DROPOUT
     left_out = CONTENT if software.get("python") == own_software.get("python") else (CONTENT, CODE)
-    before, now = before.get(FACTS, {}), now[FACTS]
-    if not before:
-        return []
+    before, now = before[FACTS], now[FACTS]
     names = [
         name
         for name in dict.fromkeys((*now, *before))

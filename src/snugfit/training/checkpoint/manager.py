@@ -313,20 +313,16 @@ class CheckpointManager:
         changed: Sequence[str],
         *,
         cure: str = "",
-        note: str = "",
     ) -> None:
         """Raise `UsageError` if a list of errors against resuming from this checkpoint is not empty.
 
-        Each entry of `changed` becomes a warning: it only prevents numbers that are identical bit for bit. A
-        `note` is written too.
+        Each entry of `changed` becomes a warning: it only prevents numbers that are identical bit for bit.
         """
         if wrong:
             raise UsageError(f"{checkpoint.folder} is a checkpoint of another run: {'; '.join(wrong)}.{cure}")
         for change in changed:
             text = f"{change}: the run continues correctly, but no longer bit for bit"
             self._journal.tell("warning", text=text)
-        if note:
-            self._journal.tell("note", text=note)
 
 
 def _write_share(snapshot: Writable, *_: Any) -> None:

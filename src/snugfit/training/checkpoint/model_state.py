@@ -410,13 +410,8 @@ def frozen_parameters(model: torch.nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if not weight.requires_grad]
 
 
-def set_frozen(model: torch.nn.Module, names: Collection[str] | None) -> None:
-    """Freeze the parameters of these names, and unfreeze all others.
-
-    None, from an older checkpoint, changes nothing.
-    """
-    if names is None:
-        return
+def set_frozen(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Freeze the parameters of these names, and unfreeze all others."""
     frozen = frozenset(names)
     for name, weight in model.named_parameters():
         if weight.requires_grad == (name in frozen):

@@ -45,7 +45,7 @@ STATE, TENSORS = "state.json", "state.safetensors"
 RANDOM_OF_OTHERS = "random_of_others"
 """The key of the generators of all processes after the first, by rank."""
 
-_KEPT = ("optimizer", "scheduler", "scaler", "random", "progress")
+_KEPT = ("optimizer", "scheduler", "scaler", "random", "progress", "frozen")
 """The keys of every checkpoint's state."""
 
 
@@ -323,10 +323,9 @@ def restore(state: TrainState, folder: Path) -> int:
         device = torch.device("cpu") if state_parts().loads_on_host(state.optimizer) else state.device
         saved = unpack(tree, tensors, device, parameters_of(state.optimizer))
         names = _optimized_names(state)
-        # Older checkpoints do not have these names.
-        optimized = saved.get("optimized", names)
+        optimized = saved["optimized"]
         random = [saved["random"], *saved.get(RANDOM_OF_OTHERS, ())]
-        saved = {name: saved[name] for name in _KEPT} | {"frozen": saved.get("frozen")}
+        saved = {name: saved[name] for name in _KEPT}
         optimized, saved["optimizer"] = state_parts().own_states(
             state.model, saved["optimizer"], optimized, names
         )
@@ -337,7 +336,7 @@ def restore(state: TrainState, folder: Path) -> int:
                 f"place of {now}. Make the model, and then the optimizer, as at the start of that run."
             )
     restore_optimizer(state.optimizer, saved["optimizer"])
-    set_frozen(state.model, saved.get("frozen"))
+    set_frozen(state.model, saved["frozen"])
     try:
         state.scheduler.load_state_dict(saved["scheduler"])
     except (KeyError, TypeError, IndexError, AttributeError) as fault:
@@ -356,7 +355,9 @@ def restore(state: TrainState, folder: Path) -> int:
 
 def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
     """Restore only the set of trainable parameters."""
-    set_frozen(model, dict(_read(folder)[0][PAIRS]).get("frozen"))
+    with as_written(folder):
+        frozen = dict(_read(folder)[0][PAIRS])["frozen"]
+    set_frozen(model, frozen)
 
 
 def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:

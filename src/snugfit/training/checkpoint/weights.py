@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.model_state import (
+    MODEL_STATE,
     ModelState,
     beginning_of,
     has_model_state,
@@ -242,7 +243,10 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
     try:
         if adapters.is_adapted(model):
             if not has_model_state(folder):
-                adapters.load_old(model, folder)
+                raise SnugfitError(
+                    f"{folder} has adapters and no {MODEL_STATE}: snugfit did not write it. Other weights "
+                    "that train may be missing. Start a new run, or continue with the program that wrote it."
+                )
         elif isinstance(model, PreTrainedModel):
             _load_pretrained(model, folder)
         else:

@@ -247,7 +247,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     if before.get("asked") != now.get("asked"):  # another recipe: name it as requested
         before, asked = as_asked, []
     wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
-    job = _earlier_job(before.get("job", {}), now["job"])
+    job = before.get("job", {})
     if _folder_change(job.get("model", {}), now["job"]["model"]):
         job = {**job, "model": now["job"]["model"]}
     wrong += differences(job, now["job"], prefix="job.")
@@ -300,24 +300,6 @@ def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:
     for slot in roster.slots_of_several_gpus():
         recipe = recipe.with_(other[slot])
     return recipe
-
-
-def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the job of a checkpoint, with the fields that earlier versions did not have.
-
-    These are the class of a preset, the dtype of its checkpoint, and the dtype of loaded weights, which was
-    float32.
-    """
-    model, now_model = before.get("model", {}), now["model"]
-    if model.get("origin") == "path" and now_model["origin"] == "config":
-        model = {**model, "origin": "config"}  # its name in earlier versions
-    if "dtype" not in before:
-        stored = {key: value for key, value in now_model.items() if key == "dtype"}
-        before, model = {**before, "dtype": "float32"}, {**stored, **model}
-    if model.get("origin") == "preset" and "architectures" not in model["config"]:
-        named = {key: value for key, value in now_model["config"].items() if key == "architectures"}
-        model = {**model, "config": {**model["config"], **named}}
-    return {**before, "model": model}
 
 
 def moved_model(before: Mapping[str, Any], run: Run) -> str:

@@ -87,8 +87,7 @@ def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
     from snugfit.features.distributed.plan.search_cards import plan_cards
     from snugfit.report.text.page import print_as
 
-    alone = {name: asked[name] for name in ("html", "plot", "open")}
-    alone["objective memory"] = asked["objective"] == "memory"
+    alone = {"objective memory": asked["objective"] == "memory"}
     _refuse_alone(request, alone, "`gpus` with --gpus")
     question, counts = _question(request, asked), _counts(request, asked)
     plans = answer(

@@ -292,7 +292,6 @@ MISTAKES = {
         "A global batch of 33 cannot be shared evenly by 2, 4, 8 GPUs. Try a batch of 32 or 34",
     ),
     "one number that cannot share it": (["--gpus", "3", "--batch-size", "32"], "Name a divisor of it"),
-    "a picture": (["--gpus", "2", "--html", "x.html"], "does not take --html"),
     "the smallest": (["--gpus", "2", "--objective", "memory"], "does not take --objective memory"),
     "a recipe": (["--gpus", "2", "--recipe", "bf16"], "recipe"),
 }

@@ -27,7 +27,7 @@ def check_guide(folder: Path, said: str) -> None:
 def test_the_guide_s_techniques_on_a_small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite is of BERT-large: its figures are made up here. Each time `test_cli.py` writes a guide."""
     monkeypatch.setattr("snugfit.features.guide.run.run", lambda *_, **__: guide_result())
-    monkeypatch.setattr("snugfit.report.pictures.plot_bytes", lambda *_: b"a picture")
+    monkeypatch.setattr("snugfit.features.guide.command.picture", lambda *_: b"a picture")
     check_guide(folder, small_answer("hf_guide.sh", MODEL=tiny_model(folder)))
 
 

@@ -16,13 +16,12 @@ from in_roster import needs_techniques
 from made_up import footprint, prediction
 from snugfit.cli.main import run
 from snugfit.features.guide import modern as guide_modern
-from snugfit.features.guide import plot, tables
+from snugfit.features.guide import tables
 from snugfit.features.guide.modern import FrontRecipe, PlannedJob, with_large_models, with_modern
 from snugfit.features.guide.suite import job_of, large_models
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.plan import Choice, Counts, Plan
-from snugfit.report.pictures import plot_bytes
 from snugfit.report.text.terminal import as_text
 from snugfit.results.speed import speed_of
 from snugfit.techniques.recipe import Recipe
@@ -131,10 +130,6 @@ def test_the_tables_say_what_changed_and_by_how_much() -> None:
     assert "recipe_today" not in tables.csv(guide_result()).splitlines()[0]
     document = json.loads(json.dumps(result.to_json()))
     assert document["modern"][0]["instead"][0] == {"slot": "precision", "then": "as_loaded", "now": "fp16"}
-    labels = [series.label for series in plot.memory_series(result)]
-    assert "today's best recipe, Tesla V100-SXM2-16GB" in labels
-    assert labels != [series.label for series in plot.memory_series(guide_result())]
-    assert plot_bytes(plot.page_parts(result), "svg")
 
 
 def test_the_command_plans_each_job_once(

@@ -6,19 +6,19 @@ import csv
 import json
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
 from made_up_guide import guide_result
 
 from in_roster import missing_techniques, needs_techniques
-from made_up import EVIL, prediction
+from made_up import prediction
 from small_models import small_job
 from snugfit.errors import GpuError
-from snugfit.features.guide import plot, tables
 from snugfit.features.guide import predictions as ask
 from snugfit.features.guide import run as suite_run
+from snugfit.features.guide import tables
+from snugfit.features.guide.cells import inert
 from snugfit.features.guide.feature import Guide
 from snugfit.features.guide.methods import helps, method_lines, stage_lines
 from snugfit.features.guide.suite import machines, suite, without_figures
@@ -26,12 +26,10 @@ from snugfit.job.gpu import find_gpu
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import find_software
-from snugfit.report.pictures import plot_bytes, write_page
 from snugfit.report.text.terminal import as_text
 from snugfit.step.step import LOOPS
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
-from test_pages import check_page, words_of
 from test_reference import hold_to_schema
 from test_tables import hold_rows_and_figures
 
@@ -163,30 +161,6 @@ def test_markdown_rows_have_as_many_cells_as_heads() -> None:
         assert len(widths) <= 1
 
 
-def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
-    """The name `$\\bad{$` is not read as a formula. A committed plot changes only with its figures."""
-
-    result = guide_result(measured=True)
-    result = replace(result, gpu=EVIL.replace("\x1b", ""))
-    parts = plot.page_parts(result)
-    svg = plot_bytes(parts, "svg")
-    assert svg == plot_bytes(parts, "svg")
-    assert b"<script>" not in svg
-    assert plot_bytes(parts, "png").startswith(b"\x89PNG")
-
-
-def test_the_plot_draws_each_known_figure() -> None:
-    series = {one.label.split(",")[0] for one in plot.memory_series(guide_result(measured=True))}
-    assert series == {"predicted", "measured", "published"}
-    speeds = plot.speed_series(guide_result())
-    assert [one.label.split(",")[0] for one in speeds] == ["predicted", "predicted", *["published"] * 4]
-    assert [one.label for one in speeds if "not named" in one.label] == [
-        f"published, unnamed_{letter}, GPU not named" for letter in "abc"
-    ]
-    assert speeds[0].values[0] == pytest.approx(10.0)
-    assert speeds[0].ranges[0] == pytest.approx((6.5, 13.5))
-
-
 def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,18 +209,19 @@ def test_answers_are_valid_against_the_schema() -> None:
     hold_to_schema(Guide().documents(), printed.items())
 
 
+def test_a_spreadsheet_runs_no_cell() -> None:
+    """Formulas are escaped, but numbers are not."""
+    for formula in ("=HYPERLINK(1)", "+1", "-cmd", "@sum", "\t=1"):
+        assert inert(formula) == f"'{formula}"
+    assert inert(-0.5) == "-0.5"
+    assert inert(None) == ""
+
+
 def test_csv_has_figures_as_numbers() -> None:
     rows = list(csv.DictReader(StringIO(tables.csv(guide_result()))))
     assert rows[0]["experiment"] == "vanilla"
     assert int(rows[0]["published_bytes_v100"]) == 14949 << 20
     assert float(rows[1]["predicted_change"]) < 0
-
-
-def test_the_page_has_memory_and_speed(tmp_path: Path) -> None:
-    write_page(tmp_path / "page.html", plot.page_parts(guide_result(measured=True)))
-    page = (tmp_path / "page.html").read_text()
-    check_page(page, charts=2, drawn=0)
-    assert "vanilla predicted, Tesla V100-SXM2-16GB 14.59 measured, NVIDIA H200" in words_of(page)
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from fitted import assert_same_run, killed, log_of, losses_of, model_of, padded, quiet, trained, trainer_of
+from fitted import assert_same_run, killed, log_of, model_of, padded, quiet, trained, trainer_of
 from small_runs import assert_same_weights
 from small_streams import RESUMABLE, SAMPLES, Drawing, Entropy, Masking, ReadOnce, seed_all
 from snugfit import fit
@@ -123,25 +123,19 @@ def test_data_that_gives_no_batch_is_refused_in_words(data: Any, told: str, tmp_
         fit(trainer_of(tmp_path, model_of("bert"), SAMPLES), "plain", watch=3)  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old checkpoint contains the process's generators and no position.
-
-    The run resumes at transformers' own position. The data's own generators stay unchanged.
-    """
+def test_a_checkpoint_without_its_position_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, plain = "a loader of one's own", DataPosition.to_json
-    whole = trained(run_of(case, tmp_path / "whole", save_strategy="no"))
 
-    def old(position: DataPosition, rows: int) -> dict[str, Any]:
-        kept = plain(position, rows)
-        return {name: kept[name] and kept[name][0] for name in ("began", "now", "next")}
+    def without_position(position: DataPosition, rows: int) -> dict[str, Any]:
+        return {name: value for name, value in plain(position, rows).items() if name not in ("place", "rows")}
 
-    cut = run_of(case, tmp_path / "cut", at=4)
     with monkeypatch.context() as patch:
-        patch.setattr(DataPosition, "to_json", old)
-        killed(cut)
-    resumed = trained(run_of(case, tmp_path / "cut"), True)
-    assert losses_of(resumed)[:5] == losses_of(whole)[:5]
-    assert resumed.state.global_step == 12
+        patch.setattr(DataPosition, "to_json", without_position)
+        killed(run_of(case, tmp_path, at=4))
+    with pytest.raises(SnugfitError, match=r"its files are not as snugfit writes them \(KeyError: 'rows'\)"):
+        run_of(case, tmp_path).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(("stop", "every"), slow_but([(6, "steps"), (12, "epoch")], 1))

@@ -113,14 +113,14 @@ class StateFiles:
                 extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
             elif self._ranks.rank:
                 extra |= after_first[self._ranks.rank - 1]
-            if (extra["data"].get("rows", rows), processes) != (rows, self._ranks.size):
+            if (extra["data"]["rows"], processes) != (rows, self._ranks.size):
                 extra["data"]["last"] = None  # no batch has this size any more
             extra["processes"] = processes
         return extra
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """The resumed epoch and the number of its trained batches; None if the checkpoint lacks them."""
+        """The resumed epoch and the number of its trained batches; None in a new run."""
         if self.folder is None:
             return None
         extra, rows = self._extra_state, self._trainer.args.per_device_train_batch_size

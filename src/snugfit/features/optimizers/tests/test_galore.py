@@ -199,10 +199,10 @@ def test_beside_thin_adapters_it_is_refused() -> None:
 def test_it_learns_digits_in_small_spaces(tmp_path: Path) -> None:
     """With a rank that the model's matrices exceed, which that of the law over the roster need not be."""
     import snugfit
-    from snugfit.training.digits import digits, digits_job
 
-    train, test = digits()
-    job: Job = digits_job(learning_rate=5e-3, batch_size=48)
+    task = pytest.importorskip("snugfit.features.digits", reason="the feature digits is not there")
+    train, test = task.digits()
+    job: Job = task.digits_job(learning_rate=5e-3, batch_size=48)
     done = snugfit.train(
         job, Recipe.parse("galore(rank=8, update_proj_gap=20, scale=1)"), train, evaluation=test,
         output_dir=tmp_path, device="cpu", max_steps=100, warmup_steps=0.1, save_strategy="no",

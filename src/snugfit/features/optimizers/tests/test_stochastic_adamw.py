@@ -23,7 +23,6 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.digits import digits, digits_job
 from third_step import hold_third_step
 from tiers import crossed, slow_but
 
@@ -104,11 +103,12 @@ def test_the_second_moment_follows_gradients_that_fall() -> None:
 @pytest.mark.slow
 def test_digits_are_learned_at_a_small_rate_as_in_32_bits(tmp_path: Path) -> None:
     """Weights of bfloat16 with nearest rounding learn half as much."""
-    train, test = digits()
+    task = pytest.importorskip("snugfit.features.digits", reason="the feature digits is not there")
+    train, test = task.digits()
     losses = {}
     for recipe in ("plain", "bf16_pure", RECIPE):
         done = snugfit.train(
-            digits_job(learning_rate=2e-4), recipe, train, evaluation=test, output_dir=tmp_path / recipe,
+            task.digits_job(learning_rate=2e-4), recipe, train, evaluation=test, output_dir=tmp_path / recipe,
             device="cpu", max_steps=150, warmup_steps=0.1, save_strategy="no", eval_strategy="steps",
             eval_steps=150,
         )  # fmt: skip

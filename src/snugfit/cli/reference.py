@@ -1,0 +1,47 @@
+"""`snugfit techniques`: those of the recipe notation. `snugfit schema`: JSON Schema of `--json` documents."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from snugfit.cli import arguments as given
+from snugfit.errors import UsageError, did_you_mean
+
+Word = Annotated[str | None, typer.Argument(help="Only techniques with this slot, name or word in the name.")]
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="COMMAND", help="Command, such as predict or plan. Without one, all commands."),
+]
+
+
+def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
+    """List the techniques by slot, each with its settings, its fidelity and its requirements."""
+    from snugfit.report.techniques import TechniqueList, render
+    from snugfit.report.text.terminal import show, show_json
+    from snugfit.techniques.roster import techniques as everyone
+
+    roster = list(everyone())
+    if word is not None:
+        slots, names = {str(one.slot) for one in roster}, [one.name for one in roster]
+        roster = [
+            one for one in roster if word.lower() in (one.name, str(one.slot)) or word.lower() in one.name
+        ]
+        if not roster:
+            raise UsageError(
+                f"No technique or slot {word!r}.{did_you_mean(word, [*names, *slots])} Slots: "
+                f"{', '.join(sorted(slots))}."
+            )
+    if as_json:
+        show_json(TechniqueList.of(roster).to_json())
+    else:
+        show(render(roster))
+
+
+def schema(command: Name = None) -> None:
+    """Print the JSON Schema (draft 2020-12) of a command's `--json` document."""
+    from snugfit.report.schema.json_schema import schema_of
+    from snugfit.report.text.terminal import show_json
+
+    show_json(schema_of(command))

@@ -1,1 +1,0 @@
-"""Evaluate predictions with drawn recipes and verified plans."""

@@ -1,0 +1,1 @@
+"""Predictions next to measurements: recipes of jobs, and the best recipes of a plan."""

@@ -1,0 +1,211 @@
+"""Compared runs, the results of a draw, and the band of allowed errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+from snugfit.comparison.compare import ErrorLine, error_lines, step_seconds_line
+from snugfit.documents import decode_fields, encode_fields
+from snugfit.job.job import Job
+from snugfit.results.footprint import Footprint
+from snugfit.results.measurement import GpuClock
+from snugfit.techniques.recipe import Recipe
+
+SCHEMA = 2
+READABLE = (1, 2)
+"""Schemas that can be read; the first had neither draws within jobs nor rescoring."""
+
+BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
+"""The largest allowed error of a drawn run, as a share of the measured value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One job and recipe, with its prediction and its measurement where they exist."""
+
+    number: int
+    """Position in the draw, from 0."""
+    family: str
+    """The model's family as the draw names it; else the architecture."""
+    job: Job
+    recipe: Recipe
+    gpus: int = 1
+    """Number of GPUs that train together, for the prediction and the measurement."""
+    passed_over: tuple[str, ...] = ()
+    """Recipes drawn before this one that the model does not support, each with the reason."""
+
+    predicted: Footprint | None = None
+    """None when the prediction failed."""
+    fits: bool | None = None
+    """True for a predicted fit."""
+    predicted_step_seconds: float | None = None
+    """Predicted seconds of a steady step."""
+    bound: str | None = None
+    """Predicted bottleneck of the step: `host`, or an operator group."""
+    refused: str = ""
+    """Reason for a failed prediction."""
+    doubts: tuple[str, ...] = ()
+    """Uncertainties of the prediction, as sentences."""
+    prediction_seconds: float | None = None
+    """Wall time of the prediction without imports."""
+
+    outcome: str | None = None
+    """End of the measured run; None when it was not measured."""
+    measured: Footprint | None = None
+    step_seconds: float | None = None
+    """Mean of the steady steps without disturbed ones."""
+    every_step_seconds: float | None = None
+    """Mean of all steady steps, with disturbed ones; None in results older than this field."""
+    spread: float | None = None
+    """(90th percentile - 10th percentile) / mean of the steady steps."""
+    contaminated: str | None = None
+    """Other use of the GPU during the run; None without any."""
+    message: str = ""
+    """The last lines of a run that died."""
+    when: str | None = None
+    """Start of the measured run, ISO 8601 in UTC."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package versions of the measured run."""
+    crowded: str | None = None
+    """Other processes' share of the host's cores while steps were timed, when no core was idle."""
+    disturbed: float | None = None
+    """Share of checks that found the loop's core disturbed by other processes."""
+    clock: GpuClock | None = None
+    """Clock of the GPU while steps were timed, as in `Measurement`."""
+    host_loop_seconds: float | None = None
+    """Speed of the core: median seconds of a short loop of pure Python."""
+    cause: str = ""
+    """Known cause of a large error: the only field that is written into a result by hand."""
+
+    original: Footprint | None = None
+    """First prediction of a rescored run."""
+    original_step_seconds: float | None = None
+    """First predicted seconds of a step of a rescored run."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "job_id": (str, ""),
+        "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
+        "complaint": (str | None, ""),
+    }
+    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+
+    @property
+    def job_id(self) -> str:
+        """A hash shared by the runs of one job."""
+        text = json.dumps(self.job.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """Predicted and measured seconds of a step; None when the run died or one is not known."""
+        if self.outcome != "ok" or not self.predicted_step_seconds or not self.step_seconds:
+            return None
+        return self.predicted_step_seconds, self.step_seconds
+
+    @property
+    def lines(self) -> tuple[ErrorLine, ...]:
+        """The figures that are both predicted and measured; none for a run that died."""
+        if self.outcome != "ok" or self.predicted is None or self.measured is None:
+            return ()
+        seconds = step_seconds_line(self.predicted_step_seconds, self.step_seconds)
+        return (*error_lines(self.predicted, self.measured), *([seconds] if seconds else []))
+
+    def error(self, figure: str) -> float | None:
+        """Return the relative error of one figure; None when it is not known."""
+        return next((line.error for line in self.lines if line.figure == figure), None)
+
+    @property
+    def complaint(self) -> str | None:
+        """Violation of the error band, as text; None for a run inside the band or without a measurement."""
+        if self.outcome is None:
+            return f"not predicted: {self.refused}" if self.refused else None
+        if self.outcome != "ok":
+            # Out of memory is the expected end of a run that was predicted not to fit.
+            expected = self.fits is False and self.outcome.startswith("oom")
+            return None if expected else f"the run ended with {self.outcome}"
+        if self.predicted is None:
+            return f"not predicted: {self.refused}"
+        if self.fits is False:
+            return "predicted not to fit, and it did"
+        off = [
+            f"{line.figure.removesuffix('_bytes')} {100 * line.error:+.2f} %"
+            for line in self.lines
+            if abs(line.error) > BAND.get(line.figure, 1)
+        ]
+        missing = [figure for figure in BAND if self.error(figure) is None]
+        off += [f"{figure} not measured" for figure in missing]
+        if off and self.contaminated:
+            off.append(f"but other processes used the GPU: {self.contaminated}")
+        return ", ".join(off) or None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object; `ComparedRun.from_json` reads it back."""
+        errors = {line.figure: line.error for line in self.lines}
+        return encode_fields(self, job_id=self.job_id, errors=errors, complaint=self.complaint)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the run that `to_json` wrote."""
+        return decode_fields(cls, document)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """The result of a whole draw."""
+
+    seed: int | None
+    """Seed of the draw; None when the jobs were named."""
+    gpu: str
+    """The GPU of the predictions."""
+    device: str | None
+    """The measured device; None when nothing was measured."""
+    versions: Mapping[str, str]
+    """Versions of the packages that predicted."""
+    runs: tuple[ComparedRun, ...]
+    """In the order of their numbers."""
+    kind: str = "drawn"
+    """`drawn`: each run is a job of its own. `within-job`: several drawn recipes of each job. `top`: each
+    job's best recipes by its plan."""
+    rates: str = ""
+    """The source of the rates that predicted the seconds."""
+    rescored: str = ""
+    """Date and versions of a later prediction of the runs; such predictions are not forecasts."""
+    original_versions: Mapping[str, str] = field(default_factory=dict)
+    """Package versions of a rescored draw's first predictions."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["accuracy"], "Name of the document."),
+        "band": (Mapping[str, float], "Largest relative error inside the band, by figure."),
+    }
+
+    @property
+    def outside(self) -> tuple[ComparedRun, ...]:
+        """The runs that are outside the band, or failed."""
+        return tuple(run for run in self.runs if run.complaint)
+
+    def errors(self, figure: str) -> list[float]:
+        """Return the absolute relative errors of one figure, the smallest first."""
+        errors = (run.error(figure) for run in self.runs)
+        return sorted(abs(error) for error in errors if error is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object; `Accuracy.from_json` reads it back."""
+        return {"schema": SCHEMA, "what": "accuracy", **encode_fields(self, band=dict(BAND))}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the draw that `to_json` wrote."""
+        return decode_fields(cls, document)
+
+
+def error_quantiles(errors: list[float]) -> Iterator[float | None]:
+    """Yield the smallest bounds on the errors of half, nine tenths and all of the runs; None without runs."""
+    import numpy as np
+
+    for share in (0.5, 0.9, 1.0):
+        # This method returns the error of an actual run, without interpolation.
+        yield float(np.quantile(errors, share, method="inverted_cdf")) if errors else None

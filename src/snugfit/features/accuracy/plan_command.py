@@ -1,0 +1,106 @@
+"""`snugfit plan --verify K`: the plan's best recipes measured on the GPU here.
+
+A request that cannot be verified is refused before any search: a search takes a minute.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from snugfit.errors import GpuError, OutsideBand, UsageError
+from snugfit.measurement.target import gpu_here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from snugfit.cli.request import Request
+    from snugfit.features.accuracy.peers import Peers
+    from snugfit.planning.plan import Plan
+
+
+Verify = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="Measure the best K recipes on this machine's GPU.", min=1, max=64),
+]
+NoPeers = Annotated[
+    bool, typer.Option("--no-peers", help="With --verify: do not measure recipes of the plain Trainer.")
+]
+
+
+def _of_plan(*, verify: Verify = None, no_peers: NoPeers = False) -> None:
+    """Declare the options of `plan`."""
+
+
+def options() -> list[inspect.Parameter]:
+    """Return the options of `plan`."""
+    return list(inspect.signature(_of_plan, eval_str=True).parameters.values())
+
+
+def prepare(request: Request) -> Request:
+    """Return the request for a plan on the GPU of this machine, whose best recipes are then measured.
+
+    Raises `GpuError` when there is none, or another was named, and `UsageError` for options that exclude
+    `--verify`.
+    """
+    from snugfit.job.gpu import find_gpu
+
+    if request.flags["gpus"] is not None or request.gpus != 1:
+        raise UsageError("A plan with --gpus does not take --verify. Leave it out.")
+    name = gpu_here()
+    if name is None:
+        raise GpuError(
+            "--verify measures on this machine's GPU, but there is none. Leave it out, or run it on a "
+            "machine with the GPU."
+        )
+    gpu = find_gpu(name)
+    if request.gpu is not None and request.gpu.key != gpu.key:
+        raise GpuError(
+            f"--verify measures on this machine's GPU, a {gpu.name}, but the plan is for "
+            f"{request.gpu.name}. Leave --gpu out, or --verify."
+        )
+    follow_up = partial(verify_plan, peers=not request.flags["no_peers"])
+    return replace(request, gpu=gpu, ranked=request.flags["verify"], follow_up=follow_up)
+
+
+def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
+    """Measure the plan's listed recipes here, and print them below the plan; as JSON both are one document.
+
+    With `peers`, the recipes of a user of the plain Trainer are measured too. Raises `OutsideBand` when a
+    run's bytes differ from the prediction by more than `snugfit accuracy` allows.
+    """
+    from snugfit.cli.progress import show_progress
+    from snugfit.features.accuracy.predict_runs import PlannedRecipe
+    from snugfit.features.accuracy.verified_tables import document, render
+    from snugfit.features.accuracy.verify import verify
+    from snugfit.report.text.page import print_as
+
+    assert plan.gpu is not None
+    recipes = [PlannedRecipe.of(choice, plan.memory_bytes) for choice in plan.ranked]
+    with show_progress(f"measuring {plan.job.model.name}") as tell:
+        verified = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
+        if peers and plan.ranked:
+            verified = replace(verified, peers=_measure_peers(plan, tell))
+    if form == "markdown":
+        typer.echo()
+    print_as(form, document(plan, verified), render(verified))
+    if verified.outside:
+        raise OutsideBand(f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band.")
+
+
+def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
+    """Return the peers of the plan's first choice."""
+    from snugfit.features.accuracy.peers import measure_peers
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Slot
+
+    assert plan.gpu is not None
+    kept_slots = {Slot(slot.slot) for slot in plan.kept}
+    chosen = Recipe.parse(plan.ranked[0].recipe)
+    return measure_peers(
+        plan.job, plan.gpu, chosen, kept_slots=kept_slots, memory_bytes=plan.memory_bytes, tell=tell
+    )

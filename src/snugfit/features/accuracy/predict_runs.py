@@ -1,0 +1,148 @@
+"""Predict drawn recipes, and turn drawn and planned ones into measurable runs.
+
+A failed prediction gives a run with the reason. A recipe that the model does not support is skipped, and the
+next run names it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from snugfit.errors import RecipeError, SnugfitError
+from snugfit.features.accuracy.compared_runs import ComparedRun
+from snugfit.features.accuracy.draw import draw_recipes
+from snugfit.prediction.predict import predict
+from snugfit.results.footprint import Footprint
+from snugfit.techniques.recipe import Recipe
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.plan import Choice
+    from snugfit.prediction.rates import Rates
+
+MAX_PREDICTED = 6
+"""Most predicted recipes for each requested one of a job, before the job counts as exhausted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRecipe:
+    """A recipe with the figures that a plan predicts for it."""
+
+    recipe: Recipe
+    footprint: Footprint
+    step_seconds: float
+    """Seconds of a steady step."""
+    fits: bool = True
+    """True when the bytes fit the usable memory."""
+
+    @classmethod
+    def of(cls, choice: Choice, memory_bytes: int | None = None) -> Self:
+        """Return a plan's choice as the prediction of a run."""
+        footprint = Footprint(
+            requested_bytes=choice.requested_bytes,
+            allocated_bytes=choice.allocated_bytes,
+            reserved_bytes=choice.reserved_bytes,
+            nvml_bytes=choice.needed_bytes,
+            context_bytes=choice.context_bytes,
+        )
+        return cls(
+            recipe=Recipe.parse(choice.recipe),
+            footprint=footprint,
+            step_seconds=choice.step_seconds,
+            fits=memory_bytes is None or choice.needed_bytes <= memory_bytes,
+        )
+
+    def run(self, job: Job, number: int) -> ComparedRun:
+        """Return a `ComparedRun` of this job with the predicted figures, and without a measurement."""
+        return ComparedRun(
+            number=number,
+            family=job.model.architecture,
+            job=job,
+            recipe=self.recipe,
+            predicted=self.footprint,
+            fits=self.fits,
+            predicted_step_seconds=self.step_seconds,
+        )
+
+
+def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]) -> list[ComparedRun]:
+    """Predict a job under drawn recipes that all need different bytes.
+
+    Return fewer than `recipes` runs when the job has no more.
+    """
+    number, job = numbered
+    first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
+    candidates = (
+        ComparedRun(number=first, family=job.model.architecture, job=job, recipe=recipe)
+        # Bounded, because a job may have fewer recipes with different bytes.
+        for recipe, _ in zip(draw_recipes(job, seed), range(MAX_PREDICTED * recipes), strict=False)
+    )
+    for run in predict_each(candidates, gpu):
+        size = run.predicted.requested_bytes if run.predicted else None
+        if size is None or size not in sizes:
+            sizes.add(size)
+            runs.append(replace(run, number=first + len(runs)))
+        if len(runs) == recipes:
+            break
+    return runs
+
+
+def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRun:
+    """Predict the run again; the first prediction and the measurement stay in it."""
+    blank = replace(
+        run,
+        predicted=None,
+        fits=None,
+        predicted_step_seconds=None,
+        bound=None,
+        refused="",
+        doubts=(),
+        original=run.original or run.predicted,
+        original_step_seconds=run.original_step_seconds or run.predicted_step_seconds,
+    )
+    try:
+        return _predict(blank, gpu, rates)
+    except Exception as failure:  # a run that can no longer be predicted is a result
+        return replace(blank, refused=_one_line(failure))
+
+
+def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[ComparedRun]:
+    """Yield the candidates with predictions.
+
+    Recipes that the model does not support are skipped; the next run names them.
+    """
+    passed_over: list[str] = []
+    for candidate in candidates:
+        run = replace(candidate, passed_over=tuple(passed_over))
+        try:
+            yield _predict(run, gpu)
+        except RecipeError as refusal:
+            passed_over.append(f"{run.job.model.name}, {run.recipe}: {refusal}")
+            continue
+        except Exception as failure:  # a failed run is a result, for any cause
+            yield replace(run, refused=_one_line(failure))
+        passed_over.clear()
+
+
+def _predict(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
+    """Return the run with its prediction."""
+    began = time.monotonic()
+    prediction = predict(run.job, run.recipe, gpu=gpu, gpus=run.gpus, rates=rates)
+    return replace(
+        run,
+        predicted=prediction.footprint,
+        fits=prediction.fits,
+        predicted_step_seconds=prediction.timing.step_seconds if prediction.timing else None,
+        bound=prediction.timing.bound if prediction.timing else None,
+        doubts=prediction.doubts,
+        prediction_seconds=round(time.monotonic() - began, 2),
+    )
+
+
+def _one_line(failure: Exception) -> str:
+    kind = "" if isinstance(failure, SnugfitError) else f"{type(failure).__name__}: "
+    return kind + " ".join(str(failure).split())

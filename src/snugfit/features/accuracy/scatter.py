@@ -1,0 +1,47 @@
+"""The plot of draws: predicted against measured seconds, and a histogram of the errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from snugfit.errors import UsageError
+from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
+from snugfit.report.text.figure import BLUE, LIGHT_BLUE, ORANGE, drawing
+
+NINE_IN_TEN = 0.2
+"""Error of the dotted lines, below which nine runs in ten should stay."""
+
+FARTHEST = 50
+"""Per cent at which the histogram ends. Larger errors are counted in its last bars."""
+
+
+def draw(results: Sequence[Accuracy], form: str) -> bytes:
+    """Return the plot as the bytes of a `png` or an `svg` file. Raises `UsageError` when no run has
+    seconds."""
+    groups: dict[str, list[ComparedRun]] = {}
+    for run in (run for result in results for run in result.runs if run.seconds):
+        groups.setdefault("host" if run.bound == "host" else "device", []).append(run)
+    if not groups:
+        raise UsageError("--plot: no run of these results has seconds on both sides.")
+    pairs = [run.seconds or (0.0, 0.0) for runs in groups.values() for run in runs]
+    ends = [min(map(min, pairs)) / 1.3, max(map(max, pairs)) * 1.3]
+    with drawing(form, width=11, height=5) as drawn:
+        left, right = drawn.figure.subplots(1, 2)
+        for name, color in (("device", BLUE), ("host", ORANGE)):
+            seconds = [run.seconds or (0.0, 0.0) for run in groups.get(name, [])]
+            left.scatter(
+                [after for _, after in seconds], [before for before, _ in seconds], s=18, color=color,
+                label=f"{len(seconds)} runs bound by the {name}",
+            )  # fmt: skip
+        for share, style in ((0.0, "-"), (NINE_IN_TEN, ":"), (-NINE_IN_TEN, ":")):
+            left.plot(ends, [end * (1 + share) for end in ends], color="0.4", linewidth=0.8, linestyle=style)
+        left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        left.set_xlabel("Seconds of a step, measured")
+        left.set_ylabel("Seconds of a step, predicted")
+        left.legend(frameon=False)
+        errors = [100 * (before / after - 1) for before, after in pairs]
+        within = [max(-FARTHEST, min(FARTHEST, error)) for error in errors]
+        right.hist(within, bins=list(range(-FARTHEST, FARTHEST + 5, 5)), color=LIGHT_BLUE, edgecolor="white")
+        right.set_xlabel("Error, per cent of the measured seconds")
+        right.set_ylabel("Runs")
+    return drawn.content

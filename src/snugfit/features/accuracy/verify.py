@@ -1,0 +1,93 @@
+"""Verify a plan: measure its best recipes one after the other, each in a process of its own.
+
+The result contains runs of one job, like those of `snugfit accuracy`. It gives predictions, measurements, the
+agreement of their order, and the gap between the plan's first choice and the fastest run. A run that died
+stays in the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from snugfit.documents import encode_fields
+from snugfit.features.accuracy.compared_runs import ComparedRun
+from snugfit.features.accuracy.peers import NO_PEERS, Peers
+from snugfit.features.accuracy.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.ranking import RankAgreement, gap, rank_agreement
+from snugfit.features.accuracy.score import measure_run
+from snugfit.job.job import Job
+
+SCHEMA = 1
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Predictions and measurements of a plan's best recipes."""
+
+    gpu: str
+    """The GPU of the plan."""
+    device: str | None
+    """The measured device; None when every run was refused."""
+    runs: tuple[ComparedRun, ...]
+    """In the plan's order, its first choice first."""
+    versions: Mapping[str, str]
+    """Versions of the packages that planned."""
+    peers: Peers = NO_PEERS
+    """The plain Trainer, measured on the same job."""
+
+    @property
+    def order(self) -> RankAgreement:
+        """Agreement of the predicted and the measured order."""
+        return rank_agreement(self.runs)
+
+    @property
+    def gap(self) -> float | None:
+        """Slowdown of the predicted fastest run against the measured fastest one, as a share."""
+        return gap(self.runs)
+
+    @property
+    def faster_than_peer(self) -> float | None:
+        """Speedup of the first choice over the best peer; None when either was not measured."""
+        first, peer = self.runs[0] if self.runs else None, self.peers.best
+        if first is None or peer is None or first.outcome != "ok" or not first.step_seconds:
+            return None
+        return (peer.run.step_seconds or 0.0) / first.step_seconds
+
+    @property
+    def outside(self) -> tuple[ComparedRun, ...]:
+        """The runs that are outside the band of `snugfit accuracy`, or failed."""
+        return tuple(run for run in self.runs if run.complaint)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of `snugfit plan --verify --json`."""
+        return {
+            "schema": SCHEMA,
+            "what": "verification",
+            **encode_fields(self, tau=self.order.tau, gap=self.gap, faster_than_peer=self.faster_than_peer),
+        }
+
+
+def verify(
+    job: Job,
+    gpu: str,
+    recipes: Sequence[PlannedRecipe],
+    *,
+    versions: Mapping[str, str],
+    tell: Tell = lambda line: None,
+) -> Verification:
+    """Measure these recipes of a plan for `gpu` on this machine; `tell` receives progress messages."""
+    runs: list[ComparedRun] = []
+    device, began = None, time.monotonic()
+    for number, planned in enumerate(recipes):
+        remaining = (time.monotonic() - began) / number * (len(recipes) - number) if number else None
+        left = f", about {remaining:.0f} s left" if remaining is not None else ""
+        tell(f"measuring {number + 1} of {len(recipes)}{left}: {planned.recipe}")
+        run, run_device = measure_run(planned.run(job, number + 1))
+        runs.append(run)
+        device = device or run_device
+    return Verification(gpu=gpu, device=device, runs=tuple(runs), versions=versions)

@@ -1,0 +1,198 @@
+"""Examines the installation: packages, missing parts with their reasons, and the GPUs that the driver
+reports.
+
+No function imports torch, which takes seconds. Versions come from the packages' metadata, torch's CUDA from
+its version file, GPUs from NVML.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+from snugfit.measurement.host import spill_to_host
+from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
+from snugfit.measurement.visible_devices import VISIBLE_DEVICES, hides_all
+from snugfit.versions import CORE, OPTIONAL, __version__, torch_cuda, version_of
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package that snugfit uses."""
+
+    name: str
+    version: str | None
+    """Installed version; None without one."""
+    required: bool
+    """True for a package that snugfit cannot run without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """One of snugfit's extras, and the techniques that need it."""
+
+    name: str
+    """Name as in `pip install "snugfit[name]"`."""
+    techniques: tuple[str, ...]
+    """Techniques that need it."""
+    off: str | None
+    """Reason why the techniques are off, with the cure; None when they are on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuStatus:
+    """One GPU of this machine."""
+
+    name: str
+    uuid: str
+    compute_capability: tuple[int, int] | None
+    """CUDA compute capability; None where the driver does not report it."""
+    total_bytes: int | None
+    """Bytes of its memory."""
+    used_bytes: int | None
+    """Bytes in use by all processes, now."""
+    reserve_bytes: int | None
+    """The driver's own reserve in bytes; None under drivers that do not separate it."""
+    processes: int | None
+    """Number of processes with a compute context; None where the driver hides them."""
+    fault: str | None = None
+    """Reason for a missing value of this GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """The state of this machine."""
+
+    snugfit: str
+    """The version of snugfit."""
+    python: str
+    """The version of Python."""
+    executable: str
+    """The path of the running Python."""
+    platform: str
+    """Operating system and machine."""
+    packages: tuple[Package, ...]
+    """Required packages first, then optional ones."""
+    extras: tuple[Extra, ...]
+    """The extras that techniques need."""
+    torch_cuda: str | None
+    """The CUDA version of torch's build; None for a build without CUDA."""
+    cuda_usable: bool
+    """True if a measurement can run on a GPU."""
+    cuda_reason: str | None
+    """Reason why it cannot."""
+    asked_torch: bool = False
+    """Always False: the doctor reads torch's files and NVML, because an import of torch takes seconds."""
+    driver: str | None
+    """The NVIDIA driver's version."""
+    nvml: str | None
+    """Reason why NVML does not answer; None when it does."""
+    gpus: tuple[GpuStatus, ...]
+    """All GPUs of the machine in the order of the PCI bus, regardless of CUDA_VISIBLE_DEVICES."""
+    spills: str | None = None
+    """Description of a driver that moves GPU memory to the host when the GPU is full; None for other
+    drivers."""
+    visible_devices: str | None
+    """CUDA_VISIBLE_DEVICES; None when it is not set."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["doctor"], "Name of the document.")
+    }
+    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `snugfit doctor --json` prints."""
+        return {"schema": SCHEMA, "what": "doctor", **asdict(self)}
+
+
+def examine(*, library: Any | None = None, environment: Mapping[str, str] = os.environ) -> Doctor:
+    """Examine this machine. A missing part is reported and never raised."""
+    gpus: tuple[GpuStatus, ...] = ()
+    driver = nvml_fault = None
+    try:
+        with open_nvml(library) as nvml:
+            driver, gpus = nvml.driver(), tuple(_status_of(card) for card in nvml.cards())
+    except NvmlUnavailable as refusal:
+        nvml_fault = str(refusal)
+    build = torch_cuda()
+    reason = _why_no_cuda(build, nvml_fault, gpus, environment)
+    return Doctor(
+        snugfit=__version__,
+        python=platform.python_version(),
+        executable=sys.executable,
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        packages=tuple(
+            Package(name=name, version=version_of(name), required=name in CORE) for name in (*CORE, *OPTIONAL)
+        ),
+        extras=_extras(),
+        torch_cuda=build,
+        cuda_usable=reason is None,
+        cuda_reason=reason,
+        driver=driver,
+        nvml=nvml_fault,
+        gpus=gpus,
+        spills=spill_to_host(),
+        visible_devices=environment.get(VISIBLE_DEVICES),
+    )
+
+
+def _status_of(card: Card) -> GpuStatus:
+    memory, processes, fault = None, None, None
+    try:
+        memory = card.memory()
+        processes = len(card.compute_processes())
+    except NvmlUnavailable as reason:
+        fault = str(reason)
+    return GpuStatus(
+        name=card.name,
+        uuid=card.uuid,
+        compute_capability=card.capability(),
+        total_bytes=memory.total_bytes if memory else None,
+        used_bytes=memory.used_bytes if memory else None,
+        reserve_bytes=memory.reserve_bytes if memory else None,
+        processes=processes,
+        fault=fault,
+    )
+
+
+def _why_no_cuda(
+    build: str | None, nvml_fault: str | None, gpus: tuple[GpuStatus, ...], environment: Mapping[str, str]
+) -> str | None:
+    """Return the reason why a measurement cannot run on a GPU, found without torch; None without one."""
+    if version_of("torch") is None:
+        return "torch is not installed"
+    if build is None:
+        return f"torch {version_of('torch')} is built without CUDA"
+    if nvml_fault is not None:
+        return f"no NVIDIA driver was found: {nvml_fault}"
+    if not gpus:
+        return "the driver finds no GPU"
+    if hides_all(environment):
+        return f"{VISIBLE_DEVICES}={environment[VISIBLE_DEVICES]!r} hides every GPU"
+    return None
+
+
+def _extras() -> tuple[Extra, ...]:
+    """Return each extra of the roster with the techniques that need it."""
+    from snugfit.techniques.roster import techniques
+
+    needing: dict[str, list[Any]] = {}
+    for technique in techniques():
+        if technique.extra:
+            needing.setdefault(technique.extra, []).append(technique)
+    return tuple(
+        Extra(
+            name=name,
+            techniques=tuple(technique.name for technique in techniques_of),
+            off=next(
+                (reason for technique in techniques_of if (reason := technique.missing_package())), None
+            ),
+        )
+        for name, techniques_of in sorted(needing.items())
+    )

@@ -1,0 +1,37 @@
+"""Cells of the guide's tables: ranges of speeds, and comma-separated values that no spreadsheet runs."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from io import StringIO
+
+from snugfit.results.speed import StepSpeed
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def show_samples_range(speed: StepSpeed | None) -> str:
+    """Return the spread in samples a second: `4.7 to 5.3`; empty where there is none."""
+    known = speed.samples_range if speed else None
+    return f"{known[0]:,.1f} to {known[1]:,.1f}" if known else ""
+
+
+def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return comma-separated values without formulas for a spreadsheet; None is an empty cell."""
+    out = StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([inert(head) for head in heads])
+    writer.writerows([[inert(cell) for cell in row] for row in rows])
+    return out.getvalue()
+
+
+def inert(cell: object) -> str:
+    """Return a cell's text, with an apostrophe before a text that a spreadsheet would take for a formula."""
+    if cell is None:
+        return ""
+    text = str(cell)
+    # A negative number begins like a formula, but is none.
+    if isinstance(cell, int | float) or not text.startswith(_FORMULA):
+        return text
+    return f"'{text}"

@@ -1,0 +1,1 @@
+"""Answers as pages, pictures and cells of a notebook."""

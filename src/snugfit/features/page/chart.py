@@ -1,0 +1,191 @@
+"""The charts of a result as plain data. `document.py` puts them on a page, `static.py` draws a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.console import RenderableType
+
+from snugfit.features.page.colours import BEST, LIMIT, RESERVED
+from snugfit.report.text.passages import Passage
+from snugfit.results.prediction import ModuleLine
+from snugfit.results.step_seconds import PhaseSpan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Bytes of one kind at each position of a step."""
+
+    kind: str
+    bytes: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCurve:
+    """Bytes by kind through the steady step, the lowest layer first."""
+
+    positions: Sequence[float]
+    """Shares of the step's events, in [0, 1]."""
+    layers: Sequence[Layer]
+    reserved: Sequence[int]
+    """Bytes that the allocator reserves, with the context."""
+    limit: int | None
+    """Bytes that may be used; None if they are unknown or far above the curve."""
+    phases: Sequence[Passage]
+    micro_batches: Sequence[Passage]
+    peak: int
+    """Index of the position with the most bytes."""
+    peak_label: str
+
+    @property
+    def meanings(self) -> list[str]:
+        """The meanings of its colours and lines."""
+        lines = [RESERVED, *([LIMIT] if self.limit else [])]
+        return [*(layer.kind for layer in self.layers), *lines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleMap:
+    """Bytes at the peak by module and kind, in descending order."""
+
+    lines: Sequence[ModuleLine]
+
+    @property
+    def meanings(self) -> list[str]:
+        """The kinds that it shows."""
+        return [line.kind for line in self.lines]
+
+
+class BarFigure(NamedTuple):
+    """One figure of a group of bars."""
+
+    value: float
+    label: str
+    """The figure in words, with its range."""
+    low: float | None = None
+    """Lower end of the figure's range, or None."""
+    high: float | None = None
+    """Upper end of the figure's range, or None."""
+
+
+class BarGroup(NamedTuple):
+    """The bars of one name."""
+
+    name: str
+    bars: Sequence[BarFigure | None]
+    """One bar for each series; None without a value."""
+    remark: str = ""
+    """An addition to the name on its line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """Figures of several names, as bars of one scale."""
+
+    series: Sequence[str]
+    groups: Sequence[BarGroup]
+    limit: float | None = None
+    """Value of a line across all bars, or None."""
+
+    @property
+    def top(self) -> float:
+        """The value at the right end of the scale."""
+        bars = [bar for group in self.groups for bar in group.bars if bar]
+        ends = [end for bar in bars for end in (bar.value, bar.high or 0.0)]
+        # A scale without a length could not be drawn.
+        return max([*ends, self.limit or 0.0], default=0.0) or 1.0
+
+    @property
+    def meanings(self) -> list[str]:
+        """The series, and the limit."""
+        return [*self.series, *([LIMIT] if self.limit else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The times at which the host launches and the device runs each phase of the steady step."""
+
+    spans: Sequence[PhaseSpan]
+    end_seconds: float
+    meanings: Sequence[str] = ()
+
+
+class RecipePoint(NamedTuple):
+    """One recipe of a plan's front."""
+
+    number: int
+    recipe: str
+    bytes: int
+    speed: float
+    fits: bool
+    best: bool
+    label: str
+    """Its figures in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """Memory against speed, one point a recipe."""
+
+    points: Sequence[RecipePoint]
+    limit: int | None
+
+    @property
+    def meanings(self) -> list[str]:
+        """The limit, and the ring around the best recipe."""
+        best = [BEST] if any(point.best for point in self.points) else []
+        return [*([LIMIT] if self.limit else []), *best]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One picture, with its description and the same figures as a table."""
+
+    title: str
+    about: str
+    """A sentence that replaces the picture for a screen reader."""
+    drawing: MemoryCurve | ModuleMap | Bars | Timeline | Front
+    heads: tuple[str, ...] = ()
+    """The table's columns; a head that ends in `>` marks numbers. Empty without a table."""
+    rows: Sequence[Sequence[str]] = ()
+    """Cells, the same number in each row as heads."""
+    note: str = ""
+    """A sentence under the picture."""
+    numbered: bool = False
+    """True if the picture has numbers that only the table explains."""
+
+
+class Figure(NamedTuple):
+    """One of the large numbers at the top of a page."""
+
+    name: str
+    value: str
+    remark: str = ""
+    share: float | None = None
+    """Part of a whole that it uses, for a meter; None without one."""
+    tone: str = ""
+    """`good`, `tight` or `bad`; empty for a neutral number."""
+
+
+class PageParts(NamedTuple):
+    """The parts of a result on a page, a plot or in a notebook's cell."""
+
+    title: str
+    """The verdict in everyday words."""
+    lines: Sequence[str]
+    """Sentences below the title: the job, the recipe, the answer in detail."""
+    charts: Sequence[Chart]
+    report: RenderableType
+    """The whole result in words and tables."""
+    doubts: Sequence[str] = ()
+    """Sentences on the uncertain parts of the result."""
+    figures: Sequence[Figure] = ()
+    tone: str = ""
+    """`good`, `tight` or `bad`; empty for a result without a verdict."""
+
+    @property
+    def meanings(self) -> Iterable[str]:
+        """The meanings of all colours and lines, in the order of their first use."""
+        return dict.fromkeys(meaning for chart in self.charts for meaning in chart.drawing.meanings)

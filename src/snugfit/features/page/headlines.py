@@ -1,0 +1,229 @@
+"""The verdict of a result in everyday words, and the four numbers below it."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import NamedTuple
+
+from snugfit.comparison.compare import Comparison
+from snugfit.comparison.recipes import RecipeComparison
+from snugfit.features.page.chart import Figure
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.planning.fleet.gpu_plans import GpuPlans
+from snugfit.planning.plan import Plan
+from snugfit.report.text.pace import show_spread, show_tokens
+from snugfit.results.measurement import Measurement
+from snugfit.results.prediction import Prediction
+from snugfit.results.speed import StepSpeed
+from snugfit.units import show_bytes, show_seconds
+
+EXACT = 0.005
+"""Relative error below which a prediction and its measurement agree."""
+
+
+class Headline(NamedTuple):
+    """A title, and its tone: `good`, `tight`, `bad`, or empty for no verdict."""
+
+    title: str
+    tone: str = ""
+
+
+def of_prediction(one: Prediction) -> Headline:
+    """Return a sentence on the fit of the step."""
+    name, spare = _model(one.job), one.spare_bytes
+    where = _place(one.gpu, one.gpus)
+    if spare is None:
+        return Headline(f"{name} needs {show_bytes(one.needed_bytes)} of GPU memory")
+    condition = "" if one.read_in_full else ", if the unread parts change nothing"
+    if spare < 0:
+        title = f"{name} does not fit on {where}: {show_bytes(-spare)} too much{condition}"
+        return Headline(title, "bad")
+    if one.tight:
+        return Headline(f"{name} only just fits on {where}: {show_bytes(spare)} to spare{condition}", "tight")
+    title = f"{name} fits on {where}, with {show_bytes(spare)} to spare{condition}"
+    return Headline(title, "good" if one.read_in_full else "tight")
+
+
+def of_plan(plan: Plan) -> Headline:
+    """Return a sentence on the best recipe, or on the nearest miss."""
+    name, shown, where = _model(plan.job), plan.best_or_nearest, _place(plan.gpu, 1)
+    if plan.best is None:
+        short = show_bytes(shown.needed_bytes - (plan.memory_bytes or 0))
+        return Headline(f"No recipe fits {name} on {where}: the nearest needs {short} more", "bad")
+    speed = f"{plan.speed(shown):,.1f} samples per second"
+    return Headline(f"{name} fits on {where}, at {speed}", "tight" if plan.tight else "good")
+
+
+def of_measurement(one: Measurement) -> Headline:
+    """Return a sentence on the end and the peak of the run."""
+    name, size = _model(one.job), measured_bytes(one)
+    if not one.ok:
+        return Headline(f"{name} did not run to its end on {one.device.name}: {one.outcome}", "bad")
+    took = f"took {show_bytes(size)} at the peak" if size else "ran"
+    return Headline(f"{name} {took} on {one.device.name}")
+
+
+def of_comparison(one: Comparison) -> Headline:
+    """Return a sentence on the error of the predicted memory."""
+    error = next(
+        (e for figure in ("nvml_bytes", "reserved_bytes") if (e := one.error(figure)) is not None), None
+    )
+    error = one.worst.error if error is None and one.worst else error or 0.0
+    name = f"{_model(one.prediction.job)} on {one.measurement.device.name.removeprefix('NVIDIA ')}"
+    if abs(error) < EXACT:
+        return Headline(f"The predicted memory of {name} agrees with the measured")
+    return Headline(
+        f"The predicted memory of {name} is {100 * abs(error):.1f} % too {'high' if error > 0 else 'low'}"
+    )
+
+
+def of_recipes(compared: RecipeComparison) -> Headline:
+    """Return a sentence on the number of recipes that fit."""
+    several = compared.predictions
+    name, where = _model(several[0].job), _place(several[0].gpu, several[0].gpus)
+    fitting = sum(one.fits is True for one in several)
+    if several[0].memory_bytes is None:
+        return Headline(f"{name} under {len(several)} recipes")
+    count = "No recipe" if not fitting else f"{fitting} of {len(several)} recipes"
+    verb = "fits" if fitting < 2 else "fit"
+    return Headline(f"{count} {verb} {name} on {where}", "good" if fitting else "bad")
+
+
+def of_gpu_plans(several: GpuPlans) -> Headline:
+    """Return a sentence on the number of GPUs on which a recipe fits."""
+    fitting, whole = len(several.fitting), len(several.answers)
+    count = f"{fitting} of {whole} GPUs" if fitting else "None of these GPUs"
+    return Headline(f"{count} can train {_model(several.job)}", "good" if fitting else "bad")
+
+
+def figures_of_prediction(one: Prediction) -> list[Figure]:
+    """Return the memory, the spare bytes, the seconds of a step and the samples per second."""
+    tone = of_prediction(one).tone
+    per_gpu = ", on each GPU" if one.gpus > 1 else ""
+    return [
+        *_memory(one.needed_bytes, one.memory_bytes, tone, f"predicted{per_gpu}", one.headroom_bytes),
+        *_speed(one.speed),
+    ]
+
+
+def figures_of_plan(plan: Plan) -> list[Figure]:
+    """Return the same numbers of the best recipe, or of the nearest miss."""
+    shown = plan.best_or_nearest
+    source = "predicted" if plan.best else "predicted, of the nearest miss"
+    memory = _memory(shown.needed_bytes, plan.memory_bytes, of_plan(plan).tone, source, plan.headroom_bytes)
+    return [*memory, *_speed(plan.timed(shown))]
+
+
+def figures_of_recipes(compared: RecipeComparison) -> list[Figure]:
+    """Return the least memory of all recipes, and the fastest step of those that fit."""
+    smallest = min(compared.predictions, key=attrgetter("needed_bytes"))
+    figures = [Figure("Least memory", show_bytes(smallest.needed_bytes), f"predicted, {smallest.recipe}")]
+    if (best := compared.best) and (speed := best.speed):
+        samples = f"{speed.samples_per_second:,.1f} samples/s"
+        figures += [
+            Figure("Fastest step", show_seconds(speed.step_seconds), f"estimate, {best.recipe}"),
+            Figure("Speed", samples, "estimate, of the fastest"),
+        ]
+    return figures
+
+
+def figures_of_gpu_plans(several: GpuPlans) -> list[Figure]:
+    """Return the smallest and the fastest GPU on which a recipe fits."""
+    figures = []
+    if (smallest := several.smallest) and smallest.choice:
+        figures.append(
+            Figure("Smallest GPU", smallest.key, f"needs {show_bytes(smallest.choice.needed_bytes)}")
+        )
+    if (fastest := several.fastest) and (speed := several.speed(fastest)):
+        figures.append(
+            Figure("Fastest GPU", fastest.key, f"estimate, {speed.samples_per_second:,.1f} samples/s")
+        )
+    return figures
+
+
+def figures_of_measurement(one: Measurement) -> list[Figure]:
+    """Return the measured memory, the memory left, the seconds of a step and the samples per second."""
+    size, whole = measured_bytes(one), one.device.total_bytes
+    figures = _memory(size, whole, "", "measured", 0) if size and whole else []
+    if timing := one.timing:
+        figures += [
+            Figure("Time per step", show_seconds(timing.step_seconds), f"measured, {timing.steps:,} steps"),
+            Figure("Speed", f"{timing.samples_per_second:,.1f} samples/s", "measured"),
+        ]
+    return figures
+
+
+def figures_of_comparison(one: Comparison) -> list[Figure]:
+    """Return the predicted and the measured memory, and the predicted and measured seconds."""
+    known = {line.figure: line for line in one.lines}
+    figures = []
+    if line := known.get("nvml_bytes", known.get("reserved_bytes", one.worst)):
+        figures += [
+            Figure("Memory, predicted", show_bytes(int(line.predicted)), _error(line.error)),
+            Figure("Memory, measured", show_bytes(int(line.measured)), "at the peak"),
+        ]
+    if pace := one.pace:
+        figures += [
+            Figure("Step, predicted", show_seconds(pace.predicted), _error(pace.error)),
+            Figure("Step, measured", show_seconds(pace.measured), "mean of the steady steps"),
+        ]
+    return figures
+
+
+def _error(error: float) -> str:
+    """Return a relative error in words: `11.6 % below the measured`."""
+    return f"{100 * abs(error):.1f} % {'below' if error < 0 else 'above'} the measured"
+
+
+def measured_bytes(one: Measurement) -> int | None:
+    """Return the measured peak as NVML counts it, or else as the allocator does; None without figures."""
+    footprint = one.footprint
+    sizes = (footprint.nvml_bytes, footprint.reserved_bytes, footprint.requested_bytes) if footprint else ()
+    return next((size for size in sizes if size), None)
+
+
+def _model(job: Job) -> str:
+    """Return the model's name without its organisation or folder."""
+    return job.model.name.rstrip("/").rpartition("/")[2] or job.model.name
+
+
+def _place(gpu: Gpu | None, gpus: int) -> str:
+    """Return the GPU in a sentence: `the RTX 4090`, or `each of 2 × H200`."""
+    name = gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") if gpu else "this memory"
+    if gpus > 1:
+        return f"each of {gpus} × {name}" if gpu else f"each of {gpus} GPUs"
+    return f"the {name}" if gpu else name
+
+
+def _memory(needed: int, limit: int | None, tone: str, source: str, headroom: int) -> list[Figure]:
+    if limit is None:
+        return [
+            Figure("GPU memory", show_bytes(needed), source),
+            Figure("Spare", "-", "add --gpu or --memory"),
+        ]
+    spare = limit - needed
+    reserve = f"{show_bytes(headroom)} should stay free" if headroom else "up to the memory limit"
+    return [
+        Figure("GPU memory", show_bytes(needed), f"of {show_bytes(limit)}, {source}", needed / limit, tone),
+        Figure("Spare", show_bytes(spare), reserve, tone=tone)
+        if spare >= 0
+        else Figure("Missing", show_bytes(-spare), "above the memory limit", tone=tone),
+    ]
+
+
+def _speed(speed: StepSpeed | None) -> list[Figure]:
+    if speed is None or not speed.step_seconds:
+        return [Figure("Time per step", "-", "not predicted: it needs a GPU with known rates")]
+    spread = show_spread(speed)
+    tokens = speed.tokens_per_second
+    return [
+        Figure(
+            "Time per step", show_seconds(speed.step_seconds), f"estimate{f', {spread}' if spread else ''}"
+        ),
+        Figure(
+            "Speed",
+            f"{speed.samples_per_second:,.1f} samples/s",
+            f"estimate{f', {show_tokens(tokens)} tokens/s' if tokens else ''}",
+        ),
+    ]

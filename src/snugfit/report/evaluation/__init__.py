@@ -1,1 +1,0 @@
-"""Accuracy of drawn jobs as tables, plots and pages."""

@@ -1,1 +1,0 @@
-"""Charts as plain data, and the pages, plots and notebook cells that show them."""
