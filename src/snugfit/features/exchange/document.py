@@ -164,14 +164,14 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
         caller, arguments = read_shell(text, str(path))
         return _with_run_file(Document(path=path, format=kind, dialect=caller, values=arguments))
     if kind in ("python", "notebook"):
-        code = code_of_notebook(text, str(path)) if kind == "notebook" else text
+        code, broken = code_of_notebook(text, str(path)) if kind == "notebook" else (text, [])
         script = read_script(code, str(path), bfloat16=bfloat16)
         return Document(
             path=path,
             format="python",
             dialect=script.dialect,
             values=script.arguments,
-            unread=tuple(script.unread),
+            unread=(*broken, *script.unread),
             refused=tuple(script.refused),
             defaults=script.defaults,
         )

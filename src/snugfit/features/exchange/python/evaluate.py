@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from snugfit.features.exchange.python.values import (
     Member,
     Name,
     OfGpu,
+    Option,
     Parser,
     Record,
     Unknown,
@@ -53,6 +55,12 @@ _BUILTINS: Mapping[str, Callable[..., Any]] = {
     "round": round, "list": list, "tuple": tuple,
 }  # fmt: skip
 
+_TEXT_METHODS = ("split", "strip", "lower", "upper", "removeprefix", "removesuffix", "startswith", "endswith")
+"""Methods of texts that are called if the text is known."""
+
+MOST_ELEMENTS = 100
+"""Elements of a known list that a comprehension evaluates one by one."""
+
 USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
 """Names of objects in an excerpt that does not make them, and in functions' parameters."""
 
@@ -63,8 +71,17 @@ PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 """Parsers that fill dataclasses from the command line."""
 
 
+_NAMES_A_MODEL = re.compile(r"model.*(?:name|path|id)|^model$")
+
 CHOSEN = "[if "
 """Beginning of the name of those elements of an object that meet a condition."""
+
+
+@dataclass(frozen=True, repr=False)
+class _TextMethod(Unknown):
+    """A method of a known text."""
+
+    of: Callable[..., Any] = str
 
 
 class _Return(Exception):
@@ -212,7 +229,7 @@ class _Evaluator:
         if is_known(test):
             self.block(node.body if test else node.orelse, names)
             return
-        text = ast.unparse(node.test)
+        text = ast.unparse(_with_literals(node.test, names))
         self.unsure += 1
         try:
             self.branches({text: node.body, f"not ({text})": node.orelse}, names)
@@ -220,7 +237,8 @@ class _Evaluator:
             self.unsure -= 1
         # After a conditional `continue`, the following statements run for some elements only.
         if any(isinstance(one, ast.Continue | ast.Break) for one in [*node.body, *node.orelse]):
-            self.tests.append("the rest of the loop")
+            is_plain = isinstance(node.body[0], ast.Continue) and not node.orelse
+            self.tests.append(f"not ({text})" if is_plain else "the rest of the loop")
 
     def branches(self, bodies: Mapping[str, Sequence[ast.stmt]], names: Environment) -> None:
         """Run each block, by its condition, on the names before it. A name that the blocks set differently
@@ -359,10 +377,16 @@ class _Evaluator:
         if isinstance(of, Name):
             return Name(f"{of.dotted}.{node.attr}")
         if isinstance(of, Record):
-            value = of.attributes.get(node.attr, Unknown(ast.unparse(node)))
+            kind = Option if of.of_options else Unknown
+            value = of.attributes.get(node.attr, kind(ast.unparse(node)))
+            # A run gives the name of its model, so None is no default.
+            if value is None and of.of_options and _NAMES_A_MODEL.search(node.attr):
+                value = Option(ast.unparse(node))
             if of.of_options and is_known(value):
                 self.done.defaults[f"--{node.attr}"] = value
             return value
+        if isinstance(of, str) and node.attr in _TEXT_METHODS:
+            return _TextMethod(ast.unparse(node), getattr(of, node.attr))
         return Member(of, node.attr) if not is_known(of) else Unknown(ast.unparse(node))
 
     def value_of_List(self, node: ast.List, names: Environment) -> Any:
@@ -420,6 +444,8 @@ class _Evaluator:
         # `or` ends at the first true value, `and` at the first false one.
         ends = isinstance(node.op, ast.Or)
         for value in values:
+            if isinstance(value, Option):
+                return Option(ast.unparse(node))
             if not is_known(value):
                 return value if value is values[-1] else Unknown(ast.unparse(node))
             if bool(value) is ends:
@@ -450,6 +476,8 @@ class _Evaluator:
         yes, no = self.value(node.body, names), self.value(node.orelse, names)
         if isinstance(test, OfGpu):
             return OfGpu(ast.unparse(node), test.holds)
+        if any(isinstance(one, Option) for one in (test, yes, no)):
+            return Option(ast.unparse(node))
         return yes if _same(yes, no) else Unknown(ast.unparse(node))
 
     def value_of_Subscript(self, node: ast.Subscript, names: Environment) -> Any:
@@ -483,6 +511,8 @@ class _Evaluator:
 
     def comprehension(self, node: Any, names: Environment) -> Any:
         inner = dict(names)
+        if (known := self.known_elements(node, names)) is not None:
+            return known
         for one in node.generators:
             items = self.value(one.iter, inner)
             item = Unknown(ast.unparse(one.target)) if is_known(items) else Member(items, "[]")
@@ -493,6 +523,19 @@ class _Evaluator:
             return Unknown(ast.unparse(node))
         tests = [ast.unparse(test) for one in node.generators for test in one.ifs]
         return Member(values[-1], f"{CHOSEN}{' and '.join(tests)}]") if tests else values[-1]
+
+    def known_elements(self, node: Any, names: Environment) -> list[Any] | None:
+        """Return the elements of a comprehension over a known list; None if one of them is unknown."""
+        first = node.generators[0]
+        items = self.value(first.iter, names) if hasattr(node, "elt") and len(node.generators) == 1 else None
+        if first.ifs or not isinstance(items, list | tuple) or len(items) > MOST_ELEMENTS:
+            return None
+        elements: list[Any] = []
+        for item in items:
+            inner = dict(names)
+            self.assign(first.target, item, inner, ast.Pass(lineno=node.lineno))
+            elements.append(self.value(node.elt, inner))
+        return elements if is_known(elements) else None
 
     value_of_ListComp = value_of_SetComp = value_of_GeneratorExp = value_of_DictComp = comprehension
 
@@ -518,6 +561,8 @@ class _Evaluator:
                 named[f"**{ast.unparse(keyword.value)}"] = value if not is_known(value) else Unknown("")
         if isinstance(function, Function):
             return self.call_own(function, tuple(positional), named)
+        if isinstance(function, _TextMethod) and is_known(positional) and not named:
+            return self.built_in(node, function.of, positional)
         if isinstance(function, Class) and _is_dataclass(function):
             return self.instance(function, tuple(positional), named)
         known = self.known_value(node, function, positional, named)
@@ -526,7 +571,18 @@ class _Evaluator:
         call = ForeignCall(function, tuple(positional), named, node.lineno, _text(node), *self.conditions())
         self.done.calls.append(call)
         self.done.events.append(call)
+        if isinstance(function, Class) and any(one.endswith("Trainer") for one in function.library_bases):
+            self.run_methods(function, call)
         return call
+
+    def run_methods(self, script_class: Class, instance: ForeignCall) -> None:
+        """Run the methods of a trainer where the script makes it, because its run calls them."""
+        for base in script_class.bases:
+            if isinstance(base, Class):
+                self.run_methods(base, instance)
+        for one in script_class.node.body:
+            if isinstance(one, ast.FunctionDef):
+                self.call_own(Function(one, script_class.environment), (instance,), {})
 
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
@@ -558,12 +614,14 @@ class _Evaluator:
         elif function.dotted == "dict" and not positional:
             value = dict(named)
         elif function.dotted in _BUILTINS and positional and all(map(is_known, positional)) and not named:
-            value = self.built_in(node, function.dotted, positional)
+            value = self.built_in(node, _BUILTINS[function.dotted], positional)
         return value
 
     def of_member(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
         """Read or set an attribute by its name as text, or call a function on each element of an object."""
         first, second = [*positional, None, None][:2]
+        if name == "getattr" and isinstance(first, Name):  # `getattr(torch, options.dtype)`
+            return second if isinstance(second, Option) else Name(f"{first.dotted}.{second}")
         if name == "map" and isinstance(first, Function) and isinstance(second, ForeignCall | Member):
             return self.call_own(first, (Member(second, "[]"),), {})
         if not isinstance(first, ForeignCall | Member) or not isinstance(second, str):
@@ -575,10 +633,10 @@ class _Evaluator:
             return None
         return _NOT_KNOWN
 
-    def built_in(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
+    def built_in(self, node: ast.Call, function: Callable[..., Any], positional: list[Any]) -> Any:
         """Call a built-in of Python, such as `int`. Return `Unknown` if the call fails."""
         try:
-            return _BUILTINS[name](*positional)
+            return function(*positional)
         except (TypeError, ValueError, OverflowError):
             return Unknown(ast.unparse(node))
 
@@ -591,7 +649,8 @@ class _Evaluator:
             return _NOT_KNOWN
         if name.startswith("parse"):
             if of.kinds:
-                return tuple(map(self.parse_kind, of.kinds))
+                rest = ([],) if named.get("return_remaining_strings") else ()
+                return (*map(self.parse_kind, of.kinds), *rest)
             parsed = Record(dict(of.defaults), of_options=True)
             # With defaults alone there are no unknown arguments, the second value of `parse_known_args`.
             return (parsed, []) if name == "parse_known_args" else parsed
@@ -600,8 +659,8 @@ class _Evaluator:
             longest = max(flags, key=len, default="")
             key = str(named.get("dest", longest.lstrip("-").replace("-", "_")))
             usual: Any = {"store_true": False, "store_false": True}.get(str(named.get("action")))
-            # A positional argument has no default.
-            of.defaults[key] = named.get("default", usual) if longest.startswith("-") else Unknown(key)
+            has_default = longest.startswith("-") and not named.get("required")
+            of.defaults[key] = named.get("default", usual) if has_default else Option(key)
             return None
         if name == "set_defaults":
             of.defaults |= named
@@ -611,12 +670,11 @@ class _Evaluator:
 
     def parse_kind(self, kind: Any) -> Any:
         """Return the instance of a dataclass that a parser fills from the command line."""
-        if isinstance(kind, Class):
-            result = self.instance(kind, (), {})
-            result.of_options = True
-            return result
-        name = kind.last if isinstance(kind, Name) else repr(kind)
-        return Member(kind, f"{name} of the command line")
+        if not isinstance(kind, Class):
+            return Record(of_options=True, base=getattr(kind, "last", ""), own=False)
+        given = self.instance(kind, (), {}).attributes
+        own = {key: Option(key) if isinstance(one, Unknown) else one for key, one in given.items()}
+        return Record(own, of_options=True, base=next(iter(kind.library_bases), ""))
 
     def of_gpu(self, node: ast.expr, holds: bool) -> Any:
         if self.bfloat16 is None:
@@ -715,6 +773,19 @@ def _is_capability(value: Any) -> bool:
     """Return True for a GPU's compute capability, or its first number."""
     inner = value.of if isinstance(value, Member) and value.name == "[0]" else value
     return isinstance(inner, ForeignCall) and inner.name == "get_device_capability"
+
+
+def _with_literals(test: ast.expr, names: Environment) -> ast.expr:
+    """Return a condition in which known lists and texts replace their names."""
+
+    class Replace(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            value = names.get(node.id)
+            known = isinstance(value, str | list | tuple) and is_known(value)
+            return ast.parse(repr(value), mode="eval").body if known else node
+
+    replaced: ast.expr = Replace().visit(_as_read(test))
+    return replaced
 
 
 def _is_dataclass(script_class: Class) -> bool:

@@ -16,7 +16,9 @@ from importlib.resources import files
 from typing import Any, NoReturn
 
 from snugfit.errors import UsageError
+from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import UnsupportedJobError
+from snugfit.features.exchange.dialect import dialect
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
 from snugfit.features.exchange.python.frozen_parts import METHODS as FREEZING
 from snugfit.features.exchange.python.frozen_parts import FrozenParts, takes_a_part
@@ -44,6 +46,8 @@ from snugfit.features.exchange.python.values import (
     ForeignCall,
     Member,
     Name,
+    Option,
+    Record,
     Unknown,
     is_known,
 )
@@ -76,6 +80,8 @@ OPTIMIZERS: Mapping[str, str] = {
 states."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", "uint8")
+
+IN_PYTHON = "Give the module in Python: snugfit.predict(module, ...)"
 
 NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
 
@@ -140,8 +146,10 @@ class _Meaning:
         base = self._trainer_name(trainer) if trainer else ""
         old_sft = base in ("SFTTrainer", "UnslothTrainer")
         if main is not None:
-            script.dialect = "sft" if main.name == "SFTConfig" else "trainer"
-            script.arguments |= self.values(main, first="output_dir")
+            name = main.base if isinstance(main, Record) else main.name
+            script.dialect = "sft" if name == "SFTConfig" else "trainer"
+            of_options = isinstance(main, Record)
+            script.arguments |= self._of_options(main) if of_options else self.values(main, first="output_dir")
         elif trainer is not None:
             script.dialect = "sft" if old_sft else "trainer"
         elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
@@ -154,7 +162,7 @@ class _Meaning:
         if model is None:
             self._refuse_other_model()
         if script.dialect == "loop" and not self._is_loop(model):
-            raise UsageError(self._nothing_found())
+            self._refuse_without_a_run()
         if trainer is not None:
             # An SFTTrainer with plain TrainingArguments (older TRL) still trains a causal language model.
             self._of_trainer(trainer, old_sft and script.dialect == "trainer")
@@ -162,6 +170,12 @@ class _Meaning:
             script.arguments |= self._of_model(model)
         for event in self.events:
             self._read_event(event)
+        if isinstance(main, Record):
+            # A script's own dataclass has defaults; those of a library's are a run's to set.
+            if not main.own:
+                raise self._of_command_line()
+            parsers = [call for call in self.calls if call.name in PARSERS]
+            script.unread += [(one.line, f"{one.text} (options have their defaults here)") for one in parsers]
         script.arguments |= self.frozen.settings()
         if self.frozen.trains_nothing:
             line, text = self.frozen.whole[0]
@@ -225,22 +239,18 @@ class _Meaning:
     def _trainer_name(self, call: ForeignCall) -> str:
         return base_trainer(call.function) if isinstance(call.function, Class) else call.name
 
-    def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | None:
-        """Return the call whose arguments the trainer has; None if there is no such call."""
+    def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | Record | None:
+        """Return the call, or the parsed options, whose arguments the trainer has; None for neither."""
         main = [call for call in self.calls if call.name in ARGUMENTS]
         # Trainer takes its arguments as `args`, or as the second positional parameter.
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
         if chosen := [call for call in main if any(call is value for value in used)]:
             main = chosen[:1] if len(set(map(id, chosen))) == 1 else chosen
-        parsed = [
-            value for value in used if isinstance(value, Member) and "of the command line" in value.name
-        ]
-        of_parser = any(call.name in PARSERS for call in self.calls)
-        if parsed or (not main and of_parser):
-            raise UsageError(
-                f"{self.where}: this script reads its arguments from the command line. Give the shell file "
-                "that starts it, or the arguments: snugfit predict --model_name_or_path ..."
-            )
+        if parsed := next((one for one in used if isinstance(one, Record) and one.of_options), None):
+            return parsed
+        own_loop = any(call.name == "Accelerator" for call in self.calls)
+        if not main and not own_loop and any(call.name in PARSERS for call in self.calls):
+            raise self._of_command_line()
         if len(main) > 1:
             lines = ", ".join(str(call.line) for call in main)
             raise UsageError(
@@ -249,12 +259,18 @@ class _Meaning:
             )
         return main[0] if main else None
 
+    def _of_command_line(self) -> UsageError:
+        return UsageError(
+            f"{self.where}: this script reads its arguments from the command line. Give the shell file "
+            "that starts it, or the arguments: snugfit predict --model_name_or_path ..."
+        )
+
     def _model(self, trainer: ForeignCall | None) -> ForeignCall | None:
         """Return the call that makes the model that trains."""
         models = [call for call in self.calls if _makes_model(call)]
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
-            if isinstance(given, str):
+            if isinstance(given, str | Option):
                 return None  # the trainer loads it
             inner = [call for call in calls_in(given) if _makes_model(call)]
             if inner:
@@ -265,8 +281,16 @@ class _Meaning:
         trains = any(call.name in ("backward", "zero_grad") for call in self.calls)
         return model is not None and (trains or any(kind_of(call) == OPTIMIZER for call in self.calls))
 
-    def _nothing_found(self) -> str:
-        return (
+    def _refuse_without_a_run(self) -> NoReturn:
+        """Raise `UsageError` for a script without a run of a model of transformers."""
+        for call in self.calls:
+            if call.library == "tokenizers":
+                self._refuse(call, "the script trains a tokenizer, which takes no memory of a GPU.")
+        for call in self.calls:
+            if isinstance(call.function, Class) and "Module" in call.function.library_bases:
+                own = f"{call.function.node.name} is a module of the script's own, and only models of "
+                self._refuse(call, f"{own}transformers are read. {IN_PYTHON}")
+        raise UsageError(
             f"{self.where}: a script must call TrainingArguments, Accelerator, or train a model of "
             f"transformers in a loop, but this one does not. {self._facts()}{NO_PLAIN_LOOP}"
         )
@@ -292,12 +316,19 @@ class _Meaning:
                     f"--arguments {file}"
                 )
             arguments[key] = self.value(value)
-        return arguments
+        return {key: one for key, one in arguments.items() if not isinstance(one, Option)}
+
+    def _of_options(self, parsed: Record) -> dict[str, Any]:
+        """Return the arguments of parsed options that the script sets, or has defaults for."""
+        known = {*installed.defaults(), *dialect("sft").becomes}
+        given = {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
+        return {key: one for key, one in given.items() if not isinstance(one, Option)}
 
     def value(self, value: Any) -> Any:
-        """Return a value in the form of a configuration file."""
+        """Return a value in the form of a configuration file, without options that have no default."""
         if isinstance(value, Mapping):
-            return {key: self.value(one) for key, one in value.items()}
+            inner = {key: self.value(one) for key, one in value.items()}
+            return {key: one for key, one in inner.items() if not isinstance(one, Option)}
         if isinstance(value, list | tuple):
             return [self.value(one) for one in value]
         if isinstance(value, Name):
@@ -310,6 +341,8 @@ class _Meaning:
             and value.named.get("dequantize") is True
         ):
             return None  # the weights become 16-bit ones
+        if isinstance(value, ForeignCall) and any(map(_is_of_options, value.positional)):
+            return Option(value.text)
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
     def _of_model(self, call: ForeignCall) -> dict[str, Any]:
@@ -325,6 +358,11 @@ class _Meaning:
                 call, f"{model_class(call)} has no task here. Models of these tasks are predicted: {known}."
             )
         self._mark(call)
+        quantized = call.named.get("quantization_config")
+        if isinstance(quantized, ForeignCall) and quantized.library in ("transformers", "torchao"):
+            if quantized.name not in (*READ_AS_VALUES, "Mxfp4Config"):
+                of_others = "makes weights of a format that is not predicted. Those of bitsandbytes are."
+                self._refuse(quantized, f"{quantized.name} {of_others}")
         # A model that is made from a config object is named by the config's own call.
         if isinstance(name, Unknown) and (config := _config_name(call)):
             name = config
@@ -358,18 +396,20 @@ class _Meaning:
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
-        if isinstance(given, str):  # TRL loads it, in float32 unless `model_init_kwargs` sets a dtype
+        if isinstance(given, str | Option):  # TRL loads it, in float32 unless `model_init_kwargs` sets a dtype
             options = arguments.get("model_init_kwargs")
-            arguments["job.model"] = given
+            arguments |= {"job.model": given} if isinstance(given, str) else {}
             if isinstance(options, Unknown):
                 arguments["job.dtype"] = options
             elif not {"dtype", "torch_dtype"} & set(options or ()):
                 arguments["job.dtype"] = "float32"
-        for key in ("max_seq_length", "packing", "dataset_text_field"):
-            if key not in call.named:
-                continue
-            if key == "max_seq_length":
-                arguments.setdefault("job.sequence_length", self.value(call.named[key]))
+        elif given is not None and self.model is None:
+            self.script.unread.append((call.line, f"model={given!r} (made elsewhere)"))
+        adapters = call.named.get("peft_config")
+        if adapters is not None and not any(one.name == "LoraConfig" for one in self.calls):
+            self.script.unread.append((call.line, f"peft_config={adapters!r}"))
+        if "max_seq_length" in call.named:
+            arguments.setdefault("job.sequence_length", self.value(call.named["max_seq_length"]))
         if old_sft:
             arguments.setdefault("job.task", "causal-lm")
         if isinstance(call.function, Class):
@@ -407,6 +447,8 @@ class _Meaning:
             read = self._of_unsloth
         elif of == MODEL and call.name in _METHODS:
             read = getattr(self, _METHODS[call.name])
+        elif call.owner == "PeftModel" and call.named.get("is_trainable") is True and not call.unsure:
+            read = self._of_stored_adapters
         elif of in (MODEL, PART) and (call.name == "requires_grad_" or call.name in FREEZING):
             read = self._of_freezing
         elif call.name.startswith("apply_liger_kernel_to"):
@@ -435,6 +477,12 @@ class _Meaning:
         inner = self.values(call)
         # A call without arguments adds adapters too, so one key must mark it.
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
+
+    def _of_stored_adapters(self, call: ForeignCall) -> dict[str, Any]:
+        """Refuse adapters of a checkpoint, whose files alone have their rank and targets."""
+        says = "the adapters are in files that are not read. Write lora(r=..., targets=...) instead"
+        self.script.refused.append((call.line, call.text, says))
+        return {}
 
     def _of_widening(self, call: ForeignCall) -> dict[str, Any]:
         on = call.named.get("use_gradient_checkpointing", True) is True
@@ -661,6 +709,8 @@ class _Meaning:
             of = kind_of(call.function.of)
             if not of and call.name == "requires_grad_":
                 return may_be_part(call.function.of)
+            if call.name in getattr(getattr(call.function.of, "function", None), "methods", ()):
+                return False  # its statements are read instead
             if of in (MODEL, TRAINER, OPTIMIZER):
                 return not _is_in(call.name, table[of])
             return of == PART and not _is_in(call.name, table["part"])
@@ -682,6 +732,8 @@ class _Meaning:
         kind = kind_of(one.target)
         if kind == TOKENIZER:
             return False
+        if isinstance(getattr(one.target, "function", None), Class):  # `self` of a trainer's methods
+            return one.name in (MODEL, OPTIMIZER)
         if not kind and one.name == "requires_grad":
             return may_be_part(one.target)
         return kind in (MODEL, PART, TRAINER, OPTIMIZER) and not _is_in(one.name, table["attributes"])
@@ -734,6 +786,10 @@ def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[Fore
         if of is not None and (of is trainer if trainer else kind_of(of) == TRAINER):
             return done.events[:number]
     return done.events
+
+
+def _is_of_options(value: Any) -> bool:
+    return isinstance(value, Option) or (isinstance(value, Record) and value.of_options)
 
 
 def _makes_model(call: ForeignCall) -> bool:

@@ -118,12 +118,7 @@ def _kind_of_function(call: ForeignCall) -> str:
 
 def base_trainer(script_class: Class) -> str:
     """Return the trainer of a library that a class of the script derives from; empty for none."""
-    for base in script_class.bases:
-        if isinstance(base, Class) and (name := base_trainer(base)):
-            return name
-        if isinstance(base, Name) and base.last.endswith("Trainer"):
-            return base.last
-    return ""
+    return next((name for name in script_class.library_bases if name.endswith("Trainer")), "")
 
 
 def is_optimizer(call: ForeignCall) -> bool:

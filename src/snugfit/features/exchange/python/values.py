@@ -29,6 +29,11 @@ class OfGpu(Unknown):
     holds: bool = True
 
 
+@dataclass(frozen=True, repr=False)
+class Option(Unknown):
+    """An option of the command line without a default in the script."""
+
+
 @dataclass(frozen=True)
 class Name:
     """A name of another library."""
@@ -100,6 +105,10 @@ class Record:
     attributes: dict[str, Any] = field(default_factory=dict)
     of_options: bool = False
     """True if the attributes are defaults of command-line options."""
+    base: str = ""
+    """Class of a library from which its class derives, such as `SFTConfig`; empty for none."""
+    own: bool = True
+    """False for an instance of a library's class. Its defaults are not in the script."""
 
 
 @dataclass(eq=False)
@@ -133,6 +142,15 @@ class Class:
     def methods(self) -> dict[str, int]:
         """Return the lines of its methods by name."""
         return {one.name: one.lineno for one in self.node.body if isinstance(one, ast.FunctionDef)}
+
+    @property
+    def library_bases(self) -> list[str]:
+        """Return the last words of the libraries' classes that it derives from."""
+        return [
+            name
+            for one in self.bases
+            for name in (one.library_bases if isinstance(one, Class) else [getattr(one, "last", "")])
+        ]
 
 
 @dataclass(frozen=True)
