@@ -777,14 +777,19 @@ def _is_capability(value: Any) -> bool:
 
 def _with_literals(test: ast.expr, names: Environment) -> ast.expr:
     """Return a condition in which known lists and texts replace their names."""
+    used = {node.id: names.get(node.id) for node in ast.walk(test) if isinstance(node, ast.Name)}
+    known = {key: one for key, one in used.items() if isinstance(one, str | list | tuple) and is_known(one)}
+    return replace_names(test, {key: ast.parse(repr(one), mode="eval").body for key, one in known.items()})
+
+
+def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
+    """Return a copy of an expression with other expressions in the place of some names."""
 
     class Replace(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.expr:
-            value = names.get(node.id)
-            known = isinstance(value, str | list | tuple) and is_known(value)
-            return ast.parse(repr(value), mode="eval").body if known else node
+            return by.get(node.id, node)
 
-    replaced: ast.expr = Replace().visit(_as_read(test))
+    replaced: ast.expr = Replace().visit(_as_read(expression))
     return replaced
 
 

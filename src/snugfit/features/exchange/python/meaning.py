@@ -149,7 +149,9 @@ class _Meaning:
             name = main.base if isinstance(main, Record) else main.name
             script.dialect = "sft" if name == "SFTConfig" else "trainer"
             of_options = isinstance(main, Record)
-            script.arguments |= self._of_options(main) if of_options else self.values(main, first="output_dir")
+            script.arguments |= (
+                self._of_options(main) if of_options else self.values(main, first="output_dir")
+            )
         elif trainer is not None:
             script.dialect = "sft" if old_sft else "trainer"
         elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
@@ -396,7 +398,9 @@ class _Meaning:
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
-        if isinstance(given, str | Option):  # TRL loads it, in float32 unless `model_init_kwargs` sets a dtype
+        if isinstance(
+            given, str | Option
+        ):  # TRL loads it, in float32 unless `model_init_kwargs` sets a dtype
             options = arguments.get("model_init_kwargs")
             arguments |= {"job.model": given} if isinstance(given, str) else {}
             if isinstance(options, Unknown):
