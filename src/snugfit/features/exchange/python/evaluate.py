@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from snugfit.features.exchange.python.syntax import as_read, first_line, replace_names
 from snugfit.features.exchange.python.values import (
     Assignment,
     Class,
@@ -211,7 +212,7 @@ class _Evaluator:
             self.assign(node.target, self.value(node.value, names), names, node)
 
     def run_AugAssign(self, node: ast.AugAssign, names: Environment) -> None:
-        value = self.value(ast.BinOp(_as_read(node.target), node.op, node.value), names)
+        value = self.value(ast.BinOp(as_read(node.target), node.op, node.value), names)
         self.assign(node.target, value, names, node)
 
     def run_Expr(self, node: ast.Expr, names: Environment) -> None:
@@ -328,13 +329,13 @@ class _Evaluator:
             if isinstance(of, Record):
                 of.attributes[target.attr] = value
                 return
-            self.set(Assignment(of, target.attr, value, node.lineno, _text(node), *self.conditions()))
+            self.set(Assignment(of, target.attr, value, node.lineno, first_line(node), *self.conditions()))
         elif isinstance(target, ast.Subscript):
             of, key = self.value(target.value, names), self.value(target.slice, names)
             if isinstance(of, dict) and isinstance(key, str):
                 of[key] = value
                 return
-            self.set(Assignment(of, str(key), value, node.lineno, _text(node), *self.conditions()))
+            self.set(Assignment(of, str(key), value, node.lineno, first_line(node), *self.conditions()))
 
     def run_Delete(self, node: ast.Delete, names: Environment) -> None:
         """Record a part that is deleted as one that is set to an unknown value."""
@@ -561,25 +562,26 @@ class _Evaluator:
                 named[f"**{ast.unparse(keyword.value)}"] = value if not is_known(value) else Unknown("")
         if isinstance(function, Function):
             return self.call_own(function, tuple(positional), named)
-        if isinstance(function, _TextMethod) and is_known(positional) and not named:
-            return self.built_in(node, function.of, positional)
         if isinstance(function, Class) and _is_dataclass(function):
             return self.instance(function, tuple(positional), named)
         known = self.known_value(node, function, positional, named)
         if known is not _NOT_KNOWN:
             return known
-        call = ForeignCall(function, tuple(positional), named, node.lineno, _text(node), *self.conditions())
+        call = ForeignCall(
+            function, tuple(positional), named, node.lineno, first_line(node), *self.conditions()
+        )
         self.done.calls.append(call)
         self.done.events.append(call)
-        if isinstance(function, Class) and any(one.endswith("Trainer") for one in function.library_bases):
-            self.run_methods(function, call)
+        self.run_methods(function, call)
         return call
 
-    def run_methods(self, script_class: Class, instance: ForeignCall) -> None:
+    def run_methods(self, script_class: Any, instance: ForeignCall) -> None:
         """Run the methods of a trainer where the script makes it, because its run calls them."""
+        bases = script_class.library_bases if isinstance(script_class, Class) else []
+        if not any(name.endswith("Trainer") for name in bases):
+            return
         for base in script_class.bases:
-            if isinstance(base, Class):
-                self.run_methods(base, instance)
+            self.run_methods(base, instance)
         for one in script_class.node.body:
             if isinstance(one, ast.FunctionDef):
                 self.call_own(Function(one, script_class.environment), (instance,), {})
@@ -589,7 +591,9 @@ class _Evaluator:
     ) -> Any:
         """Return the value of a call that is known; `_NOT_KNOWN` for another one."""
         value: Any = _NOT_KNOWN
-        if isinstance(function, Member):
+        if isinstance(function, _TextMethod) and is_known(positional) and not named:
+            value = self.built_in(node, function.of, positional)
+        elif isinstance(function, Member):
             value = self.method(node, function, positional, named)
         elif not isinstance(function, Name):
             pass
@@ -607,7 +611,9 @@ class _Evaluator:
             value = True
         elif function.last in ("ArgumentParser", *PARSERS):
             # Recorded too, because `_main_call` searches the calls for parsers.
-            self.done.calls.append(ForeignCall(function, tuple(positional), named, node.lineno, _text(node)))
+            self.done.calls.append(
+                ForeignCall(function, tuple(positional), named, node.lineno, first_line(node))
+            )
             kinds = [] if function.last == "ArgumentParser" else [*positional, *named.values()][:1]
             several = bool(kinds) and isinstance(kinds[0], list | tuple)
             value = Parser(kinds=tuple(kinds[0]) if several else tuple(kinds))
@@ -629,7 +635,9 @@ class _Evaluator:
         if name == "getattr":
             return Member(first, second)
         if name == "setattr" and len(positional) == 3:
-            self.set(Assignment(first, second, positional[2], node.lineno, _text(node), *self.conditions()))
+            self.set(
+                Assignment(first, second, positional[2], node.lineno, first_line(node), *self.conditions())
+            )
             return None
         return _NOT_KNOWN
 
@@ -649,7 +657,7 @@ class _Evaluator:
             return _NOT_KNOWN
         if name.startswith("parse"):
             if of.kinds:
-                rest = ([],) if named.get("return_remaining_strings") else ()
+                rest = [[]] if named.get("return_remaining_strings") else list[Any]()
                 return (*map(self.parse_kind, of.kinds), *rest)
             parsed = Record(dict(of.defaults), of_options=True)
             # With defaults alone there are no unknown arguments, the second value of `parse_known_args`.
@@ -782,17 +790,6 @@ def _with_literals(test: ast.expr, names: Environment) -> ast.expr:
     return replace_names(test, {key: ast.parse(repr(one), mode="eval").body for key, one in known.items()})
 
 
-def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
-    """Return a copy of an expression with other expressions in the place of some names."""
-
-    class Replace(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:
-            return by.get(node.id, node)
-
-    replaced: ast.expr = Replace().visit(_as_read(expression))
-    return replaced
-
-
 def _is_dataclass(script_class: Class) -> bool:
     return any("dataclass" in ast.unparse(one) for one in script_class.node.decorator_list)
 
@@ -801,14 +798,3 @@ def _is_small(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | str | list | tuple):
         return True
     return (len(value) if isinstance(value, str | list | tuple) else abs(value)) <= LARGEST
-
-
-def _as_read(target: ast.expr) -> ast.expr:
-    """Return an assigned expression as one that is read."""
-    read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
-    return read
-
-
-def _text(node: ast.AST) -> str:
-    """Return a statement in one line; only the head of a block."""
-    return ast.unparse(node).splitlines()[0]

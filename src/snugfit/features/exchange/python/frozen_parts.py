@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snugfit.features.exchange.python.evaluate import CHOSEN, replace_names
+from snugfit.features.exchange.python.evaluate import CHOSEN
 from snugfit.features.exchange.python.objects import MODEL, kind_of
+from snugfit.features.exchange.python.syntax import replace_names
 from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name
 
 METHODS = {
@@ -26,6 +27,7 @@ MOST_LAYERS = 1000
 """Largest number of a layer in a slice."""
 
 _LISTS = ("parameters", "named_parameters", "children", "named_children", "modules", "named_modules")
+_LOOPS = (ast.GeneratorExp, ast.ListComp)
 _SLICE = re.compile(r"\[(\d*):(\d*)\]")
 _LAST = re.compile(r"\[-(\d+):?\]")
 _ALL_BUT_LAST = re.compile(r"\[0?:-(\d+)\]")
@@ -214,19 +216,17 @@ def _words(path: str, tests: Sequence[str]) -> list[str] | None:
 
 def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
     """Return the patterns of names for which a condition holds."""
+    test = _expanded(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _of_test(test.operand, negated=not negated)
     if isinstance(test, ast.BoolOp):
-        parts = [_of_test(one, negated=negated) for one in test.values]
-        known = [word for part in parts if part is not None for word in part]
-        if any(part is None for part in parts):
+        parts = [_of_test(one, negated=negated) or [] for one in test.values]
+        if not all(parts):
             return None
         # A negation exchanges `and` and `or` (De Morgan).
         if isinstance(test.op, ast.Or) is not negated:
-            return known
-        return ["".join(f"(?={word})" for word in known)] if all("|" not in one for one in known) else None
-    if (expanded := _expanded(test)) is not None:
-        return _of_test(expanded, negated=negated)
+            return [word for part in parts for word in part]
+        return ["".join(f"(?={'|'.join(part)})" for part in parts)]
     inside: str | None = None
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.In | ast.NotIn):
         negated ^= isinstance(test.ops[0], ast.NotIn)
@@ -239,27 +239,25 @@ def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
     return [f"(?!{inside})"] if negated else [f"(?:{inside})"]
 
 
-def _expanded(test: ast.expr) -> ast.expr | None:
+def _expanded(test: ast.expr) -> ast.expr:
     """Return `any(...)`, `all(...)` over a list of texts, or `startswith` of several, as `or` or `and`.
 
-    Return None for another condition.
+    Return another condition unchanged.
     """
     if not isinstance(test, ast.Call) or len(test.args) != 1:
-        return None
+        return test
     [of], function = test.args, test.func
     join: ast.boolop = ast.Or()
-    if isinstance(function, ast.Name) and function.id in ("any", "all") and hasattr(of, "generators"):
+    parts: list[ast.expr] = []
+    if isinstance(function, ast.Name) and function.id in ("any", "all") and isinstance(of, _LOOPS):
         join = ast.Or() if function.id == "any" else ast.And()
         [first, *more] = of.generators
         words = first.iter.elts if isinstance(first.iter, ast.List | ast.Tuple) else []
-        if more or first.ifs or not isinstance(first.target, ast.Name):
-            return None
-        parts = [replace_names(of.elt, {first.target.id: word}) for word in words]
+        if not more and not first.ifs and isinstance(first.target, ast.Name):
+            parts = [replace_names(of.elt, {first.target.id: word}) for word in words]
     elif isinstance(function, ast.Attribute) and isinstance(of, ast.Tuple | ast.List):
         parts = [ast.Call(func=function, args=[word], keywords=[]) for word in of.elts]
-    else:
-        return None
-    return ast.BoolOp(op=join, values=parts) if parts else None
+    return ast.BoolOp(op=join, values=parts) if parts else test
 
 
 def _text(node: ast.expr) -> str | None:

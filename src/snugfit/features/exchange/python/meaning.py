@@ -7,12 +7,9 @@ They are listed as not read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.resources import files
 from typing import Any, NoReturn
 
 from snugfit.errors import UsageError
@@ -23,6 +20,8 @@ from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
 from snugfit.features.exchange.python.frozen_parts import METHODS as FREEZING
 from snugfit.features.exchange.python.frozen_parts import FrozenParts, takes_a_part
 from snugfit.features.exchange.python.objects import (
+    ACCELERATOR,
+    ARGUMENTS,
     LIGER,
     LOADER,
     LOADERS,
@@ -31,15 +30,18 @@ from snugfit.features.exchange.python.objects import (
     PART,
     TOKENIZER,
     TRAINER,
-    TRAINERS,
     UNSLOTH,
     base_trainer,
     calls_in,
+    config_name,
+    file_of,
     kind_of,
-    may_be_part,
+    makes_model,
     model_class,
     task_of_class,
 )
+from snugfit.features.exchange.python.refusals import NO_PLAIN_LOOP, reason_against
+from snugfit.features.exchange.python.unread import touches
 from snugfit.features.exchange.python.values import (
     Assignment,
     Class,
@@ -52,8 +54,6 @@ from snugfit.features.exchange.python.values import (
     is_known,
 )
 from snugfit.job.architectures import heads
-
-ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 
 UNSLOTH_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "from_pretrained": {"max_seq_length": 2048, "load_in_4bit": True},
@@ -81,9 +81,7 @@ states."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", "uint8")
 
-IN_PYTHON = "Give the module in Python: snugfit.predict(module, ...)"
-
-NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
+IN_PYTHON = "Give the module in Python: snugfit.Model.from_module(module, batch)"
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 """Libraries with models of their own."""
@@ -118,14 +116,6 @@ def read_meaning(done: Evaluation, where: str) -> Script:
     return _Meaning(done, where).read()
 
 
-@cache
-def _harmless() -> Mapping[str, list[str]]:
-    """Return methods, functions, attributes and variables without effect on a step."""
-    text = files("snugfit.features.exchange.python").joinpath("harmless.json").read_text(encoding="utf-8")
-    table: Mapping[str, list[str]] = json.loads(text)
-    return table
-
-
 class _Meaning:
     def __init__(self, done: Evaluation, where: str) -> None:
         self.done, self.where = done, where
@@ -145,20 +135,7 @@ class _Meaning:
         trainer = next((one for one in trainers), None)
         base = self._trainer_name(trainer) if trainer else ""
         old_sft = base in ("SFTTrainer", "UnslothTrainer")
-        if main is not None:
-            name = main.base if isinstance(main, Record) else main.name
-            script.dialect = "sft" if name == "SFTConfig" else "trainer"
-            of_options = isinstance(main, Record)
-            script.arguments |= (
-                self._of_options(main) if of_options else self.values(main, first="output_dir")
-            )
-        elif trainer is not None:
-            script.dialect = "sft" if old_sft else "trainer"
-        elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
-            script.dialect = "accelerate"
-            script.arguments |= self.values(accelerator, first="device_placement")
-        else:
-            script.dialect = "loop"
+        self._dialect(main, trainer, old_sft)
         self.events = _before_training(self.done, self.last)
         self.model = model = self._model(trainer)
         if model is None:
@@ -173,11 +150,7 @@ class _Meaning:
         for event in self.events:
             self._read_event(event)
         if isinstance(main, Record):
-            # A script's own dataclass has defaults; those of a library's are a run's to set.
-            if not main.own:
-                raise self._of_command_line()
-            parsers = [call for call in self.calls if call.name in PARSERS]
-            script.unread += [(one.line, f"{one.text} (options have their defaults here)") for one in parsers]
+            self._note_options(main)
         script.arguments |= self.frozen.settings()
         if self.frozen.trains_nothing:
             line, text = self.frozen.whole[0]
@@ -187,11 +160,29 @@ class _Meaning:
         self._gpus()
         self._lengths()
         self._optimizer(trainer)
+        self._other_loops()
         for event in self.events:
             self._account(event)
         script.defaults = dict(self.done.defaults)
         script.unread = list(dict.fromkeys(script.unread))
         return script
+
+    def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
+        """Set the dialect of the script, and its main arguments."""
+        script = self.script
+        if isinstance(main, Record):
+            script.dialect = "sft" if main.base == "SFTConfig" else "trainer"
+            script.arguments |= self._of_options(main)
+        elif main is not None:
+            script.dialect = "sft" if main.name == "SFTConfig" else "trainer"
+            script.arguments |= self.values(main, first="output_dir")
+        elif trainer is not None:
+            script.dialect = "sft" if old_sft else "trainer"
+        elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
+            script.dialect = "accelerate"
+            script.arguments |= self.values(accelerator, first="device_placement")
+        else:
+            script.dialect = "loop"
 
     # ---- what runs -----------------------------------------------------------------------------------------
 
@@ -216,7 +207,7 @@ class _Meaning:
             name, library = (self._trainer_name(call) if call in trainers else call.name), call.library
             if library in ("pytorch_lightning", "lightning") and name == "Trainer":
                 self._refuse(call, f"{name} of Lightning is not read. {self._facts()}{NO_PLAIN_LOOP}")
-            reason = _reason_against(name, library, is_trainer=call in trainers)
+            reason = reason_against(name, library, is_trainer=call in trainers)
             if reason:
                 self._refuse(call, f"{name} {reason}")
 
@@ -269,12 +260,12 @@ class _Meaning:
 
     def _model(self, trainer: ForeignCall | None) -> ForeignCall | None:
         """Return the call that makes the model that trains."""
-        models = [call for call in self.calls if _makes_model(call)]
+        models = [call for call in self.calls if makes_model(call)]
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
             if isinstance(given, str | Option):
                 return None  # the trainer loads it
-            inner = [call for call in calls_in(given) if _makes_model(call)]
+            inner = [call for call in calls_in(given) if makes_model(call)]
             if inner:
                 return inner[-1]
         return models[0] if models else None
@@ -312,7 +303,7 @@ class _Meaning:
         """Return a call's arguments by name. `first` is the name of the first positional one."""
         arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
         for key, value in call.named.items():
-            if key.startswith("**") and (file := _file_of(value)):
+            if key.startswith("**") and (file := file_of(value)):
                 raise UsageError(
                     f"{self.where}, line {call.line}: the arguments come from {file}. Give that file: "
                     f"--arguments {file}"
@@ -326,6 +317,17 @@ class _Meaning:
         given = {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
         return {key: one for key, one in given.items() if not isinstance(one, Option)}
 
+    def _note_options(self, parsed: Record) -> None:
+        """List the parsers whose options have their defaults here.
+
+        Raises `UsageError` for a library's dataclass, whose defaults are not in the script.
+        """
+        if not parsed.own:
+            raise self._of_command_line()
+        for call in self.calls:
+            if call.name in PARSERS:
+                self.script.unread.append((call.line, f"{call.text} (options have their defaults here)"))
+
     def value(self, value: Any) -> Any:
         """Return a value in the form of a configuration file, without options that have no default."""
         if isinstance(value, Mapping):
@@ -335,17 +337,20 @@ class _Meaning:
             return [self.value(one) for one in value]
         if isinstance(value, Name):
             return _word(value)
-        if isinstance(value, ForeignCall) and value.name in READ_AS_VALUES:
-            return self.values(value)
-        if (
-            isinstance(value, ForeignCall)
-            and value.name == "Mxfp4Config"
-            and value.named.get("dequantize") is True
-        ):
-            return None  # the weights become 16-bit ones
-        if isinstance(value, ForeignCall) and any(map(_is_of_options, value.positional)):
-            return Option(value.text)
+        if isinstance(value, ForeignCall):
+            return self._of_object(value)
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
+
+    def _of_object(self, call: ForeignCall) -> Any:
+        """Return an object in the form of a configuration file."""
+        if call.name in READ_AS_VALUES:
+            return self.values(call)
+        if call.name == "Mxfp4Config" and call.named.get("dequantize") is True:
+            return None  # the weights become 16-bit ones
+        of_options = any(
+            isinstance(one, Option) or (isinstance(one, Record) and one.of_options) for one in call.positional
+        )
+        return Option(call.text) if of_options else Unknown(call.text)
 
     def _of_model(self, call: ForeignCall) -> dict[str, Any]:
         """Return the arguments of the call that makes the model, and its task."""
@@ -360,13 +365,21 @@ class _Meaning:
                 call, f"{model_class(call)} has no task here. Models of these tasks are predicted: {known}."
             )
         self._mark(call)
+        labels = next((call.named[key] for key in ("id2label", "label2id") if key in call.named), None)
+        if labels is not None:
+            # A loop fills a dict that is empty here.
+            counted = len(labels) if isinstance(labels, dict) and labels else Unknown("len(id2label)")
+            inner.setdefault("num_labels", counted)
         quantized = call.named.get("quantization_config")
-        if isinstance(quantized, ForeignCall) and quantized.library in ("transformers", "torchao"):
-            if quantized.name not in (*READ_AS_VALUES, "Mxfp4Config"):
-                of_others = "makes weights of a format that is not predicted. Those of bitsandbytes are."
-                self._refuse(quantized, f"{quantized.name} {of_others}")
+        if (
+            isinstance(quantized, ForeignCall)
+            and quantized.library in ("transformers", "torchao")
+            and quantized.name not in (*READ_AS_VALUES, "Mxfp4Config")
+        ):
+            of_others = "makes weights of a format that is not predicted. Those of bitsandbytes are."
+            self._refuse(quantized, f"{quantized.name} {of_others}")
         # A model that is made from a config object is named by the config's own call.
-        if isinstance(name, Unknown) and (config := _config_name(call)):
+        if isinstance(name, Unknown) and (config := config_name(call)):
             name = config
         facts: dict[str, Any] = {"job.task": task, **({"job.model": name} if isinstance(name, str) else {})}
         facts |= {f"model.{key}": value for key, value in inner.items() if key != "device_map"}
@@ -398,9 +411,8 @@ class _Meaning:
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
-        if isinstance(
-            given, str | Option
-        ):  # TRL loads it, in float32 unless `model_init_kwargs` sets a dtype
+        # TRL loads a name, in float32 unless `model_init_kwargs` sets a dtype.
+        if isinstance(given, str | Option):
             options = arguments.get("model_init_kwargs")
             arguments |= {"job.model": given} if isinstance(given, str) else {}
             if isinstance(options, Unknown):
@@ -409,6 +421,8 @@ class _Meaning:
                 arguments["job.dtype"] = "float32"
         elif given is not None and self.model is None:
             self.script.unread.append((call.line, f"model={given!r} (made elsewhere)"))
+        if isinstance(quantized := self.value(call.named.get("quantization_config")), dict):
+            arguments |= {f"model.quantization_config.{key}": one for key, one in quantized.items()}
         adapters = call.named.get("peft_config")
         if adapters is not None and not any(one.name == "LoraConfig" for one in self.calls):
             self.script.unread.append((call.line, f"peft_config={adapters!r}"))
@@ -543,7 +557,7 @@ class _Meaning:
         Refuse one whose parameters are not known.
         """
         target = event.target if isinstance(event, Assignment) else event.function
-        makers = [call for call in calls_in(target) if _makes_model(call)]
+        makers = [call for call in calls_in(target) if makes_model(call)]
         if makers and self.model is not None and makers[-1] is not self.model:
             return None  # another model, such as a teacher
         if any(call.name == "LoraConfig" for call in self.calls):
@@ -654,6 +668,7 @@ class _Meaning:
         if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
             return
         lengths: list[int] = []
+        by_call: dict[int, int] = {}
         for call in self.calls:
             is_tokenizer = kind_of(call.function) == TOKENIZER or kind_of(call) == TOKENIZER
             method = isinstance(call.function, Member) and kind_of(call.function.of) == TOKENIZER
@@ -662,6 +677,10 @@ class _Meaning:
             for key in ("max_length", "model_max_length"):
                 if type(size := call.named.get(key)) is int:
                     lengths.append(size)
+                    by_call |= {call.line: size} if key == "max_length" else {}
+        # A function of pairs first tokenizes the inputs, then the targets.
+        if arguments.get("job.task") == "seq2seq-lm" and len(by_call) == 2:
+            lengths, arguments["tokenizer.target_length"] = list(by_call.values())[:1], [*by_call.values()][1]
         for one in self.done.assignments:
             if one.name == "model_max_length" and type(one.value) is int and kind_of(one.target) == TOKENIZER:
                 lengths.append(one.value)
@@ -697,50 +716,22 @@ class _Meaning:
         if optim == "sgd" and "momentum" in optimizer.named:
             self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
 
+    def _other_loops(self) -> None:
+        """List the objects of a loop beside the trainer: optimizers, and all that accelerate prepares."""
+        for call in self.calls if self.script.dialect in ("trainer", "sft") else ():
+            of = call.function.of if isinstance(call.function, Member) and call.name == "prepare" else None
+            is_other = kind_of(call) == OPTIMIZER and id(call) not in self.read_events
+            if is_other or kind_of(of) == ACCELERATOR:
+                self.script.unread.append((call.line, f"{call.text} (not the trainer's)"))
+
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
         """List a statement that may change the answer and has no meaning here."""
         if id(event) in self.read_events:
             return
-        touches = self._touches_call(event) if isinstance(event, ForeignCall) else self._touches(event)
-        if touches:
+        if touches(event):
             self.script.unread.append((event.line, event.text))
-
-    def _touches_call(self, call: ForeignCall) -> bool:
-        table = _harmless()
-        if isinstance(call.function, Member):
-            of = kind_of(call.function.of)
-            if not of and call.name == "requires_grad_":
-                return may_be_part(call.function.of)
-            if call.name in getattr(getattr(call.function.of, "function", None), "methods", ()):
-                return False  # its statements are read instead
-            if of in (MODEL, TRAINER, OPTIMIZER):
-                return not _is_in(call.name, table[of])
-            return of == PART and not _is_in(call.name, table["part"])
-        if not isinstance(call.function, Name):
-            return False
-        if call.library == "torch" and _is_in(call.function.dotted, table["torch switches"]):
-            return True
-        known = _is_in(call.name, table["functions"]) or kind_of(call) or call.name in ARGUMENTS
-        values = (*call.positional, *call.named.values())
-        return not known and any(kind_of(value) in (MODEL, OPTIMIZER) for value in values)
-
-    def _touches(self, one: Assignment) -> bool:
-        table = _harmless()
-        if isinstance(one.target, Name):
-            if one.target.dotted == "os.environ":
-                return not _is_in(one.name, table["environment"])
-            dotted = f"{one.target.dotted}.{one.name}"
-            return dotted.startswith("torch.") and not _is_in(dotted, table["torch attributes"])
-        kind = kind_of(one.target)
-        if kind == TOKENIZER:
-            return False
-        if isinstance(getattr(one.target, "function", None), Class):  # `self` of a trainer's methods
-            return one.name in (MODEL, OPTIMIZER)
-        if not kind and one.name == "requires_grad":
-            return may_be_part(one.target)
-        return kind in (MODEL, PART, TRAINER, OPTIMIZER) and not _is_in(one.name, table["attributes"])
 
 
 _METHODS: Mapping[str, str] = {
@@ -792,66 +783,9 @@ def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[Fore
     return done.events
 
 
-def _is_of_options(value: Any) -> bool:
-    return isinstance(value, Option) or (isinstance(value, Record) and value.of_options)
-
-
-def _makes_model(call: ForeignCall) -> bool:
-    if call.owner in UNSLOTH:
-        return call.name == "from_pretrained"
-    return isinstance(call.function, Name) and bool(model_class(call))
-
-
-def _config_name(call: ForeignCall) -> str | None:
-    """Return the name of the config that a model is made from."""
-    for value in (*call.positional, *call.named.values()):
-        for one in calls_in(value):
-            if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):
-                return one.positional[0]
-    return None
-
-
-def _file_of(value: Any) -> str | None:
-    """Return the file from which a script loads these arguments."""
-    for call in calls_in(value):
-        for inner in (*call.positional, call):
-            if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:
-                return inner.positional[0] if isinstance(inner.positional[0], str) else None
-    return None
-
-
 def _is_loss(value: Any) -> bool:
     names = []
     while isinstance(value, Member):
         names.append(value.name)
         value = value.of
     return bool(names) and names[0] in ("loss", "[0]")
-
-
-def _is_in(name: str, patterns: list[str]) -> bool:
-    from fnmatch import fnmatchcase
-
-    return any(fnmatchcase(name, one) for one in patterns)
-
-
-_GENERATING = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD", "GKD", "MiniLLM", "GOLD")
-_PREFERRING = ("DPO", "KTO", "ORPO", "CPO", "Reward", "BCO", "IPO", "PRM", "SimPO")
-_OF_SCRIPTS = ("ModelConfig", "ScriptConfig", "DatasetConfig", "DatasetMixtureConfig")
-_OF_LORA = ("LoraConfig", "PeftConfig", "LoftQConfig", "EvaConfig", "CordaConfig")
-
-
-def _reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
-    """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
-    if library == "peft" and name.endswith("Config") and name not in _OF_LORA:
-        return "is not predicted. Among peft's methods, only LoraConfig is."
-    is_config = name.endswith("Config") and name not in (*_OF_SCRIPTS, "SFTConfig")
-    if not is_config and not (is_trainer and name not in TRAINERS):
-        return None
-    stem = name.removesuffix("Trainer").removesuffix("Config")
-    if stem in _GENERATING:
-        return "trains on texts that it generates, which snugfit does not support yet."
-    if stem in _PREFERRING:
-        return "trains on preferences, which snugfit does not support yet."
-    read = f"Read are {', '.join(TRAINERS)} and classes derived from them."
-    own = f"runs passes of its own, which are not read. {read}"
-    return f"{own} {NO_PLAIN_LOOP}" if is_trainer else None

@@ -23,6 +23,8 @@ LOADERS = ("from_pretrained", "from_config", "_from_config")
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
 """Trainers that run the step of transformers' Trainer."""
 
+ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
+
 _SAME_MODEL = (
     "to", "cuda", "train", "eval", "half", "bfloat16", "float", "cpu", "requires_grad_", "apply",
 )  # fmt: skip
@@ -194,3 +196,28 @@ def _classes() -> dict[str, str]:
     return {
         name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)
     }
+
+
+def makes_model(call: ForeignCall) -> bool:
+    """Return True for a call that makes a model of transformers."""
+    if call.owner in UNSLOTH:
+        return call.name == "from_pretrained"
+    return isinstance(call.function, Name) and bool(model_class(call))
+
+
+def config_name(call: ForeignCall) -> str | None:
+    """Return the name of the config that a model is made from."""
+    for value in (*call.positional, *call.named.values()):
+        for one in calls_in(value):
+            if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):
+                return one.positional[0]
+    return None
+
+
+def file_of(value: Any) -> str | None:
+    """Return the file from which a script loads these arguments."""
+    for call in calls_in(value):
+        for inner in (*call.positional, call):
+            if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:
+                return inner.positional[0] if isinstance(inner.positional[0], str) else None
+    return None

@@ -98,7 +98,9 @@ def script(*lines: str) -> str:
         (["kept = ['classifier', 'pooler']", "for name, w in net.named_parameters():",
           "    if any(one in name for one in kept): continue", "    w.requires_grad = False"],
          {"parts": ("(?=(?!.*classifier))(?=(?!.*pooler))",)}),
-        (["for name, w in net.named_parameters():", "    if 'bert' in name:", "        if 'norm' not in name:",
+        (["for n, w in net.named_parameters():", "    if any(x in n for x in ('a', 'b')) and 'c' in n:",
+          "        w.requires_grad = False"], {"parts": ("(?=(?:.*a)|(?:.*b))(?=(?:.*c))",)}),
+        (["for n, w in net.named_parameters():", "    if 'bert' in n:", "        if 'norm' not in n:",
           "            w.requires_grad = False"], {"parts": ("(?=(?:.*bert))(?=(?!.*norm))",)}),
         (["class Mine(Trainer):", "    def create_optimizer(self):",
           "        for w in self.model.bert.parameters(): w.requires_grad = False",
@@ -307,6 +309,49 @@ SFTTrainer(model, args=options, peft_config=LoraConfig(r=options.rank, target_mo
     file.write_text(text.replace("(Options)", "(SFTConfig)"))
     with pytest.raises(UsageError, match="from the command line"):
         read_arguments(file)
+
+
+def test_the_trainer_s_own_quantization_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "from peft import LoraConfig\nfrom transformers import BitsAndBytesConfig\n"
+        "from trl import SFTConfig, SFTTrainer\nfour = BitsAndBytesConfig(load_in_4bit=True)\n"
+        "SFTTrainer('a/b', SFTConfig('out'), quantization_config=four, peft_config=LoraConfig(r=4)).train()"
+    )
+    assert str(read_arguments(file).settings["recipe"]).startswith("qlora(r=4, double=false) + ")
+
+
+def test_lengths_and_labels_of_a_script() -> None:
+    text = script(
+        "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
+        "tokenizer = AutoTokenizer.from_pretrained('t5-small')",
+        "net = AutoModelForSeq2SeqLM.from_pretrained('t5-small')",
+        "inputs = tokenizer(texts, max_length=64)",
+        "labels = tokenizer(text_target=summaries, max_length=16)",
+    )
+    read = read_script(text, "t.py").arguments
+    assert (read["tokenizer.max_length"], read["tokenizer.target_length"]) == (64, 16)
+    for given, count in (("{0: 'a', 1: 'b', 2: 'c'}", 3), ("{}", "len(id2label)")):
+        made = script().replace("('bert-base-uncased')", f"('bert-base-uncased', id2label={given})")
+        labels = read_script(made, "t.py").arguments["model.num_labels"]
+        assert (labels if count == 3 else str(labels)) == count
+
+
+def test_a_loop_beside_the_trainer_is_listed() -> None:
+    loop = [
+        "from accelerate import Accelerator",
+        "optimizer = torch.optim.SGD(net.parameters())",
+        "net, optimizer = Accelerator().prepare(net, optimizer)",
+    ]
+    assert [line for line, _ in read_script(script(*loop), "t.py").unread] == [4, 5]
+
+
+def test_ray_s_workers_are_gpus_and_zero_assumes_one(tmp_path: Path) -> None:
+    settings = read(tmp_path, FACTORY | {"ray_num_workers": 4}).settings
+    assert (settings["gpus"], settings["batch_size"]) == (4, 4)
+    zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    ((key, says),) = [(line.key, line.says) for line in read(tmp_path, zero).unread]
+    assert (key, "one is assumed" in says) == ("zero_optimization.stage", True)
 
 
 def test_a_model_from_another_file_is_listed() -> None:
