@@ -311,15 +311,11 @@ class _Reader:
         origins = {key: self.origins.pop(key) for key in RAW if key in self.origins}
         for key in RAW:
             self.arguments.pop(key, None)
-        for lines, pairs in (
-            (self.refused, processes.refused),
-            (self.differs, processes.differs),
-            (self.unread, processes.unread),
-        ):
-            for key, says in pairs:
+        for name in ("refused", "differs", "unread"):
+            for key, says in getattr(processes, name):
                 instead = "gpus" if says in OF_THEIR_NUMBER else "recipe"
                 origin = origins.get(key) or self.origins.get(key, (key, ""))
-                self._line(lines, *origin, says, instead=instead)
+                self._line(getattr(self, name), *origin, says, instead=instead)
         counted = next((origins[key] for key in (GPUS, PER_HOST, SHARDS) if key in origins), None)
         if self.gpus > 1:
             self.settings["gpus"] = self.gpus

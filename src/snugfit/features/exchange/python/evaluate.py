@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snugfit.features.exchange.python.syntax import as_read, first_line, replace_names
 from snugfit.features.exchange.python.values import (
     Assignment,
     Class,
@@ -30,7 +29,10 @@ from snugfit.features.exchange.python.values import (
     Parser,
     Record,
     Unknown,
+    as_read,
+    first_line,
     is_known,
+    replace_names,
 )
 
 MOST_STATEMENTS = 200_000
@@ -59,9 +61,6 @@ _BUILTINS: Mapping[str, Callable[..., Any]] = {
 _TEXT_METHODS = ("split", "strip", "lower", "upper", "removeprefix", "removesuffix", "startswith", "endswith")
 """Methods of texts that are called if the text is known."""
 
-MOST_ELEMENTS = 100
-"""Elements of a known list that a comprehension evaluates one by one."""
-
 USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
 """Names of objects in an excerpt that does not make them, and in functions' parameters."""
 
@@ -76,13 +75,6 @@ _NAMES_A_MODEL = re.compile(r"model.*(?:name|path|id)|^model$")
 
 CHOSEN = "[if "
 """Beginning of the name of those elements of an object that meet a condition."""
-
-
-@dataclass(frozen=True, repr=False)
-class _TextMethod(Unknown):
-    """A method of a known text."""
-
-    of: Callable[..., Any] = str
 
 
 class _Return(Exception):
@@ -386,9 +378,8 @@ class _Evaluator:
             if of.of_options and is_known(value):
                 self.done.defaults[f"--{node.attr}"] = value
             return value
-        if isinstance(of, str) and node.attr in _TEXT_METHODS:
-            return _TextMethod(ast.unparse(node), getattr(of, node.attr))
-        return Member(of, node.attr) if not is_known(of) else Unknown(ast.unparse(node))
+        is_method = isinstance(of, str) and node.attr in _TEXT_METHODS
+        return Member(of, node.attr) if is_method or not is_known(of) else Unknown(ast.unparse(node))
 
     def value_of_List(self, node: ast.List, names: Environment) -> Any:
         return [
@@ -445,8 +436,6 @@ class _Evaluator:
         # `or` ends at the first true value, `and` at the first false one.
         ends = isinstance(node.op, ast.Or)
         for value in values:
-            if isinstance(value, Option):
-                return Option(ast.unparse(node))
             if not is_known(value):
                 return value if value is values[-1] else Unknown(ast.unparse(node))
             if bool(value) is ends:
@@ -477,8 +466,6 @@ class _Evaluator:
         yes, no = self.value(node.body, names), self.value(node.orelse, names)
         if isinstance(test, OfGpu):
             return OfGpu(ast.unparse(node), test.holds)
-        if any(isinstance(one, Option) for one in (test, yes, no)):
-            return Option(ast.unparse(node))
         return yes if _same(yes, no) else Unknown(ast.unparse(node))
 
     def value_of_Subscript(self, node: ast.Subscript, names: Environment) -> Any:
@@ -512,8 +499,6 @@ class _Evaluator:
 
     def comprehension(self, node: Any, names: Environment) -> Any:
         inner = dict(names)
-        if (known := self.known_elements(node, names)) is not None:
-            return known
         for one in node.generators:
             items = self.value(one.iter, inner)
             item = Unknown(ast.unparse(one.target)) if is_known(items) else Member(items, "[]")
@@ -524,19 +509,6 @@ class _Evaluator:
             return Unknown(ast.unparse(node))
         tests = [ast.unparse(test) for one in node.generators for test in one.ifs]
         return Member(values[-1], f"{CHOSEN}{' and '.join(tests)}]") if tests else values[-1]
-
-    def known_elements(self, node: Any, names: Environment) -> list[Any] | None:
-        """Return the elements of a comprehension over a known list; None if one of them is unknown."""
-        first = node.generators[0]
-        items = self.value(first.iter, names) if hasattr(node, "elt") and len(node.generators) == 1 else None
-        if first.ifs or not isinstance(items, list | tuple) or len(items) > MOST_ELEMENTS:
-            return None
-        elements: list[Any] = []
-        for item in items:
-            inner = dict(names)
-            self.assign(first.target, item, inner, ast.Pass(lineno=node.lineno))
-            elements.append(self.value(node.elt, inner))
-        return elements if is_known(elements) else None
 
     value_of_ListComp = value_of_SetComp = value_of_GeneratorExp = value_of_DictComp = comprehension
 
@@ -580,8 +552,6 @@ class _Evaluator:
         bases = script_class.library_bases if isinstance(script_class, Class) else []
         if not any(name.endswith("Trainer") for name in bases):
             return
-        for base in script_class.bases:
-            self.run_methods(base, instance)
         for one in script_class.node.body:
             if isinstance(one, ast.FunctionDef):
                 self.call_own(Function(one, script_class.environment), (instance,), {})
@@ -591,9 +561,7 @@ class _Evaluator:
     ) -> Any:
         """Return the value of a call that is known; `_NOT_KNOWN` for another one."""
         value: Any = _NOT_KNOWN
-        if isinstance(function, _TextMethod) and is_known(positional) and not named:
-            value = self.built_in(node, function.of, positional)
-        elif isinstance(function, Member):
+        if isinstance(function, Member):
             value = self.method(node, function, positional, named)
         elif not isinstance(function, Name):
             pass
@@ -654,11 +622,11 @@ class _Evaluator:
         """Return the value of a method of a parser or a mapping; `_NOT_KNOWN` for another one."""
         of, name = function.of, function.name
         if not isinstance(of, Parser):
-            return _NOT_KNOWN
+            of_text = isinstance(of, str) and is_known(positional)
+            return self.built_in(node, getattr(of, name), positional) if of_text else _NOT_KNOWN
         if name.startswith("parse"):
             if of.kinds:
-                rest = [[]] if named.get("return_remaining_strings") else list[Any]()
-                return (*map(self.parse_kind, of.kinds), *rest)
+                return tuple(map(self.parse_kind, of.kinds))
             parsed = Record(dict(of.defaults), of_options=True)
             # With defaults alone there are no unknown arguments, the second value of `parse_known_args`.
             return (parsed, []) if name == "parse_known_args" else parsed

@@ -12,16 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from snugfit.features.exchange.dialect import words_of
 from snugfit.features.exchange.python.evaluate import CHOSEN
 from snugfit.features.exchange.python.objects import MODEL, kind_of
-from snugfit.features.exchange.python.syntax import replace_names
-from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name
-
-METHODS = {
-    "freeze_feature_encoder": "feature_extractor", "freeze_feature_extractor": "feature_extractor",
-    "freeze_base_model": "base_model", "freeze_encoder": "encoder",
-}  # fmt: skip
-"""Methods of transformers' models, with the parts that they freeze."""
+from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name, replace_names
 
 MOST_LAYERS = 1000
 """Largest number of a layer in a slice."""
@@ -51,8 +45,8 @@ class FrozenParts:
         target = event.target if isinstance(event, Assignment) else event.function.of
         if (added := self._add_last(target, event.tests, trains)) is not None:
             return added
-        if isinstance(event, ForeignCall) and event.name in METHODS:
-            path: str | None = METHODS[event.name]
+        if isinstance(event, ForeignCall) and event.name in words_of("freezing methods"):
+            path: str | None = words_of("freezing methods")[event.name]
         else:
             path = path_of(target)
         if path is None:
@@ -161,12 +155,13 @@ def takes_a_part(optimizer: ForeignCall) -> bool:
         groups = [inner.get("params")] if isinstance(inner, dict) else [*inner]
     groups = [one.get("params") if isinstance(one, dict) else one for one in groups]
     paths = [path_of(Member(one.of if _is_chosen(one) else one, "[]")) for one in groups]
-    tests = [_test_of(one) for one in groups]
-    if None in paths or ("", None) in zip(paths, tests, strict=True):
+    tests = [_condition(one) for one in groups]
+    if None in paths or ("", "") in zip(paths, tests, strict=True):
         return False
     if any(tests):
-        opposites = {ast.dump(_opposite(test)) for test in tests if test}
-        return not any(test and ast.dump(test) in opposites for test in tests)
+        # Two opposite conditions select all parameters.
+        plain = {test: test.replace(" not in ", " in ").removeprefix("not ") for test in tests if test}
+        return len({*plain.values()}) == len(plain)
     # A base model and its head are all parts of a model; an encoder alone is half of one.
     halves = {"encoder", "decoder"} & set(paths)
     return len(set(paths)) < 2 or len(halves) == 1 or any("." in str(path) for path in paths)
@@ -176,22 +171,10 @@ def _is_chosen(value: Any) -> bool:
     return isinstance(value, Member) and value.name.startswith(CHOSEN)
 
 
-def _test_of(value: Any) -> ast.expr | None:
-    """Return the condition on names by which elements are selected. All that train meet `requires_grad`."""
-    if not _is_chosen(value):
-        return None
-    test = ast.parse(value.name.removeprefix(CHOSEN).removesuffix("]"), mode="eval").body
-    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-    parts = [part for part in parts if "requires_grad" not in ast.unparse(part)]
-    return ast.BoolOp(op=ast.And(), values=parts) if len(parts) > 1 else next(iter(parts), None)
-
-
-def _opposite(test: ast.expr) -> ast.expr:
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return test.operand
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.In):
-        return ast.Compare(left=test.left, ops=[ast.NotIn()], comparators=test.comparators)
-    return ast.UnaryOp(op=ast.Not(), operand=test)
+def _condition(value: Any) -> str:
+    """Return the condition by which elements are selected. All that train meet `requires_grad`."""
+    text = value.name.removeprefix(CHOSEN).removesuffix("]") if _is_chosen(value) else ""
+    return " and ".join(part for part in text.split(" and ") if "requires_grad" not in part)
 
 
 def _passes_elements_on(call: ForeignCall, names: Sequence[str]) -> bool:
@@ -216,7 +199,7 @@ def _words(path: str, tests: Sequence[str]) -> list[str] | None:
 
 def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
     """Return the patterns of names for which a condition holds."""
-    test = _expanded(test)
+    test = _as_alternatives(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _of_test(test.operand, negated=not negated)
     if isinstance(test, ast.BoolOp):
@@ -239,25 +222,23 @@ def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
     return [f"(?!{inside})"] if negated else [f"(?:{inside})"]
 
 
-def _expanded(test: ast.expr) -> ast.expr:
-    """Return `any(...)`, `all(...)` over a list of texts, or `startswith` of several, as `or` or `and`.
+def _as_alternatives(test: ast.expr) -> ast.expr:
+    """Return `any(...)` over a list of texts, or `startswith` of several, joined by `or`.
 
     Return another condition unchanged.
     """
     if not isinstance(test, ast.Call) or len(test.args) != 1:
         return test
     [of], function = test.args, test.func
-    join: ast.boolop = ast.Or()
     parts: list[ast.expr] = []
-    if isinstance(function, ast.Name) and function.id in ("any", "all") and isinstance(of, _LOOPS):
-        join = ast.Or() if function.id == "any" else ast.And()
+    if isinstance(function, ast.Name) and function.id == "any" and isinstance(of, _LOOPS):
         [first, *more] = of.generators
         words = first.iter.elts if isinstance(first.iter, ast.List | ast.Tuple) else []
         if not more and not first.ifs and isinstance(first.target, ast.Name):
             parts = [replace_names(of.elt, {first.target.id: word}) for word in words]
     elif isinstance(function, ast.Attribute) and isinstance(of, ast.Tuple | ast.List):
         parts = [ast.Call(func=function, args=[word], keywords=[]) for word in of.elts]
-    return ast.BoolOp(op=join, values=parts) if parts else test
+    return ast.BoolOp(op=ast.Or(), values=parts) if parts else test
 
 
 def _text(node: ast.expr) -> str | None:

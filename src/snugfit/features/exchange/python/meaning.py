@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 from snugfit.errors import UsageError
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import UnsupportedJobError
-from snugfit.features.exchange.dialect import dialect
+from snugfit.features.exchange.dialect import dialect, words_of
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
-from snugfit.features.exchange.python.frozen_parts import METHODS as FREEZING
 from snugfit.features.exchange.python.frozen_parts import FrozenParts, takes_a_part
 from snugfit.features.exchange.python.objects import (
     ACCELERATOR,
@@ -26,6 +25,7 @@ from snugfit.features.exchange.python.objects import (
     LOADER,
     LOADERS,
     MODEL,
+    NO_PLAIN_LOOP,
     OPTIMIZER,
     PART,
     TOKENIZER,
@@ -38,10 +38,10 @@ from snugfit.features.exchange.python.objects import (
     kind_of,
     makes_model,
     model_class,
+    reason_against,
     task_of_class,
+    touches,
 )
-from snugfit.features.exchange.python.refusals import NO_PLAIN_LOOP, reason_against
-from snugfit.features.exchange.python.unread import touches
 from snugfit.features.exchange.python.values import (
     Assignment,
     Class,
@@ -55,45 +55,16 @@ from snugfit.features.exchange.python.values import (
 )
 from snugfit.job.architectures import heads
 
-UNSLOTH_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "from_pretrained": {"max_seq_length": 2048, "load_in_4bit": True},
-    "get_peft_model": {"r": 16, "target_modules": "all-linear"},
-}
-"""Defaults of arguments of unsloth's calls."""
-
 WIDENS = "prepare_model_for_kbit_training"
 """peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
 
 READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
 """Classes whose arguments are read where an argument has such an object."""
 
-OPTIMIZERS: Mapping[str, str] = {
-    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop",
-    "Adafactor": "adafactor", "AdamW8bit": "adamw_bnb_8bit", "Adam8bit": "adamw_bnb_8bit",
-    "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdam8bit": "paged_adamw_8bit",
-    "PagedAdamW": "paged_adamw_32bit", "PagedAdam": "paged_adamw_32bit",
-    "PagedAdamW32bit": "paged_adamw_32bit", "PagedAdam32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
-    "Lion32bit": "lion_32bit", "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit",
-    "PagedLion": "paged_lion_32bit", "PagedLion32bit": "paged_lion_32bit",
-}  # fmt: skip
-"""`optim` of TrainingArguments by optimizer class of torch, transformers and bitsandbytes. Adam has AdamW's
-states."""
-
-DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", "uint8")
-
 IN_PYTHON = "Give the module in Python: snugfit.Model.from_module(module, batch)"
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 """Libraries with models of their own."""
-
-_OVERRIDES = (
-    "compute_loss",
-    "training_step",
-    "create_optimizer",
-    "_inner_training_loop",
-    "compute_loss_func",
-)
-"""Methods of a Trainer that change its step."""
 
 
 @dataclass
@@ -279,7 +250,6 @@ class _Meaning:
         for call in self.calls:
             if call.library == "tokenizers":
                 self._refuse(call, "the script trains a tokenizer, which takes no memory of a GPU.")
-        for call in self.calls:
             if isinstance(call.function, Class) and "Module" in call.function.library_bases:
                 own = f"{call.function.node.name} is a module of the script's own, and only models of "
                 self._refuse(call, f"{own}transformers are read. {IN_PYTHON}")
@@ -309,13 +279,14 @@ class _Meaning:
                     f"--arguments {file}"
                 )
             arguments[key] = self.value(value)
-        return {key: one for key, one in arguments.items() if not isinstance(one, Option)}
+        return _without_options(arguments)
 
     def _of_options(self, parsed: Record) -> dict[str, Any]:
         """Return the arguments of parsed options that the script sets, or has defaults for."""
         known = {*installed.defaults(), *dialect("sft").becomes}
-        given = {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
-        return {key: one for key, one in given.items() if not isinstance(one, Option)}
+        return _without_options(
+            {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
+        )
 
     def _note_options(self, parsed: Record) -> None:
         """List the parsers whose options have their defaults here.
@@ -331,26 +302,16 @@ class _Meaning:
     def value(self, value: Any) -> Any:
         """Return a value in the form of a configuration file, without options that have no default."""
         if isinstance(value, Mapping):
-            inner = {key: self.value(one) for key, one in value.items()}
-            return {key: one for key, one in inner.items() if not isinstance(one, Option)}
+            return _without_options({key: self.value(one) for key, one in value.items()})
         if isinstance(value, list | tuple):
             return [self.value(one) for one in value]
         if isinstance(value, Name):
             return _word(value)
-        if isinstance(value, ForeignCall):
-            return self._of_object(value)
-        return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
-
-    def _of_object(self, call: ForeignCall) -> Any:
-        """Return an object in the form of a configuration file."""
-        if call.name in READ_AS_VALUES:
-            return self.values(call)
-        if call.name == "Mxfp4Config" and call.named.get("dequantize") is True:
+        if isinstance(value, ForeignCall) and value.name in READ_AS_VALUES:
+            return self.values(value)
+        if getattr(value, "name", "") == "Mxfp4Config" and value.named.get("dequantize") is True:
             return None  # the weights become 16-bit ones
-        of_options = any(
-            isinstance(one, Option) or (isinstance(one, Record) and one.of_options) for one in call.positional
-        )
-        return Option(call.text) if of_options else Unknown(call.text)
+        return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
     def _of_model(self, call: ForeignCall) -> dict[str, Any]:
         """Return the arguments of the call that makes the model, and its task."""
@@ -402,7 +363,7 @@ class _Meaning:
             for key, value in one.named.items():
                 if key == "vocab_size" and type(value) is int:
                     facts["job.vocab_size"] = str(value)
-                elif not (key.endswith(("_id", "2id", "2label")) or key in _OF_FILES):
+                elif not (key.endswith(("_id", "2id", "2label")) or key in words_of("arguments of files")):
                     self.script.unread.append((one.line, f"{key}={self.value(value)} in the config"))
         return facts
 
@@ -432,7 +393,7 @@ class _Meaning:
             arguments.setdefault("job.task", "causal-lm")
         if isinstance(call.function, Class):
             methods = call.function.methods
-            for name in _OVERRIDES:
+            for name in words_of("methods of a step"):
                 if name in methods:
                     self.script.unread.append((methods[name], f"{call.function.node.name}.{name}"))
 
@@ -461,13 +422,15 @@ class _Meaning:
         """Return the arguments that a call means; None for one without a meaning."""
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
-        if call.owner in UNSLOTH and call.name in UNSLOTH_DEFAULTS:
+        if call.owner in UNSLOTH and call.name in words_of("defaults of unsloth"):
             read = self._of_unsloth
         elif of == MODEL and call.name in _METHODS:
             read = getattr(self, _METHODS[call.name])
         elif call.owner == "PeftModel" and call.named.get("is_trainable") is True and not call.unsure:
             read = self._of_stored_adapters
-        elif of in (MODEL, PART) and (call.name == "requires_grad_" or call.name in FREEZING):
+        elif of in (MODEL, PART) and (
+            call.name == "requires_grad_" or call.name in words_of("freezing methods")
+        ):
             read = self._of_freezing
         elif call.name.startswith("apply_liger_kernel_to"):
             read = self._of_liger
@@ -483,12 +446,8 @@ class _Meaning:
         }
         return {"gradient_checkpointing": call.name != "gradient_checkpointing_disable", **inner_options}
 
-    def _of_dtype(self, call: ForeignCall) -> dict[str, Any]:
-        dtypes = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
-        return {"job.dtype": dtypes[call.name]}
-
     def _of_freezing(self, call: ForeignCall) -> dict[str, Any] | None:
-        trains = call.name not in FREEZING
+        trains = call.name not in words_of("freezing methods")
         return self._freeze(call, [*call.positional, call.named.get("requires_grad", trains)][0])
 
     def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
@@ -507,7 +466,9 @@ class _Meaning:
         return {WIDENS: True, f"{WIDENS}.use_gradient_checkpointing": on}
 
     def _of_liger(self, call: ForeignCall) -> dict[str, Any]:
-        options = {key: value for key, value in self.values(call).items() if key in _LIGER_PARTS}
+        options = {
+            key: value for key, value in self.values(call).items() if key in words_of("parts of Liger")
+        }
         return {
             "use_liger_kernel": True,
             **{f"liger_kernel_config.{key}": one for key, one in options.items()},
@@ -538,7 +499,10 @@ class _Meaning:
     def _of_unsloth(self, call: ForeignCall) -> dict[str, Any]:
         """Return the arguments of unsloth's `from_pretrained` or `get_peft_model`."""
         loads = call.name == "from_pretrained"
-        inner = {**UNSLOTH_DEFAULTS[call.name], **self.values(call, first="model_name" if loads else "")}
+        inner = {
+            **words_of("defaults of unsloth")[call.name],
+            **self.values(call, first="model_name" if loads else ""),
+        }
         meant = {"job.task": "causal-lm"} if loads else {"lora.peft_type": "LORA"}
         name = inner.get("model_name")
         # Such a checkpoint is stored in 4 bits, whatever `load_in_4bit` is.
@@ -547,8 +511,10 @@ class _Meaning:
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def _cast(self, call: ForeignCall) -> dict[str, Any]:
-        values = [self.value(one) for one in (*call.positional, *call.named.values())]
-        dtypes = [one for one in values if isinstance(one, str) and one in DTYPES]
+        values = [call.name, *(self.value(one) for one in (*call.positional, *call.named.values()))]
+        dtypes = [
+            _SHORT.get(one, one) for one in values if isinstance(one, str) and one in words_of("dtypes")
+        ]
         return {"job.dtype": dtypes[0]} if dtypes else {}
 
     def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any] | None:
@@ -667,25 +633,21 @@ class _Meaning:
         arguments = self.script.arguments
         if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
             return
-        lengths: list[int] = []
-        by_call: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         for call in self.calls:
-            is_tokenizer = kind_of(call.function) == TOKENIZER or kind_of(call) == TOKENIZER
-            method = isinstance(call.function, Member) and kind_of(call.function.of) == TOKENIZER
-            if not (is_tokenizer or method):
-                continue
-            for key in ("max_length", "model_max_length"):
-                if type(size := call.named.get(key)) is int:
-                    lengths.append(size)
-                    by_call |= {call.line: size} if key == "max_length" else {}
-        # A function of pairs first tokenizes the inputs, then the targets.
-        if arguments.get("job.task") == "seq2seq-lm" and len(by_call) == 2:
-            lengths, arguments["tokenizer.target_length"] = list(by_call.values())[:1], [*by_call.values()][1]
+            of = getattr(call.function, "of", None)
+            if TOKENIZER in (kind_of(call), kind_of(call.function), kind_of(of)):
+                size = call.named.get("max_length", call.named.get("model_max_length"))
+                lengths |= {call.line: size} if type(size) is int else {}
         for one in self.done.assignments:
             if one.name == "model_max_length" and type(one.value) is int and kind_of(one.target) == TOKENIZER:
-                lengths.append(one.value)
-        if lengths:
-            arguments["tokenizer.max_length"] = max(lengths)
+                lengths[one.line] = one.value
+        sizes_in_order = [*lengths.values()]
+        # A function of pairs first tokenizes the inputs, then the targets.
+        if arguments.get("job.task") == "seq2seq-lm" and len(sizes_in_order) == 2:
+            arguments["tokenizer.target_length"] = sizes_in_order.pop()
+        if sizes_in_order:
+            arguments["tokenizer.max_length"] = max(sizes_in_order)
 
     def _optimizer(self, trainer: ForeignCall | None) -> None:
         """Read the optimizer that a loop or the trainer uses."""
@@ -700,7 +662,7 @@ class _Meaning:
         if not isinstance(optimizer, ForeignCall):
             return
         self._mark(optimizer)
-        optim = OPTIMIZERS.get(optimizer.name)
+        optim = words_of("optimizers").get(optimizer.name)
         if optim is None:
             self.script.refused.append(
                 (optimizer.line, optimizer.text, f"the optimizer {optimizer.name} is not predicted")
@@ -738,7 +700,7 @@ _METHODS: Mapping[str, str] = {
     "gradient_checkpointing_enable": "_of_checkpointing",
     "activation_checkpointing_enable": "_of_checkpointing",
     "gradient_checkpointing_disable": "_of_checkpointing",
-    "half": "_of_dtype", "bfloat16": "_of_dtype", "float": "_of_dtype", "to": "_cast",
+    "half": "_cast", "bfloat16": "_cast", "float": "_cast", "to": "_cast",
     "resize_token_embeddings": "_resize", "compile": "_of_compile",
 }  # fmt: skip
 """Readers of a model's methods."""
@@ -750,25 +712,21 @@ _FUNCTIONS: Mapping[str, str] = {
 }  # fmt: skip
 """Readers of functions, and of the methods of a model's parts."""
 
-_OF_FILES = ("trust_remote_code", "revision", "cache_dir", "token", "n_ctx", "use_cache")
-"""Arguments of a config that change no size."""
+_SHORT = {"half": "float16", "float": "float32"}
+"""torch's short names of dtypes, and of a model's methods that cast to them."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_LIGER_PARTS = (
-    "rope",
-    "rms_norm",
-    "swiglu",
-    "geglu",
-    "layer_norm",
-    "fused_linear_cross_entropy",
-    "cross_entropy",
-)
+
+
+def _without_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without options that have no default."""
+    return {key: one for key, one in arguments.items() if not isinstance(one, Option)}
 
 
 def _word(name: Name) -> Any:
     """Return a dtype, or a member of an enumeration, as configuration files write it."""
-    if name.dotted.startswith("torch.") and name.last in DTYPES:
-        return {"half": "float16", "float": "float32"}.get(name.last, name.last)
+    if name.dotted.startswith("torch.") and name.last in words_of("dtypes"):
+        return _SHORT.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))
     return name.last.lower() if is_enumeration else Unknown(name.dotted)
 

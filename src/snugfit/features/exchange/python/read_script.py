@@ -10,7 +10,7 @@ from typing import Any
 from snugfit.errors import UsageError
 from snugfit.features.exchange.python.evaluate import evaluate
 from snugfit.features.exchange.python.meaning import Script, read_meaning
-from snugfit.features.exchange.python.refusals import NO_PLAIN_LOOP
+from snugfit.features.exchange.python.objects import NO_PLAIN_LOOP
 
 
 def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Script:

@@ -177,3 +177,28 @@ def is_known(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_known, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
+    """Return a copy of an expression with other expressions in the place of some names."""
+
+    class Replace(ast.NodeTransformer):
+        """A visitor of names."""
+
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            """Return the expression in the place of a name."""
+            return by.get(node.id, node)
+
+    replaced: ast.expr = Replace().visit(as_read(expression))
+    return replaced
+
+
+def as_read(target: ast.expr) -> ast.expr:
+    """Return an assigned expression as one that is read."""
+    read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
+    return read
+
+
+def first_line(node: ast.AST) -> str:
+    """Return a statement in one line; only the head of a block."""
+    return ast.unparse(node).splitlines()[0]

@@ -178,6 +178,12 @@ def test_weights_that_train_beside_adapters_are_refused() -> None:
     assert (line, "lora(save=...)" in why) == (8, True)
 
 
+def groups(*tests: str) -> str:
+    """Return an optimizer's groups of parameters by conditions on their names."""
+    inner = (f"{{'params': [w for n, w in net.named_parameters() if {test}]}}" for test in tests)
+    return f"[{', '.join(inner)}]"
+
+
 @pytest.mark.parametrize(
     ("given", "unread"),
     [
@@ -189,12 +195,9 @@ def test_weights_that_train_beside_adapters_are_refused() -> None:
         ("filter(lambda w: w.requires_grad, net.parameters())", False),
         ("[{'params': net.bert.parameters()}, {'params': net.classifier.parameters()}]", False),
         ("[{'params': net.encoder.parameters()}, {'params': net.classifier.parameters()}]", True),
-        ("[{'params': [w for n, w in net.named_parameters() if 'norm' in n]},"
-         " {'params': [w for n, w in net.named_parameters() if 'head' in n]}]", True),
-        ("[{'params': [w for n, w in net.named_parameters() if any(x in n for x in kept)]},"
-         " {'params': [w for n, w in net.named_parameters() if not any(x in n for x in kept)]}]", False),
-        ("[{'params': [w for n, w in net.named_parameters() if n in kept and w.requires_grad]},"
-         " {'params': [w for n, w in net.named_parameters() if n not in kept and w.requires_grad]}]", False),
+        (groups("'norm' in n", "'head' in n"), True),
+        (groups("any(x in n for x in kept)", "not any(x in n for x in kept)"), False),
+        (groups("n in kept and w.requires_grad", "n not in kept and w.requires_grad"), False),
     ],
 )  # fmt: skip
 def test_an_optimizer_of_some_parts_is_listed(given: str, unread: bool) -> None:
@@ -293,7 +296,7 @@ class Options(SFTConfig):
 
 options = HfArgumentParser(Options).parse_args_into_dataclasses()[0]
 model = AutoModelForCausalLM.from_pretrained(options.base_model, attn_implementation=options.attention)
-targets = [one.strip() for one in options.targets.split(",")]
+targets = options.targets.split(", ")
 SFTTrainer(model, args=options, peft_config=LoraConfig(r=options.rank, target_modules=targets)).train()
 """
     file = tmp_path / "train.py"
