@@ -312,7 +312,8 @@ class _Reader:
         for key in RAW:
             self.arguments.pop(key, None)
         for name in ("refused", "differs", "unread"):
-            for key, says in getattr(processes, name):
+            pairs: list[tuple[str, str]] = getattr(processes, name)
+            for key, says in pairs:
                 instead = "gpus" if says in OF_THEIR_NUMBER else "recipe"
                 origin = origins.get(key) or self.origins.get(key, (key, ""))
                 self._line(getattr(self, name), *origin, says, instead=instead)
