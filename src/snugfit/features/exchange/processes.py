@@ -92,14 +92,14 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
     if ELSEWHERE in numbers:
         processes.refused.append((ELSEWHERE, IN_THE_CONFIG))
     by = arguments.get(BY)
+    if gpus is None and (ZERO in arguments or arguments.get(OFFLOAD) == "none"):
+        processes.unread.append((ZERO if ZERO in arguments else STAGE, ONE_ASSUMED))
     if by == "fsdp":
         _read_fsdp(processes, gpus, numbers)
     elif numbers.get(SHARDS, 1) > 1:
         processes.refused.append((SHARDS, NO_MESH))
     elif by == "deepspeed" and processes.gpus > 1:
         processes.refused.append((BY, OWN_BUCKETS))
-    elif STAGE in arguments and gpus is None and arguments.get(OFFLOAD) == "none":
-        processes.unread.append((STAGE, ONE_ASSUMED))
     elif ZERO in arguments and STAGE not in arguments:
         _read_zero(processes, arguments[ZERO])
     elif by == "ddp" and gpus is None:

@@ -355,6 +355,10 @@ def test_ray_s_workers_are_gpus_and_zero_assumes_one(tmp_path: Path) -> None:
     zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     ((key, says),) = [(line.key, line.says) for line in read(tmp_path, zero).unread]
     assert (key, "one is assumed" in says) == ("zero_optimization.stage", True)
+    zero["zero_optimization"] |= {"stage": 2, "reduce_bucket_size": 5e8}
+    reading = read(tmp_path, zero)
+    assert ["one is assumed" in line.says for line in reading.unread] == [True]
+    assert "zero_optimization.reduce_bucket_size" in {line.key for line in reading.differs}
 
 
 def test_a_model_from_another_file_is_listed() -> None:
