@@ -61,7 +61,9 @@ WIDENS = "prepare_model_for_kbit_training"
 READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
 """Classes whose arguments are read where an argument has such an object."""
 
-IN_PYTHON = "Give the module in Python: snugfit.Model.from_module(module, batch)"
+IN_PYTHON = (
+    "Models of transformers are read; give a module in Python: snugfit.Model.from_module(module, batch)"
+)
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 """Libraries with models of their own."""
@@ -103,7 +105,7 @@ class _Meaning:
         trainers = self._last_run(every)
         main = self._main_call(trainers)
         script = self.script
-        trainer = next((one for one in trainers), None)
+        trainer = trainers[0] if trainers else None
         base = self._trainer_name(trainer) if trainer else ""
         old_sft = base in ("SFTTrainer", "UnslothTrainer")
         self._dialect(main, trainer, old_sft)
@@ -251,8 +253,7 @@ class _Meaning:
             if call.library == "tokenizers":
                 self._refuse(call, "the script trains a tokenizer, which takes no memory of a GPU.")
             if isinstance(call.function, Class) and "Module" in call.function.library_bases:
-                own = f"{call.function.node.name} is a module of the script's own, and only models of "
-                self._refuse(call, f"{own}transformers are read. {IN_PYTHON}")
+                self._refuse(call, f"{call.function.node.name} is a module of the script's own. {IN_PYTHON}")
         raise UsageError(
             f"{self.where}: a script must call TrainingArguments, Accelerator, or train a model of "
             f"transformers in a loop, but this one does not. {self._facts()}{NO_PLAIN_LOOP}"
@@ -681,9 +682,8 @@ class _Meaning:
     def _other_loops(self) -> None:
         """List the objects of a loop beside the trainer: optimizers, and all that accelerate prepares."""
         for call in self.calls if self.script.dialect in ("trainer", "sft") else ():
-            of = call.function.of if isinstance(call.function, Member) and call.name == "prepare" else None
-            is_other = kind_of(call) == OPTIMIZER and id(call) not in self.read_events
-            if is_other or kind_of(of) == ACCELERATOR:
+            prepares = call.name == "prepare" and kind_of(getattr(call.function, "of", None)) == ACCELERATOR
+            if prepares or (kind_of(call) == OPTIMIZER and id(call) not in self.read_events):
                 self.script.unread.append((call.line, f"{call.text} (not the trainer's)"))
 
     # ---- unread statements ---------------------------------------------------------------------------------
