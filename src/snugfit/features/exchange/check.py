@@ -14,14 +14,12 @@ reported.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from rich.console import Group, RenderableType
 
 from snugfit.errors import did_you_mean
 from snugfit.features.exchange import installed
-from snugfit.features.exchange.dialect import as_word, dialect, flatten
+from snugfit.features.exchange.dialect import as_word, dialect, every_key, flatten, load_table
 from snugfit.features.exchange.document import Document, open_document
 from snugfit.features.exchange.python.meaning import WIDENS
 from snugfit.features.exchange.python.values import Unknown
@@ -55,6 +53,8 @@ OF_READER = (WIDENS, "adapters_dtype", "frozen")
 
 _OF_EVALUATION = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "eval_strategy": "no"}
 """Defaults of `TrainingArguments` that rules about evaluation compare; importing the class takes seconds."""
+
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
 """A number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the exponent."""
@@ -160,11 +160,8 @@ def check_document(document: Document) -> Checked:
 
 @cache
 def _facts(name: str) -> dict[str, Any]:
-    text = (
-        files("snugfit.features.exchange").joinpath("dialects", "findings.json").read_text(encoding="utf-8")
-    )
     nothing: dict[str, Any] = {"renamed": {}, "removed": {}, "values": {}, "rules": []}
-    facts: dict[str, Any] = json.loads(text).get(name, nothing)
+    facts: dict[str, Any] = load_table("findings").get(name, nothing)
     return facts
 
 
@@ -248,14 +245,16 @@ def _library(name: str) -> str:
 
 def _find_wrong_batches(document: Document) -> Iterator[Finding]:
     """Yield a finding if DeepSpeed's whole batch is not the product of its other two numbers and the GPUs."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    if document.dialect != "deepspeed":
-        return
-    whole, micro, pieces = (document.values.get(name) for name in names)
-    numbers = [one for one in (whole, micro, pieces) if type(one) is int and one > 0]
-    if len(numbers) == 3 and numbers[0] % (numbers[1] * numbers[2]):
-        says = f"{whole} samples cannot be split evenly over GPUs with {micro} x {pieces} each"
-        yield Finding(kind="conflict", keys=names, says=says, fix=Fix(remove=names[:1]))
+    if (numbers := _batches(document)) and numbers[0] % (numbers[1] * numbers[2]):
+        says = f"{numbers[0]} samples cannot be split evenly over GPUs with {numbers[1]} x {numbers[2]} each"
+        yield Finding(kind="conflict", keys=_BATCHES, says=says, fix=Fix(remove=_BATCHES[:1]))
+
+
+def _batches(document: Document) -> list[int]:
+    """Return DeepSpeed's three numbers: samples of a step, of a micro-batch, and their count. Empty without
+    them."""
+    numbers = [one for one in map(document.values.get, _BATCHES) if type(one) is int and one > 0]
+    return numbers if document.dialect == "deepspeed" and len(numbers) == len(_BATCHES) else []
 
 
 def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
@@ -264,21 +263,9 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
     if document.dialect != "accelerate" or not isinstance(mesh, Mapping) or type(processes) is not int:
         return
     sizes = {key: value for key, value in mesh.items() if key.endswith("_size") and type(value) is int}
-    if sizes and math.prod(sizes.values()) != processes:
-        says = f"its sizes multiply to {math.prod(sizes.values())}, and num_processes is {processes}"
+    if sizes and (number := math.prod(sizes.values())) != processes:
+        says = f"its sizes multiply to {number}, and num_processes is {processes}"
         yield Finding(kind="conflict", keys=tuple(f"parallelism_config.{key}" for key in sizes), says=says)
-
-
-def _processes(document: Document) -> dict[str, int]:
-    """Return the number of processes by the key `processes`, from DeepSpeed's three numbers; empty without
-    them."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    values = (document.values.get(name) for name in names)
-    numbers = [one for one in values if isinstance(one, int) and one > 0]
-    if document.dialect != "deepspeed" or len(numbers) < len(names):
-        return {}
-    whole, micro, pieces = numbers
-    return {"processes": whole // (micro * pieces)}
 
 
 def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -287,9 +274,11 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
     own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
     usual = _defaults_of(document.dialect)
-    given = dict(_all_keys(given))
+    given = dict(every_key(given))
     adapters = any(key.startswith(("lora.", "unsloth.")) for key in document.values)
-    force = {**usual, **given, **_processes(document), "adapters": adapters}
+    force = {**usual, **given, "adapters": adapters}
+    if numbers := _batches(document):
+        force["processes"] = numbers[0] // (numbers[1] * numbers[2])
     for rule in facts["rules"]:
         when = rule.get("when", {})
         named = rule.get("given", [])
@@ -304,14 +293,6 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
             says=rule["says"],
             fix=_fix(rule.get("fix"), force, own),
         )
-
-
-def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key, and every nested key with dots, with its value."""
-    for key, value in values.items():
-        yield f"{prefix}{key}", value
-        if isinstance(value, Mapping):
-            yield from _all_keys(value, f"{prefix}{key}.")
 
 
 def _defaults_of(name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.account import UnsupportedJobError
-from snugfit.features.exchange.dialect import dialect
+from snugfit.features.exchange.dialect import dialect, words_of
 from snugfit.features.exchange.python.values import Unknown
 from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
@@ -26,31 +26,11 @@ from snugfit.techniques import roster
 SEVERAL = ("lora_target_modules", "report_to", "label_names", "lora_modules_to_save")
 """Arguments that take all words up to the next flag."""
 
-TASKS = {
-    "run_clm": "causal-lm", "run_mlm": "masked-lm", "run_glue": "sequence-classification",
-    "run_classification": "sequence-classification", "run_ner": "token-classification",
-    "run_summarization": "seq2seq-lm", "run_translation": "seq2seq-lm", "run_t5_mlm": "seq2seq-lm",
-    "run_image_classification": "image-classification", "sft": "causal-lm",
-}  # fmt: skip
-"""Task trained by each of transformers' and TRL's example scripts, by the script's name."""
-
-LAUNCHERS = (
-    "python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed", "axolotl",
-)  # fmt: skip
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 """Modules for `python -m` that start a script themselves."""
 
 RUN_FILE = "launcher.run_file"
 """Argument for the configuration of the run that a command starts."""
-
-_SCHEDULERS = ("srun", "mpirun", "singularity", "apptainer", "docker", "nohup", "time", "sudo", "env", "exec")
-"""Commands that start another command, after options of their own."""
-
-_NO_LAUNCH = ("pip", "pip3", "echo", "cd", "git", "conda", "source", "huggingface-cli", "mkdir", "uv")
-"""Commands that start no training, although they may name a launcher."""
-
-_NUMBERS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "nnodes")
-"""Launchers' options that set the number of processes."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -106,8 +86,9 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
             commands.append(commanded)
     if len(commands) != 1:
         many = f"{len(commands)}; keep one" if commands else "none"
+        launchers = ", ".join(words_of("launchers"))
         raise UsageError(
-            f"{where}: a shell file must have one command that starts training ({', '.join(LAUNCHERS)}), "
+            f"{where}: a shell file must have one command that starts training ({launchers}), "
             f"but this one has {many}."
         )
     if commands[0][0].endswith("trl") and commands[0][1:2] != ["sft"]:
@@ -152,19 +133,19 @@ def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
 
 def _training_command(words: list[str], where: str) -> list[str]:
     """Return the words of a command from its launcher on; empty where none is started."""
-    if not words or words[0] in _NO_LAUNCH:
+    if not words or words[0] in words_of("commands that train nothing"):
         return []
     if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "..."
         return _training_command(_split(words[words.index("-c") + 1], where), where)
     names = [word.rpartition("/")[2] for word in words]
-    first = next((at for at, name in enumerate(names) if name in LAUNCHERS), None)
+    first = next((at for at, name in enumerate(names) if name in words_of("launchers")), None)
     if first is None or not any(word.startswith("--") or _is_file(word) for word in words[first:]):
         return []
     # Their further commands, such as `preprocess`, train nothing.
     if names[first] in ("axolotl", "llamafactory-cli") and names[first + 1 : first + 2] != ["train"]:
         return []
     # A launcher's name far behind another command is an argument of that command.
-    if first > 3 and names[0] not in _SCHEDULERS:
+    if first > 3 and names[0] not in words_of("schedulers"):
         return []
     return words[first:]
 
@@ -188,13 +169,13 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
         launcher["num_gpus"] = len(include.partition(":")[2].split(","))
     # Plain Python starts one process, however many GPUs are visible.
     alone = words[0] in ("python", "python3") and not {"nproc_per_node", "nproc-per-node"} & set(launcher)
-    if visible and not alone and not set(_NUMBERS) & set(launcher):
+    if visible and not alone and not set(words_of("numbers of processes")) & set(launcher):
         launcher["visible"] = len(visible.split(","))
     arguments = {f"launcher.{key}": value for key, value in launcher.items()}
     arguments |= _flags(words[start + 1 :])
     if (file := _run_file(words[start:], arguments)) is not None:
         arguments[RUN_FILE] = file
-    if task := TASKS.get(name.removesuffix("_no_trainer")):
+    if task := words_of("tasks of scripts").get(name.removesuffix("_no_trainer")):
         arguments.setdefault("job.task", task)
     of_factory = set(dialect("llamafactory").known_by) - {"template", "dataset_dir"}
     if "llamafactory-cli" in words or of_factory & set(arguments):

@@ -141,8 +141,7 @@ def dialect(name: str) -> Dialect:
 
     The Trainer's refusals apply in every dialect with its arguments.
     """
-    text = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
-    table = json.loads(text)
+    table = dict(load_table(name))
     if "extends" in table:
         base = dialect(table["extends"])
         for key in ("becomes", "defaults", "groups", "differs", "only_with", "unsaid"):
@@ -168,6 +167,14 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{key}", value
 
 
+def every_key(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key, and every nested key with dots, with its value."""
+    for key, value in document.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from every_key(value, f"{prefix}{key}.")
+
+
 def as_word(value: Any) -> str:
     """Return a value in the notation of tables and messages: text unchanged, the rest as JSON."""
     if isinstance(value, str):
@@ -177,3 +184,15 @@ def as_word(value: Any) -> str:
 
 def _matches(key: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+@cache
+def load_table(name: str) -> Any:
+    """Return the content of a file of `dialects/`, which is read once."""
+    file = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def words_of(table: str) -> Any:
+    """Return a table of `dialects/names.json`: names of other libraries, tools and commands."""
+    return load_table("names")[table]

@@ -10,14 +10,11 @@ from typing import Any
 from snugfit.errors import UsageError
 from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.command_line import RUN_FILE, read_shell
-from snugfit.features.exchange.dialect import DIALECTS, dialect, recognise
+from snugfit.features.exchange.dialect import DIALECTS, dialect, every_key, recognise, words_of
 from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
 from snugfit.user_files import LARGEST_FILE, load_json, load_yaml, read_text
 
-FORMATS = {
-    ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python", ".sh": "shell", ".bash": "shell",
-    ".sbatch": "shell", ".slurm": "shell", ".ipynb": "notebook",
-}  # fmt: skip
+FORMATS: dict[str, str] = words_of("formats of files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +52,6 @@ LAUNCHERS = ("accelerate", "deepspeed")
 NAMED_FILES = ("launcher.config_file", "launcher.deepspeed_config_file", "deepspeed", "fsdp_config")
 """Keys whose value may be the path of another file."""
 
-_OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
-    "torchtune": ("_component_",),
-    "ms-swift": ("train_type", "sft_type", "swift"),
-    "NeMo": ("exp_manager",),
-    "torchtitan": ("job", "training", "parallelism"),
-    "LLaMA-Factory's version 1": ("model_class",),
-    "unsloth's studio": ("training_type", "is_lora"),
-}
-"""Keys of configurations that are not read, by tool; `_component_` at any depth."""
-
 
 def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> list[Document]:
     """Read the files of one run, and the files that they name. Launchers' files come first.
@@ -96,18 +83,21 @@ def _named_files(document: Document) -> Iterator[Document]:
             del document.values[key]
             yield open_document(path)
             continue
-        values = (
-            load_json(read_text(path), str(path))
-            if path.suffix == ".json"
-            else load_yaml(read_text(path), str(path))
-        )
-        if not isinstance(values, dict):
-            raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
+        values = _mapping(path, read_text(path))
         del document.values[key]
         if key == "fsdp_config":
             document.values[key] = values
         else:
             yield Document(path=path, format=FORMATS[path.suffix], dialect="deepspeed", values=values)
+
+
+def _mapping(path: Path, text: str) -> dict[str, Any]:
+    """Return the content of a JSON or YAML file. Raises `UsageError` if it is no mapping."""
+    load = load_json if path.suffix.lower() == ".json" else load_yaml
+    values = load(text, str(path))
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
+    return values
 
 
 def _beside(document: Document, name: str) -> Path | None:
@@ -132,18 +122,12 @@ def _with_run_file(command: Document) -> Document:
 
 def _other_tool(values: Mapping[str, Any]) -> str | None:
     """Return the tool whose configuration this is, and which is not read."""
-    names = {key for key, _ in _every_key(values)}
-    for tool, keys in _OTHER_TOOLS.items():
-        if set(keys) <= (names if keys == ("_component_",) else set(values)):
+    names = {key.rpartition(".")[2] for key, _ in every_key(values)}
+    of_tools: dict[str, list[str]] = words_of("other tools")
+    for tool, keys in of_tools.items():
+        if set(keys) <= (names if keys == ["_component_"] else set(values)):
             return tool
     return None
-
-
-def _every_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        yield key, value
-        if isinstance(value, Mapping):
-            yield from _every_key(value)
 
 
 def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
@@ -164,20 +148,18 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
         caller, arguments = read_shell(text, str(path))
         return _with_run_file(Document(path=path, format=kind, dialect=caller, values=arguments))
     if kind in ("python", "notebook"):
-        code = code_of_notebook(text, str(path)) if kind == "notebook" else text
+        code, broken = code_of_notebook(text, str(path)) if kind == "notebook" else (text, [])
         script = read_script(code, str(path), bfloat16=bfloat16)
         return Document(
             path=path,
             format="python",
             dialect=script.dialect,
             values=script.arguments,
-            unread=tuple(script.unread),
+            unread=(*broken, *script.unread),
             refused=tuple(script.refused),
             defaults=script.defaults,
         )
-    values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
+    values = _mapping(path, text)
     if tool := _other_tool(values):
         raise UnsupportedJobError(
             f"{path}: this is a configuration of {tool}, which is not read. Give the model itself: snugfit "

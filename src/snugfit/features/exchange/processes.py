@@ -26,6 +26,7 @@ BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradien
 
 NOT_SAID = "the launcher decides the number of processes. Add --gpus N"
 COMPUTED = "its value is computed when the processes start. Add --gpus N"
+ONE_ASSUMED = "the launcher decides the number of processes, and one is assumed. Add --gpus N"
 ONE_PROCESS = "it needs several processes. Leave it out, or add --gpus N"
 OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
 """Refusals that no longer apply when the user sets the number."""
@@ -64,6 +65,9 @@ class Processes:
     differs: list[tuple[str, str]] = field(default_factory=list)
     """Raw words with a difference here, each with that difference."""
 
+    unread: list[tuple[str, str]] = field(default_factory=list)
+    """Words whose effect depends on the number of processes, which is assumed."""
+
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
     """Return the processes that follow from all `arguments`.
@@ -88,6 +92,8 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
     if ELSEWHERE in numbers:
         processes.refused.append((ELSEWHERE, IN_THE_CONFIG))
     by = arguments.get(BY)
+    if gpus is None and (ZERO in arguments or arguments.get(OFFLOAD) == "none"):
+        processes.unread.append((ZERO if ZERO in arguments else STAGE, ONE_ASSUMED))
     if by == "fsdp":
         _read_fsdp(processes, gpus, numbers)
     elif numbers.get(SHARDS, 1) > 1:

@@ -45,8 +45,8 @@ from snugfit.techniques.roster import advice
 from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
 
-DEFAULT_LENGTH = 512
-"""Tokens of a sequence in a job without a length (`Job.sequence_length`)."""
+DEFAULT_LENGTH, DEFAULT_TARGET = 512, 128
+"""Tokens of a sequence, and of a target, in a job without them (`Job.sequence_length`, `target_length`)."""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
@@ -100,14 +100,11 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         bfloat16=_has_bfloat16(settings.get("gpu")),
     )
     reading.refuse(settings)
-    if _lacks_length(reading, {**settings, **flags}):
-        says = f"no length in this file: {DEFAULT_LENGTH} tokens are assumed; set --sequence-length"
-        line = Line(key="sequence length", value="not given", says=says)
-        reading = replace(reading, unread=(*reading.unread, line))
-    if _lacks_batch(reading, {**settings, **flags}):
-        says = "no batch in this file: 4 samples are assumed; set --batch-size"
-        line = Line(key="batch size", value="not given", says=says)
-        reading = replace(reading, unread=(*reading.unread, line))
+    assumed = [
+        Line(key=key, value="not given", says=f"not in this file: {says}")
+        for key, says in _assumptions(reading, {**settings, **flags})
+    ]
+    reading = replace(reading, unread=(*reading.unread, *assumed))
     # The result is not needed: this call only checks the values.
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
@@ -314,10 +311,12 @@ class _Reader:
         origins = {key: self.origins.pop(key) for key in RAW if key in self.origins}
         for key in RAW:
             self.arguments.pop(key, None)
-        for lines, pairs in ((self.refused, processes.refused), (self.differs, processes.differs)):
+        for name in ("refused", "differs", "unread"):
+            pairs: list[tuple[str, str]] = getattr(processes, name)
             for key, says in pairs:
                 instead = "gpus" if says in OF_THEIR_NUMBER else "recipe"
-                self._line(lines, *origins.get(key, (key, "")), says, instead=instead)
+                origin = origins.get(key) or self.origins.get(key, (key, ""))
+                self._line(getattr(self, name), *origin, says, instead=instead)
         counted = next((origins[key] for key in (GPUS, PER_HOST, SHARDS) if key in origins), None)
         if self.gpus > 1:
             self.settings["gpus"] = self.gpus
@@ -488,17 +487,17 @@ class _Reader:
         lines.append(Line(key=key, value=shown, says=says, instead=instead, job=job))
 
 
-def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
-    """Return True for a file of a run on texts without their length."""
-    task = given.get("task") or reading.settings.get("task")
-    named = any(given.get(key) is not None for key in ("sequence_length", "lengths", "job_file"))
-    return bool(task) and has_sequence(str(task)) and not named and "sequence_length" not in reading.settings
-
-
-def _lacks_batch(reading: Reading, given: Mapping[str, Any]) -> bool:
-    """Return True for a file of a run without its batch."""
-    named = any(given.get(key) is not None for key in ("batch_size", "largest", "job_file"))
-    return "model" in reading.settings and not named and "batch_size" not in reading.settings
+def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the sizes of a run that neither its file nor a flag has, each with the assumed value."""
+    task = str(given.get("task") or reading.settings.get("task") or "")
+    known = {key for key in given if given[key] is not None} | set(reading.settings)
+    of_job = "job_file" in known
+    if task and has_sequence(task) and not of_job and not known & {"sequence_length", "lengths"}:
+        yield "sequence length", f"{DEFAULT_LENGTH} tokens are assumed; set --sequence-length"
+    if task == "seq2seq-lm" and not of_job and "target_length" not in known:
+        yield "target length", f"{DEFAULT_TARGET} tokens are assumed; set --target-length"
+    if "model" in reading.settings and not of_job and not known & {"batch_size", "largest"}:
+        yield "batch size", "4 samples are assumed; set --batch-size"
 
 
 def _has_bfloat16(gpu: Any) -> bool | None:

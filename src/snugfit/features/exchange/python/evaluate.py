@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +25,14 @@ from snugfit.features.exchange.python.values import (
     Member,
     Name,
     OfGpu,
+    Option,
     Parser,
     Record,
     Unknown,
+    as_read,
+    first_line,
     is_known,
+    replace_names,
 )
 
 MOST_STATEMENTS = 200_000
@@ -53,6 +58,9 @@ _BUILTINS: Mapping[str, Callable[..., Any]] = {
     "round": round, "list": list, "tuple": tuple,
 }  # fmt: skip
 
+_TEXT_METHODS = ("split", "strip", "lower", "upper", "removeprefix", "removesuffix", "startswith", "endswith")
+"""Methods of texts that are called if the text is known."""
+
 USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
 """Names of objects in an excerpt that does not make them, and in functions' parameters."""
 
@@ -62,6 +70,8 @@ _OF_GPU = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_avai
 PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 """Parsers that fill dataclasses from the command line."""
 
+
+_NAMES_A_MODEL = re.compile(r"model.*(?:name|path|id)|^model$")
 
 CHOSEN = "[if "
 """Beginning of the name of those elements of an object that meet a condition."""
@@ -194,7 +204,7 @@ class _Evaluator:
             self.assign(node.target, self.value(node.value, names), names, node)
 
     def run_AugAssign(self, node: ast.AugAssign, names: Environment) -> None:
-        value = self.value(ast.BinOp(_as_read(node.target), node.op, node.value), names)
+        value = self.value(ast.BinOp(as_read(node.target), node.op, node.value), names)
         self.assign(node.target, value, names, node)
 
     def run_Expr(self, node: ast.Expr, names: Environment) -> None:
@@ -212,7 +222,7 @@ class _Evaluator:
         if is_known(test):
             self.block(node.body if test else node.orelse, names)
             return
-        text = ast.unparse(node.test)
+        text = ast.unparse(_with_literals(node.test, names))
         self.unsure += 1
         try:
             self.branches({text: node.body, f"not ({text})": node.orelse}, names)
@@ -220,7 +230,8 @@ class _Evaluator:
             self.unsure -= 1
         # After a conditional `continue`, the following statements run for some elements only.
         if any(isinstance(one, ast.Continue | ast.Break) for one in [*node.body, *node.orelse]):
-            self.tests.append("the rest of the loop")
+            is_plain = isinstance(node.body[0], ast.Continue) and not node.orelse
+            self.tests.append(f"not ({text})" if is_plain else "the rest of the loop")
 
     def branches(self, bodies: Mapping[str, Sequence[ast.stmt]], names: Environment) -> None:
         """Run each block, by its condition, on the names before it. A name that the blocks set differently
@@ -310,13 +321,13 @@ class _Evaluator:
             if isinstance(of, Record):
                 of.attributes[target.attr] = value
                 return
-            self.set(Assignment(of, target.attr, value, node.lineno, _text(node), *self.conditions()))
+            self.set(Assignment(of, target.attr, value, node.lineno, first_line(node), *self.conditions()))
         elif isinstance(target, ast.Subscript):
             of, key = self.value(target.value, names), self.value(target.slice, names)
             if isinstance(of, dict) and isinstance(key, str):
                 of[key] = value
                 return
-            self.set(Assignment(of, str(key), value, node.lineno, _text(node), *self.conditions()))
+            self.set(Assignment(of, str(key), value, node.lineno, first_line(node), *self.conditions()))
 
     def run_Delete(self, node: ast.Delete, names: Environment) -> None:
         """Record a part that is deleted as one that is set to an unknown value."""
@@ -359,11 +370,16 @@ class _Evaluator:
         if isinstance(of, Name):
             return Name(f"{of.dotted}.{node.attr}")
         if isinstance(of, Record):
-            value = of.attributes.get(node.attr, Unknown(ast.unparse(node)))
+            kind = Option if of.of_options else Unknown
+            value = of.attributes.get(node.attr, kind(ast.unparse(node)))
+            # A run gives the name of its model, so None is no default.
+            if value is None and of.of_options and _NAMES_A_MODEL.search(node.attr):
+                value = Option(ast.unparse(node))
             if of.of_options and is_known(value):
                 self.done.defaults[f"--{node.attr}"] = value
             return value
-        return Member(of, node.attr) if not is_known(of) else Unknown(ast.unparse(node))
+        is_method = isinstance(of, str) and node.attr in _TEXT_METHODS
+        return Member(of, node.attr) if is_method or not is_known(of) else Unknown(ast.unparse(node))
 
     def value_of_List(self, node: ast.List, names: Environment) -> Any:
         return [
@@ -523,10 +539,22 @@ class _Evaluator:
         known = self.known_value(node, function, positional, named)
         if known is not _NOT_KNOWN:
             return known
-        call = ForeignCall(function, tuple(positional), named, node.lineno, _text(node), *self.conditions())
+        call = ForeignCall(
+            function, tuple(positional), named, node.lineno, first_line(node), *self.conditions()
+        )
         self.done.calls.append(call)
         self.done.events.append(call)
+        self.run_methods(function, call)
         return call
+
+    def run_methods(self, script_class: Any, instance: ForeignCall) -> None:
+        """Run the methods of a trainer where the script makes it, because its run calls them."""
+        bases = script_class.library_bases if isinstance(script_class, Class) else []
+        if not any(name.endswith("Trainer") for name in bases):
+            return
+        for one in script_class.node.body:
+            if isinstance(one, ast.FunctionDef):
+                self.call_own(Function(one, script_class.environment), (instance,), {})
 
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
@@ -551,19 +579,23 @@ class _Evaluator:
             value = True
         elif function.last in ("ArgumentParser", *PARSERS):
             # Recorded too, because `_main_call` searches the calls for parsers.
-            self.done.calls.append(ForeignCall(function, tuple(positional), named, node.lineno, _text(node)))
+            self.done.calls.append(
+                ForeignCall(function, tuple(positional), named, node.lineno, first_line(node))
+            )
             kinds = [] if function.last == "ArgumentParser" else [*positional, *named.values()][:1]
             several = bool(kinds) and isinstance(kinds[0], list | tuple)
             value = Parser(kinds=tuple(kinds[0]) if several else tuple(kinds))
         elif function.dotted == "dict" and not positional:
             value = dict(named)
         elif function.dotted in _BUILTINS and positional and all(map(is_known, positional)) and not named:
-            value = self.built_in(node, function.dotted, positional)
+            value = self.built_in(node, _BUILTINS[function.dotted], positional)
         return value
 
     def of_member(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
         """Read or set an attribute by its name as text, or call a function on each element of an object."""
         first, second = [*positional, None, None][:2]
+        if name == "getattr" and isinstance(first, Name):  # `getattr(torch, options.dtype)`
+            return second if isinstance(second, Option) else Name(f"{first.dotted}.{second}")
         if name == "map" and isinstance(first, Function) and isinstance(second, ForeignCall | Member):
             return self.call_own(first, (Member(second, "[]"),), {})
         if not isinstance(first, ForeignCall | Member) or not isinstance(second, str):
@@ -571,14 +603,16 @@ class _Evaluator:
         if name == "getattr":
             return Member(first, second)
         if name == "setattr" and len(positional) == 3:
-            self.set(Assignment(first, second, positional[2], node.lineno, _text(node), *self.conditions()))
+            self.set(
+                Assignment(first, second, positional[2], node.lineno, first_line(node), *self.conditions())
+            )
             return None
         return _NOT_KNOWN
 
-    def built_in(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
+    def built_in(self, node: ast.Call, function: Callable[..., Any], positional: list[Any]) -> Any:
         """Call a built-in of Python, such as `int`. Return `Unknown` if the call fails."""
         try:
-            return _BUILTINS[name](*positional)
+            return function(*positional)
         except (TypeError, ValueError, OverflowError):
             return Unknown(ast.unparse(node))
 
@@ -588,7 +622,8 @@ class _Evaluator:
         """Return the value of a method of a parser or a mapping; `_NOT_KNOWN` for another one."""
         of, name = function.of, function.name
         if not isinstance(of, Parser):
-            return _NOT_KNOWN
+            of_text = isinstance(of, str) and is_known(positional)
+            return self.built_in(node, getattr(of, name), positional) if of_text else _NOT_KNOWN
         if name.startswith("parse"):
             if of.kinds:
                 return tuple(map(self.parse_kind, of.kinds))
@@ -600,8 +635,8 @@ class _Evaluator:
             longest = max(flags, key=len, default="")
             key = str(named.get("dest", longest.lstrip("-").replace("-", "_")))
             usual: Any = {"store_true": False, "store_false": True}.get(str(named.get("action")))
-            # A positional argument has no default.
-            of.defaults[key] = named.get("default", usual) if longest.startswith("-") else Unknown(key)
+            has_default = longest.startswith("-") and not named.get("required")
+            of.defaults[key] = named.get("default", usual) if has_default else Option(key)
             return None
         if name == "set_defaults":
             of.defaults |= named
@@ -611,12 +646,11 @@ class _Evaluator:
 
     def parse_kind(self, kind: Any) -> Any:
         """Return the instance of a dataclass that a parser fills from the command line."""
-        if isinstance(kind, Class):
-            result = self.instance(kind, (), {})
-            result.of_options = True
-            return result
-        name = kind.last if isinstance(kind, Name) else repr(kind)
-        return Member(kind, f"{name} of the command line")
+        if not isinstance(kind, Class):
+            return Record(of_options=True, base=getattr(kind, "last", ""), own=False)
+        given = self.instance(kind, (), {}).attributes
+        own = {key: Option(key) if isinstance(one, Unknown) else one for key, one in given.items()}
+        return Record(own, of_options=True, base=next(iter(kind.library_bases), ""))
 
     def of_gpu(self, node: ast.expr, holds: bool) -> Any:
         if self.bfloat16 is None:
@@ -717,6 +751,13 @@ def _is_capability(value: Any) -> bool:
     return isinstance(inner, ForeignCall) and inner.name == "get_device_capability"
 
 
+def _with_literals(test: ast.expr, names: Environment) -> ast.expr:
+    """Return a condition in which known lists and texts replace their names."""
+    used = {node.id: names.get(node.id) for node in ast.walk(test) if isinstance(node, ast.Name)}
+    known = {key: one for key, one in used.items() if isinstance(one, str | list | tuple) and is_known(one)}
+    return replace_names(test, {key: ast.parse(repr(one), mode="eval").body for key, one in known.items()})
+
+
 def _is_dataclass(script_class: Class) -> bool:
     return any("dataclass" in ast.unparse(one) for one in script_class.node.decorator_list)
 
@@ -725,14 +766,3 @@ def _is_small(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | str | list | tuple):
         return True
     return (len(value) if isinstance(value, str | list | tuple) else abs(value)) <= LARGEST
-
-
-def _as_read(target: ast.expr) -> ast.expr:
-    """Return an assigned expression as one that is read."""
-    read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
-    return read
-
-
-def _text(node: ast.AST) -> str:
-    """Return a statement in one line; only the head of a block."""
-    return ast.unparse(node).splitlines()[0]

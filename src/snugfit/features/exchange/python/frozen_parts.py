@@ -12,21 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from snugfit.features.exchange.dialect import words_of
 from snugfit.features.exchange.python.evaluate import CHOSEN
 from snugfit.features.exchange.python.objects import MODEL, kind_of
-from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name
-
-METHODS = {
-    "freeze_feature_encoder": "feature_extractor", "freeze_feature_extractor": "feature_extractor",
-    "freeze_base_model": "base_model", "freeze_encoder": "encoder",
-}  # fmt: skip
-"""Methods of transformers' models, with the parts that they freeze."""
+from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name, replace_names
 
 MOST_LAYERS = 1000
 """Largest number of a layer in a slice."""
 
 _LISTS = ("parameters", "named_parameters", "children", "named_children", "modules", "named_modules")
+_LOOPS = (ast.GeneratorExp, ast.ListComp)
 _SLICE = re.compile(r"\[(\d*):(\d*)\]")
+_LAST = re.compile(r"\[-(\d+):?\]")
+_ALL_BUT_LAST = re.compile(r"\[0?:-(\d+)\]")
 
 
 @dataclass
@@ -37,12 +35,18 @@ class FrozenParts:
     trains: list[str] = field(default_factory=list)
     whole: list[tuple[int, str]] = field(default_factory=list)
     """Line and text of the statement by which the whole model froze first; empty without one."""
+    beside: list[str] = field(default_factory=list)
+    """Patterns of all parameters outside of the layers of which only the last ones train."""
+    last: int = 0
+    """Number of the last layers that train."""
 
     def add(self, event: ForeignCall | Assignment, trains: bool) -> bool:
         """Add a statement. Return False if its part is not known, or if it overrides an earlier one."""
         target = event.target if isinstance(event, Assignment) else event.function.of
-        if isinstance(event, ForeignCall) and event.name in METHODS:
-            path: str | None = METHODS[event.name]
+        if (added := self._add_last(target, event.tests, trains)) is not None:
+            return added
+        if isinstance(event, ForeignCall) and event.name in words_of("freezing methods"):
+            path: str | None = words_of("freezing methods")[event.name]
         else:
             path = path_of(target)
         if path is None:
@@ -59,15 +63,34 @@ class FrozenParts:
         (self.trains if trains else self.freezes).extend(words)
         return "" not in words and not (self.whole and not trains)
 
+    def _add_last(self, target: Any, tests: Sequence[str], trains: bool) -> bool | None:
+        """Add the last layers of a list, which train, or all others, which freeze. Return None for other
+        parts."""
+        names = _names_to(target) or []
+        form = _LAST if trains else _ALL_BUT_LAST
+        number = next((at for at, name in enumerate(names) if form.fullmatch(name)), None)
+        if number is None:
+            return None
+        layers = "[.]".join(names[:number])
+        count = int(form.fullmatch(names[number])[1])  # type: ignore[index]
+        is_list = layers and set(names[number + 1 :]) <= {"[]", "[1]"} and not tests
+        if not is_list or count == 0 or self.last not in (0, count) or trains is not bool(self.whole):
+            return False
+        self.last = count
+        if not trains:
+            self.beside.append(f"(?!.*{layers}[.])")
+        return len(self.beside) < 2
+
     @property
     def trains_nothing(self) -> bool:
         """Return True if the whole model froze and nothing was released again."""
-        return bool(self.whole) and not self.trains
+        return bool(self.whole) and not self.trains and not self.last
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `frozen`; empty if all parameters train."""
-        given = {"frozen.only": self.trains if self.whole else [], "frozen.parts": self.freezes}
-        parts = {key: tuple(dict.fromkeys(words)) for key, words in given.items() if words}
+        given = {"frozen.only": self.trains if self.whole else self.beside, "frozen.parts": self.freezes}
+        parts: dict[str, Any] = {key: tuple(dict.fromkeys(words)) for key, words in given.items() if words}
+        parts |= {"frozen.last": self.last} if self.last else {}
         return {"frozen": True, **parts} if parts else {}
 
 
@@ -124,19 +147,34 @@ def _names_to(value: Any) -> list[str] | None:
 
 
 def takes_a_part(optimizer: ForeignCall) -> bool:
-    """Return True for an optimizer of one part of the model. Several groups count as all parameters."""
+    """Return True for an optimizer whose groups leave parameters out, as far as their paths show."""
     given = [*optimizer.positional[:1], optimizer.named.get("params"), optimizer.named.get("parameters")]
     groups = [one for one in given if one is not None]
     while len(groups) == 1 and isinstance(groups[0], list | tuple | dict):
         inner = groups[0]
         groups = [inner.get("params")] if isinstance(inner, dict) else [*inner]
-    if len(groups) != 1:
+    groups = [one.get("params") if isinstance(one, dict) else one for one in groups]
+    paths = [path_of(Member(one.of if _is_chosen(one) else one, "[]")) for one in groups]
+    tests = [_condition(one) for one in groups]
+    if None in paths or ("", "") in zip(paths, tests, strict=True):
         return False
-    value = groups[0]
-    if isinstance(value, Member) and value.name.startswith(CHOSEN):
-        # This condition selects what trains anyway, and no part.
-        return "requires_grad" not in value.name
-    return bool(path_of(Member(value, "[]")))
+    if any(tests):
+        # Two opposite conditions select all parameters.
+        plain = {test: test.replace(" not in ", " in ").removeprefix("not ") for test in tests if test}
+        return len({*plain.values()}) == len(plain)
+    # A base model and its head are all parts of a model; an encoder alone is half of one.
+    halves = {"encoder", "decoder"} & set(paths)
+    return len(set(paths)) < 2 or len(halves) == 1 or any("." in str(path) for path in paths)
+
+
+def _is_chosen(value: Any) -> bool:
+    return isinstance(value, Member) and value.name.startswith(CHOSEN)
+
+
+def _condition(value: Any) -> str:
+    """Return the condition by which elements are selected. All that train meet `requires_grad`."""
+    text = value.name.removeprefix(CHOSEN).removesuffix("]") if _is_chosen(value) else ""
+    return " and ".join(part for part in text.split(" and ") if "requires_grad" not in part)
 
 
 def _passes_elements_on(call: ForeignCall, names: Sequence[str]) -> bool:
@@ -151,27 +189,27 @@ def _words(path: str, tests: Sequence[str]) -> list[str] | None:
     """Return the patterns of a part under these conditions on names; None for other conditions."""
     if not tests:
         return [path]
-    if path or len(tests) > 1:
+    if path:
         return None
     try:
-        return _of_test(ast.parse(tests[0], mode="eval").body)
+        return _of_test(ast.parse(" and ".join(f"({test})" for test in tests), mode="eval").body)
     except SyntaxError:
         return None
 
 
 def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
     """Return the patterns of names for which a condition holds."""
+    test = _as_alternatives(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _of_test(test.operand, negated=not negated)
     if isinstance(test, ast.BoolOp):
-        parts = [_of_test(one, negated=negated) for one in test.values]
-        known = [word for part in parts if part is not None for word in part]
-        if any(part is None for part in parts):
+        parts = [_of_test(one, negated=negated) or [] for one in test.values]
+        if not all(parts):
             return None
         # A negation exchanges `and` and `or` (De Morgan).
         if isinstance(test.op, ast.Or) is not negated:
-            return known
-        return ["".join(f"(?={word})" for word in known)] if all("|" not in one for one in known) else None
+            return [word for part in parts for word in part]
+        return ["".join(f"(?={'|'.join(part)})" for part in parts)]
     inside: str | None = None
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.In | ast.NotIn):
         negated ^= isinstance(test.ops[0], ast.NotIn)
@@ -182,6 +220,25 @@ def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
     if inside is None:
         return None
     return [f"(?!{inside})"] if negated else [f"(?:{inside})"]
+
+
+def _as_alternatives(test: ast.expr) -> ast.expr:
+    """Return `any(...)` over a list of texts, or `startswith` of several, joined by `or`.
+
+    Return another condition unchanged.
+    """
+    if not isinstance(test, ast.Call) or len(test.args) != 1:
+        return test
+    [of], function = test.args, test.func
+    parts: list[ast.expr] = []
+    if isinstance(function, ast.Name) and function.id == "any" and isinstance(of, _LOOPS):
+        [first, *more] = of.generators
+        words = first.iter.elts if isinstance(first.iter, ast.List | ast.Tuple) else []
+        if not more and not first.ifs and isinstance(first.target, ast.Name):
+            parts = [replace_names(of.elt, {first.target.id: word}) for word in words]
+    elif isinstance(function, ast.Attribute) and isinstance(of, ast.Tuple | ast.List):
+        parts = [ast.Call(func=function, args=[word], keywords=[]) for word in of.elts]
+    return ast.BoolOp(op=ast.Or(), values=parts) if parts else test
 
 
 def _text(node: ast.expr) -> str | None:

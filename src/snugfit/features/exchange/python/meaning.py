@@ -7,36 +7,40 @@ They are listed as not read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.resources import files
 from typing import Any, NoReturn
 
 from snugfit.errors import UsageError
+from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import UnsupportedJobError
+from snugfit.features.exchange.dialect import dialect, words_of
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
-from snugfit.features.exchange.python.frozen_parts import METHODS as FREEZING
 from snugfit.features.exchange.python.frozen_parts import FrozenParts, takes_a_part
 from snugfit.features.exchange.python.objects import (
+    ACCELERATOR,
+    ARGUMENTS,
     LIGER,
     LOADER,
     LOADERS,
     MODEL,
+    NO_PLAIN_LOOP,
     OPTIMIZER,
     PART,
     TOKENIZER,
     TRAINER,
-    TRAINERS,
     UNSLOTH,
     base_trainer,
     calls_in,
+    config_name,
+    file_of,
     kind_of,
-    may_be_part,
+    makes_model,
     model_class,
+    reason_against,
     task_of_class,
+    touches,
 )
 from snugfit.features.exchange.python.values import (
     Assignment,
@@ -44,18 +48,12 @@ from snugfit.features.exchange.python.values import (
     ForeignCall,
     Member,
     Name,
+    Option,
+    Record,
     Unknown,
     is_known,
 )
 from snugfit.job.architectures import heads
-
-ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
-
-UNSLOTH_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "from_pretrained": {"max_seq_length": 2048, "load_in_4bit": True},
-    "get_peft_model": {"r": 16, "target_modules": "all-linear"},
-}
-"""Defaults of arguments of unsloth's calls."""
 
 WIDENS = "prepare_model_for_kbit_training"
 """peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
@@ -63,33 +61,12 @@ WIDENS = "prepare_model_for_kbit_training"
 READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
 """Classes whose arguments are read where an argument has such an object."""
 
-OPTIMIZERS: Mapping[str, str] = {
-    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop",
-    "Adafactor": "adafactor", "AdamW8bit": "adamw_bnb_8bit", "Adam8bit": "adamw_bnb_8bit",
-    "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdam8bit": "paged_adamw_8bit",
-    "PagedAdamW": "paged_adamw_32bit", "PagedAdam": "paged_adamw_32bit",
-    "PagedAdamW32bit": "paged_adamw_32bit", "PagedAdam32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
-    "Lion32bit": "lion_32bit", "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit",
-    "PagedLion": "paged_lion_32bit", "PagedLion32bit": "paged_lion_32bit",
-}  # fmt: skip
-"""`optim` of TrainingArguments by optimizer class of torch, transformers and bitsandbytes. Adam has AdamW's
-states."""
-
-DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", "uint8")
-
-NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
+IN_PYTHON = (
+    "Models of transformers are read; give a module in Python: snugfit.Model.from_module(module, batch)"
+)
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 """Libraries with models of their own."""
-
-_OVERRIDES = (
-    "compute_loss",
-    "training_step",
-    "create_optimizer",
-    "_inner_training_loop",
-    "compute_loss_func",
-)
-"""Methods of a Trainer that change its step."""
 
 
 @dataclass
@@ -112,14 +89,6 @@ def read_meaning(done: Evaluation, where: str) -> Script:
     return _Meaning(done, where).read()
 
 
-@cache
-def _harmless() -> Mapping[str, list[str]]:
-    """Return methods, functions, attributes and variables without effect on a step."""
-    text = files("snugfit.features.exchange.python").joinpath("harmless.json").read_text(encoding="utf-8")
-    table: Mapping[str, list[str]] = json.loads(text)
-    return table
-
-
 class _Meaning:
     def __init__(self, done: Evaluation, where: str) -> None:
         self.done, self.where = done, where
@@ -136,25 +105,16 @@ class _Meaning:
         trainers = self._last_run(every)
         main = self._main_call(trainers)
         script = self.script
-        trainer = next((one for one in trainers), None)
+        trainer = trainers[0] if trainers else None
         base = self._trainer_name(trainer) if trainer else ""
         old_sft = base in ("SFTTrainer", "UnslothTrainer")
-        if main is not None:
-            script.dialect = "sft" if main.name == "SFTConfig" else "trainer"
-            script.arguments |= self.values(main, first="output_dir")
-        elif trainer is not None:
-            script.dialect = "sft" if old_sft else "trainer"
-        elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
-            script.dialect = "accelerate"
-            script.arguments |= self.values(accelerator, first="device_placement")
-        else:
-            script.dialect = "loop"
+        self._dialect(main, trainer, old_sft)
         self.events = _before_training(self.done, self.last)
         self.model = model = self._model(trainer)
         if model is None:
             self._refuse_other_model()
         if script.dialect == "loop" and not self._is_loop(model):
-            raise UsageError(self._nothing_found())
+            self._refuse_without_a_run()
         if trainer is not None:
             # An SFTTrainer with plain TrainingArguments (older TRL) still trains a causal language model.
             self._of_trainer(trainer, old_sft and script.dialect == "trainer")
@@ -162,6 +122,8 @@ class _Meaning:
             script.arguments |= self._of_model(model)
         for event in self.events:
             self._read_event(event)
+        if isinstance(main, Record):
+            self._note_options(main)
         script.arguments |= self.frozen.settings()
         if self.frozen.trains_nothing:
             line, text = self.frozen.whole[0]
@@ -171,11 +133,29 @@ class _Meaning:
         self._gpus()
         self._lengths()
         self._optimizer(trainer)
+        self._other_loops()
         for event in self.events:
             self._account(event)
         script.defaults = dict(self.done.defaults)
         script.unread = list(dict.fromkeys(script.unread))
         return script
+
+    def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
+        """Set the dialect of the script, and its main arguments."""
+        script = self.script
+        if isinstance(main, Record):
+            script.dialect = "sft" if main.base == "SFTConfig" else "trainer"
+            script.arguments |= self._of_options(main)
+        elif main is not None:
+            script.dialect = "sft" if main.name == "SFTConfig" else "trainer"
+            script.arguments |= self.values(main, first="output_dir")
+        elif trainer is not None:
+            script.dialect = "sft" if old_sft else "trainer"
+        elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
+            script.dialect = "accelerate"
+            script.arguments |= self.values(accelerator, first="device_placement")
+        else:
+            script.dialect = "loop"
 
     # ---- what runs -----------------------------------------------------------------------------------------
 
@@ -200,7 +180,7 @@ class _Meaning:
             name, library = (self._trainer_name(call) if call in trainers else call.name), call.library
             if library in ("pytorch_lightning", "lightning") and name == "Trainer":
                 self._refuse(call, f"{name} of Lightning is not read. {self._facts()}{NO_PLAIN_LOOP}")
-            reason = _reason_against(name, library, is_trainer=call in trainers)
+            reason = reason_against(name, library, is_trainer=call in trainers)
             if reason:
                 self._refuse(call, f"{name} {reason}")
 
@@ -225,22 +205,18 @@ class _Meaning:
     def _trainer_name(self, call: ForeignCall) -> str:
         return base_trainer(call.function) if isinstance(call.function, Class) else call.name
 
-    def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | None:
-        """Return the call whose arguments the trainer has; None if there is no such call."""
+    def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | Record | None:
+        """Return the call, or the parsed options, whose arguments the trainer has; None for neither."""
         main = [call for call in self.calls if call.name in ARGUMENTS]
         # Trainer takes its arguments as `args`, or as the second positional parameter.
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
         if chosen := [call for call in main if any(call is value for value in used)]:
             main = chosen[:1] if len(set(map(id, chosen))) == 1 else chosen
-        parsed = [
-            value for value in used if isinstance(value, Member) and "of the command line" in value.name
-        ]
-        of_parser = any(call.name in PARSERS for call in self.calls)
-        if parsed or (not main and of_parser):
-            raise UsageError(
-                f"{self.where}: this script reads its arguments from the command line. Give the shell file "
-                "that starts it, or the arguments: snugfit predict --model_name_or_path ..."
-            )
+        if parsed := next((one for one in used if isinstance(one, Record) and one.of_options), None):
+            return parsed
+        own_loop = any(call.name == "Accelerator" for call in self.calls)
+        if not main and not own_loop and any(call.name in PARSERS for call in self.calls):
+            raise self._of_command_line()
         if len(main) > 1:
             lines = ", ".join(str(call.line) for call in main)
             raise UsageError(
@@ -249,14 +225,20 @@ class _Meaning:
             )
         return main[0] if main else None
 
+    def _of_command_line(self) -> UsageError:
+        return UsageError(
+            f"{self.where}: this script reads its arguments from the command line. Give the shell file "
+            "that starts it, or the arguments: snugfit predict --model_name_or_path ..."
+        )
+
     def _model(self, trainer: ForeignCall | None) -> ForeignCall | None:
         """Return the call that makes the model that trains."""
-        models = [call for call in self.calls if _makes_model(call)]
+        models = [call for call in self.calls if makes_model(call)]
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
-            if isinstance(given, str):
+            if isinstance(given, str | Option):
                 return None  # the trainer loads it
-            inner = [call for call in calls_in(given) if _makes_model(call)]
+            inner = [call for call in calls_in(given) if makes_model(call)]
             if inner:
                 return inner[-1]
         return models[0] if models else None
@@ -265,8 +247,14 @@ class _Meaning:
         trains = any(call.name in ("backward", "zero_grad") for call in self.calls)
         return model is not None and (trains or any(kind_of(call) == OPTIMIZER for call in self.calls))
 
-    def _nothing_found(self) -> str:
-        return (
+    def _refuse_without_a_run(self) -> NoReturn:
+        """Raise `UsageError` for a script without a run of a model of transformers."""
+        for call in self.calls:
+            if call.library == "tokenizers":
+                self._refuse(call, "the script trains a tokenizer, which takes no memory of a GPU.")
+            if isinstance(call.function, Class) and "Module" in call.function.library_bases:
+                self._refuse(call, f"{call.function.node.name} is a module of the script's own. {IN_PYTHON}")
+        raise UsageError(
             f"{self.where}: a script must call TrainingArguments, Accelerator, or train a model of "
             f"transformers in a loop, but this one does not. {self._facts()}{NO_PLAIN_LOOP}"
         )
@@ -286,29 +274,43 @@ class _Meaning:
         """Return a call's arguments by name. `first` is the name of the first positional one."""
         arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
         for key, value in call.named.items():
-            if key.startswith("**") and (file := _file_of(value)):
+            if key.startswith("**") and (file := file_of(value)):
                 raise UsageError(
                     f"{self.where}, line {call.line}: the arguments come from {file}. Give that file: "
                     f"--arguments {file}"
                 )
             arguments[key] = self.value(value)
-        return arguments
+        return _without_options(arguments)
+
+    def _of_options(self, parsed: Record) -> dict[str, Any]:
+        """Return the arguments of parsed options that the script sets, or has defaults for."""
+        known = {*installed.defaults(), *dialect("sft").becomes}
+        return _without_options(
+            {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
+        )
+
+    def _note_options(self, parsed: Record) -> None:
+        """List the parsers whose options have their defaults here.
+
+        Raises `UsageError` for a library's dataclass, whose defaults are not in the script.
+        """
+        if not parsed.own:
+            raise self._of_command_line()
+        for call in self.calls:
+            if call.name in PARSERS:
+                self.script.unread.append((call.line, f"{call.text} (options have their defaults here)"))
 
     def value(self, value: Any) -> Any:
-        """Return a value in the form of a configuration file."""
+        """Return a value in the form of a configuration file, without options that have no default."""
         if isinstance(value, Mapping):
-            return {key: self.value(one) for key, one in value.items()}
+            return _without_options({key: self.value(one) for key, one in value.items()})
         if isinstance(value, list | tuple):
             return [self.value(one) for one in value]
         if isinstance(value, Name):
             return _word(value)
         if isinstance(value, ForeignCall) and value.name in READ_AS_VALUES:
             return self.values(value)
-        if (
-            isinstance(value, ForeignCall)
-            and value.name == "Mxfp4Config"
-            and value.named.get("dequantize") is True
-        ):
+        if getattr(value, "name", "") == "Mxfp4Config" and value.named.get("dequantize") is True:
             return None  # the weights become 16-bit ones
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
@@ -325,8 +327,21 @@ class _Meaning:
                 call, f"{model_class(call)} has no task here. Models of these tasks are predicted: {known}."
             )
         self._mark(call)
+        labels = next((call.named[key] for key in ("id2label", "label2id") if key in call.named), None)
+        if labels is not None:
+            # A loop fills a dict that is empty here.
+            counted = len(labels) if isinstance(labels, dict) and labels else Unknown("len(id2label)")
+            inner.setdefault("num_labels", counted)
+        quantized = call.named.get("quantization_config")
+        if (
+            isinstance(quantized, ForeignCall)
+            and quantized.library in ("transformers", "torchao")
+            and quantized.name not in (*READ_AS_VALUES, "Mxfp4Config")
+        ):
+            of_others = "makes weights of a format that is not predicted. Those of bitsandbytes are."
+            self._refuse(quantized, f"{quantized.name} {of_others}")
         # A model that is made from a config object is named by the config's own call.
-        if isinstance(name, Unknown) and (config := _config_name(call)):
+        if isinstance(name, Unknown) and (config := config_name(call)):
             name = config
         facts: dict[str, Any] = {"job.task": task, **({"job.model": name} if isinstance(name, str) else {})}
         facts |= {f"model.{key}": value for key, value in inner.items() if key != "device_map"}
@@ -349,7 +364,7 @@ class _Meaning:
             for key, value in one.named.items():
                 if key == "vocab_size" and type(value) is int:
                     facts["job.vocab_size"] = str(value)
-                elif not (key.endswith(("_id", "2id", "2label")) or key in _OF_FILES):
+                elif not (key.endswith(("_id", "2id", "2label")) or key in words_of("arguments of files")):
                     self.script.unread.append((one.line, f"{key}={self.value(value)} in the config"))
         return facts
 
@@ -358,23 +373,28 @@ class _Meaning:
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
-        if isinstance(given, str):  # TRL loads it, in float32 unless `model_init_kwargs` sets a dtype
+        # TRL loads a name, in float32 unless `model_init_kwargs` sets a dtype.
+        if isinstance(given, str | Option):
             options = arguments.get("model_init_kwargs")
-            arguments["job.model"] = given
+            arguments |= {"job.model": given} if isinstance(given, str) else {}
             if isinstance(options, Unknown):
                 arguments["job.dtype"] = options
             elif not {"dtype", "torch_dtype"} & set(options or ()):
                 arguments["job.dtype"] = "float32"
-        for key in ("max_seq_length", "packing", "dataset_text_field"):
-            if key not in call.named:
-                continue
-            if key == "max_seq_length":
-                arguments.setdefault("job.sequence_length", self.value(call.named[key]))
+        elif given is not None and self.model is None:
+            self.script.unread.append((call.line, f"model={given!r} (made elsewhere)"))
+        if isinstance(quantized := self.value(call.named.get("quantization_config")), dict):
+            arguments |= {f"model.quantization_config.{key}": one for key, one in quantized.items()}
+        adapters = call.named.get("peft_config")
+        if adapters is not None and not any(one.name == "LoraConfig" for one in self.calls):
+            self.script.unread.append((call.line, f"peft_config={adapters!r}"))
+        if "max_seq_length" in call.named:
+            arguments.setdefault("job.sequence_length", self.value(call.named["max_seq_length"]))
         if old_sft:
             arguments.setdefault("job.task", "causal-lm")
         if isinstance(call.function, Class):
             methods = call.function.methods
-            for name in _OVERRIDES:
+            for name in words_of("methods of a step"):
                 if name in methods:
                     self.script.unread.append((methods[name], f"{call.function.node.name}.{name}"))
 
@@ -403,11 +423,15 @@ class _Meaning:
         """Return the arguments that a call means; None for one without a meaning."""
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
-        if call.owner in UNSLOTH and call.name in UNSLOTH_DEFAULTS:
+        if call.owner in UNSLOTH and call.name in words_of("defaults of unsloth"):
             read = self._of_unsloth
         elif of == MODEL and call.name in _METHODS:
             read = getattr(self, _METHODS[call.name])
-        elif of in (MODEL, PART) and (call.name == "requires_grad_" or call.name in FREEZING):
+        elif call.owner == "PeftModel" and call.named.get("is_trainable") is True and not call.unsure:
+            read = self._of_stored_adapters
+        elif of in (MODEL, PART) and (
+            call.name == "requires_grad_" or call.name in words_of("freezing methods")
+        ):
             read = self._of_freezing
         elif call.name.startswith("apply_liger_kernel_to"):
             read = self._of_liger
@@ -423,12 +447,8 @@ class _Meaning:
         }
         return {"gradient_checkpointing": call.name != "gradient_checkpointing_disable", **inner_options}
 
-    def _of_dtype(self, call: ForeignCall) -> dict[str, Any]:
-        dtypes = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
-        return {"job.dtype": dtypes[call.name]}
-
     def _of_freezing(self, call: ForeignCall) -> dict[str, Any] | None:
-        trains = call.name not in FREEZING
+        trains = call.name not in words_of("freezing methods")
         return self._freeze(call, [*call.positional, call.named.get("requires_grad", trains)][0])
 
     def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
@@ -436,12 +456,20 @@ class _Meaning:
         # A call without arguments adds adapters too, so one key must mark it.
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
 
+    def _of_stored_adapters(self, call: ForeignCall) -> dict[str, Any]:
+        """Refuse adapters of a checkpoint, whose files alone have their rank and targets."""
+        says = "the adapters are in files that are not read. Write lora(r=..., targets=...) instead"
+        self.script.refused.append((call.line, call.text, says))
+        return {}
+
     def _of_widening(self, call: ForeignCall) -> dict[str, Any]:
         on = call.named.get("use_gradient_checkpointing", True) is True
         return {WIDENS: True, f"{WIDENS}.use_gradient_checkpointing": on}
 
     def _of_liger(self, call: ForeignCall) -> dict[str, Any]:
-        options = {key: value for key, value in self.values(call).items() if key in _LIGER_PARTS}
+        options = {
+            key: value for key, value in self.values(call).items() if key in words_of("parts of Liger")
+        }
         return {
             "use_liger_kernel": True,
             **{f"liger_kernel_config.{key}": one for key, one in options.items()},
@@ -472,7 +500,10 @@ class _Meaning:
     def _of_unsloth(self, call: ForeignCall) -> dict[str, Any]:
         """Return the arguments of unsloth's `from_pretrained` or `get_peft_model`."""
         loads = call.name == "from_pretrained"
-        inner = {**UNSLOTH_DEFAULTS[call.name], **self.values(call, first="model_name" if loads else "")}
+        inner = {
+            **words_of("defaults of unsloth")[call.name],
+            **self.values(call, first="model_name" if loads else ""),
+        }
         meant = {"job.task": "causal-lm"} if loads else {"lora.peft_type": "LORA"}
         name = inner.get("model_name")
         # Such a checkpoint is stored in 4 bits, whatever `load_in_4bit` is.
@@ -481,8 +512,10 @@ class _Meaning:
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def _cast(self, call: ForeignCall) -> dict[str, Any]:
-        values = [self.value(one) for one in (*call.positional, *call.named.values())]
-        dtypes = [one for one in values if isinstance(one, str) and one in DTYPES]
+        values = [call.name, *(self.value(one) for one in (*call.positional, *call.named.values()))]
+        dtypes = [
+            _SHORT.get(one, one) for one in values if isinstance(one, str) and one in words_of("dtypes")
+        ]
         return {"job.dtype": dtypes[0]} if dtypes else {}
 
     def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any] | None:
@@ -491,7 +524,7 @@ class _Meaning:
         Refuse one whose parameters are not known.
         """
         target = event.target if isinstance(event, Assignment) else event.function
-        makers = [call for call in calls_in(target) if _makes_model(call)]
+        makers = [call for call in calls_in(target) if makes_model(call)]
         if makers and self.model is not None and makers[-1] is not self.model:
             return None  # another model, such as a teacher
         if any(call.name == "LoraConfig" for call in self.calls):
@@ -601,20 +634,21 @@ class _Meaning:
         arguments = self.script.arguments
         if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
             return
-        lengths: list[int] = []
+        lengths: dict[int, int] = {}
         for call in self.calls:
-            is_tokenizer = kind_of(call.function) == TOKENIZER or kind_of(call) == TOKENIZER
-            method = isinstance(call.function, Member) and kind_of(call.function.of) == TOKENIZER
-            if not (is_tokenizer or method):
-                continue
-            for key in ("max_length", "model_max_length"):
-                if type(size := call.named.get(key)) is int:
-                    lengths.append(size)
+            of = getattr(call.function, "of", None)
+            if TOKENIZER in (kind_of(call), kind_of(call.function), kind_of(of)):
+                size = call.named.get("max_length", call.named.get("model_max_length"))
+                lengths |= {call.line: size} if type(size) is int else {}
         for one in self.done.assignments:
             if one.name == "model_max_length" and type(one.value) is int and kind_of(one.target) == TOKENIZER:
-                lengths.append(one.value)
-        if lengths:
-            arguments["tokenizer.max_length"] = max(lengths)
+                lengths[one.line] = one.value
+        sizes_in_order = [*lengths.values()]
+        # A function of pairs first tokenizes the inputs, then the targets.
+        if arguments.get("job.task") == "seq2seq-lm" and len(sizes_in_order) == 2:
+            arguments["tokenizer.target_length"] = sizes_in_order.pop()
+        if sizes_in_order:
+            arguments["tokenizer.max_length"] = max(sizes_in_order)
 
     def _optimizer(self, trainer: ForeignCall | None) -> None:
         """Read the optimizer that a loop or the trainer uses."""
@@ -629,7 +663,7 @@ class _Meaning:
         if not isinstance(optimizer, ForeignCall):
             return
         self._mark(optimizer)
-        optim = OPTIMIZERS.get(optimizer.name)
+        optim = words_of("optimizers").get(optimizer.name)
         if optim is None:
             self.script.refused.append(
                 (optimizer.line, optimizer.text, f"the optimizer {optimizer.name} is not predicted")
@@ -645,53 +679,28 @@ class _Meaning:
         if optim == "sgd" and "momentum" in optimizer.named:
             self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
 
+    def _other_loops(self) -> None:
+        """List the objects of a loop beside the trainer: optimizers, and all that accelerate prepares."""
+        for call in self.calls if self.script.dialect in ("trainer", "sft") else ():
+            prepares = call.name == "prepare" and kind_of(getattr(call.function, "of", None)) == ACCELERATOR
+            if prepares or (kind_of(call) == OPTIMIZER and id(call) not in self.read_events):
+                self.script.unread.append((call.line, f"{call.text} (not the trainer's)"))
+
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
         """List a statement that may change the answer and has no meaning here."""
         if id(event) in self.read_events:
             return
-        touches = self._touches_call(event) if isinstance(event, ForeignCall) else self._touches(event)
-        if touches:
+        if touches(event):
             self.script.unread.append((event.line, event.text))
-
-    def _touches_call(self, call: ForeignCall) -> bool:
-        table = _harmless()
-        if isinstance(call.function, Member):
-            of = kind_of(call.function.of)
-            if not of and call.name == "requires_grad_":
-                return may_be_part(call.function.of)
-            if of in (MODEL, TRAINER, OPTIMIZER):
-                return not _is_in(call.name, table[of])
-            return of == PART and not _is_in(call.name, table["part"])
-        if not isinstance(call.function, Name):
-            return False
-        if call.library == "torch" and _is_in(call.function.dotted, table["torch switches"]):
-            return True
-        known = _is_in(call.name, table["functions"]) or kind_of(call) or call.name in ARGUMENTS
-        values = (*call.positional, *call.named.values())
-        return not known and any(kind_of(value) in (MODEL, OPTIMIZER) for value in values)
-
-    def _touches(self, one: Assignment) -> bool:
-        table = _harmless()
-        if isinstance(one.target, Name):
-            if one.target.dotted == "os.environ":
-                return not _is_in(one.name, table["environment"])
-            dotted = f"{one.target.dotted}.{one.name}"
-            return dotted.startswith("torch.") and not _is_in(dotted, table["torch attributes"])
-        kind = kind_of(one.target)
-        if kind == TOKENIZER:
-            return False
-        if not kind and one.name == "requires_grad":
-            return may_be_part(one.target)
-        return kind in (MODEL, PART, TRAINER, OPTIMIZER) and not _is_in(one.name, table["attributes"])
 
 
 _METHODS: Mapping[str, str] = {
     "gradient_checkpointing_enable": "_of_checkpointing",
     "activation_checkpointing_enable": "_of_checkpointing",
     "gradient_checkpointing_disable": "_of_checkpointing",
-    "half": "_of_dtype", "bfloat16": "_of_dtype", "float": "_of_dtype", "to": "_cast",
+    "half": "_cast", "bfloat16": "_cast", "float": "_cast", "to": "_cast",
     "resize_token_embeddings": "_resize", "compile": "_of_compile",
 }  # fmt: skip
 """Readers of a model's methods."""
@@ -703,25 +712,21 @@ _FUNCTIONS: Mapping[str, str] = {
 }  # fmt: skip
 """Readers of functions, and of the methods of a model's parts."""
 
-_OF_FILES = ("trust_remote_code", "revision", "cache_dir", "token", "n_ctx", "use_cache")
-"""Arguments of a config that change no size."""
+_SHORT = {"half": "float16", "float": "float32"}
+"""torch's short names of dtypes, and of a model's methods that cast to them."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_LIGER_PARTS = (
-    "rope",
-    "rms_norm",
-    "swiglu",
-    "geglu",
-    "layer_norm",
-    "fused_linear_cross_entropy",
-    "cross_entropy",
-)
+
+
+def _without_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without options that have no default."""
+    return {key: one for key, one in arguments.items() if not isinstance(one, Option)}
 
 
 def _word(name: Name) -> Any:
     """Return a dtype, or a member of an enumeration, as configuration files write it."""
-    if name.dotted.startswith("torch.") and name.last in DTYPES:
-        return {"half": "float16", "float": "float32"}.get(name.last, name.last)
+    if name.dotted.startswith("torch.") and name.last in words_of("dtypes"):
+        return _SHORT.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))
     return name.last.lower() if is_enumeration else Unknown(name.dotted)
 
@@ -736,62 +741,9 @@ def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[Fore
     return done.events
 
 
-def _makes_model(call: ForeignCall) -> bool:
-    if call.owner in UNSLOTH:
-        return call.name == "from_pretrained"
-    return isinstance(call.function, Name) and bool(model_class(call))
-
-
-def _config_name(call: ForeignCall) -> str | None:
-    """Return the name of the config that a model is made from."""
-    for value in (*call.positional, *call.named.values()):
-        for one in calls_in(value):
-            if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):
-                return one.positional[0]
-    return None
-
-
-def _file_of(value: Any) -> str | None:
-    """Return the file from which a script loads these arguments."""
-    for call in calls_in(value):
-        for inner in (*call.positional, call):
-            if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:
-                return inner.positional[0] if isinstance(inner.positional[0], str) else None
-    return None
-
-
 def _is_loss(value: Any) -> bool:
     names = []
     while isinstance(value, Member):
         names.append(value.name)
         value = value.of
     return bool(names) and names[0] in ("loss", "[0]")
-
-
-def _is_in(name: str, patterns: list[str]) -> bool:
-    from fnmatch import fnmatchcase
-
-    return any(fnmatchcase(name, one) for one in patterns)
-
-
-_GENERATING = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD", "GKD", "MiniLLM", "GOLD")
-_PREFERRING = ("DPO", "KTO", "ORPO", "CPO", "Reward", "BCO", "IPO", "PRM", "SimPO")
-_OF_SCRIPTS = ("ModelConfig", "ScriptConfig", "DatasetConfig", "DatasetMixtureConfig")
-_OF_LORA = ("LoraConfig", "PeftConfig", "LoftQConfig", "EvaConfig", "CordaConfig")
-
-
-def _reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
-    """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
-    if library == "peft" and name.endswith("Config") and name not in _OF_LORA:
-        return "is not predicted. Among peft's methods, only LoraConfig is."
-    is_config = name.endswith("Config") and name not in (*_OF_SCRIPTS, "SFTConfig")
-    if not is_config and not (is_trainer and name not in TRAINERS):
-        return None
-    stem = name.removesuffix("Trainer").removesuffix("Config")
-    if stem in _GENERATING:
-        return "trains on texts that it generates, which snugfit does not support yet."
-    if stem in _PREFERRING:
-        return "trains on preferences, which snugfit does not support yet."
-    read = f"Read are {', '.join(TRAINERS)} and classes derived from them."
-    own = f"runs passes of its own, which are not read. {read}"
-    return f"{own} {NO_PLAIN_LOOP}" if is_trainer else None

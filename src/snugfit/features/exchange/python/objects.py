@@ -1,13 +1,15 @@
-"""Objects of a script by kind: its model, trainer, optimizer, tokenizer and loader."""
+"""Objects of a script by kind (model, trainer, optimizer, ...), and the statements that touch them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+from snugfit.features.exchange.dialect import words_of
 from snugfit.features.exchange.python.evaluate import USUAL_NAMES
-from snugfit.features.exchange.python.values import Class, ForeignCall, Member, Name, Unknown
+from snugfit.features.exchange.python.values import Assignment, Class, ForeignCall, Member, Name, Unknown
 from snugfit.job.architectures import class_names, heads, model_types
 
 MODEL, PART, TRAINER, OPTIMIZER = "model", "part of the model", "trainer", "optimizer"
@@ -23,41 +25,13 @@ LOADERS = ("from_pretrained", "from_config", "_from_config")
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
 """Trainers that run the step of transformers' Trainer."""
 
-_SAME_MODEL = (
-    "to", "cuda", "train", "eval", "half", "bfloat16", "float", "cpu", "requires_grad_", "apply",
-)  # fmt: skip
-"""Methods that return their model."""
-
-_WRAPPERS = (
-    "get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training", "compile",
-    "DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard", "DataParallel",
-    "replace_lora_weights_loftq", "unwrap_model", "convert_to_float8_training", "prepare_model",
-)  # fmt: skip
-"""Functions that return the model of their first argument."""
-
-_TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor", "ImageProcessor")
-
-
-_LISTS = (
-    "enumerate",
-    "list",
-    "tuple",
-    "set",
-    "dict",
-    "iter",
-    "next",
-    "reversed",
-    "sorted",
-    "getattr",
-    "chain",
-)
-"""Functions of Python whose result has the parts of the objects that they take."""
+ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 
 
 def kind_of(value: Any) -> str:
     """Return the kind of an object; empty for any other value."""
     if isinstance(value, ForeignCall):
-        if isinstance(value.function, Name) and value.function.last in _LISTS:
+        if isinstance(value.function, Name) and value.function.last in words_of("lists"):
             return PART if any(kind_of(one) in (MODEL, PART) for one in value.positional) else ""
         return _kind_of_method(value) if isinstance(value.function, Member) else _kind_of_function(value)
     if isinstance(value, Unknown):
@@ -92,10 +66,12 @@ def _kind_of_member(member: Member) -> str:
 def _kind_of_method(call: ForeignCall) -> str:
     of = kind_of(call.function.of)
     if of == ACCELERATOR:
-        passes_on = call.name in _WRAPPERS or (call.name == "prepare" and len(call.positional) == 1)
+        passes_on = call.name in words_of("wrappers") or (
+            call.name == "prepare" and len(call.positional) == 1
+        )
         return kind_of(call.positional[0]) if passes_on and call.positional else ""
     if of == MODEL:
-        return MODEL if call.name in _SAME_MODEL else PART
+        return MODEL if call.name in words_of("methods of a model") else PART
     return of if of == PART else ""
 
 
@@ -104,10 +80,10 @@ def _kind_of_function(call: ForeignCall) -> str:
         return TRAINER if base_trainer(call.function) else ""
     if call.owner in UNSLOTH or model_class(call):
         return MODEL
-    if call.name in _WRAPPERS:
+    if call.name in words_of("wrappers"):
         first = [*call.positional, *call.named.values()][:1]
         return kind_of(first[0]) if first else ""
-    if call.name == "from_pretrained" and call.owner.endswith(_TOKENIZERS):
+    if call.name == "from_pretrained" and call.owner.endswith(tuple(words_of("tokenizers"))):
         return TOKENIZER
     # A trainer of this package trains a tokenizer.
     if call.library == "tokenizers":
@@ -118,12 +94,7 @@ def _kind_of_function(call: ForeignCall) -> str:
 
 def base_trainer(script_class: Class) -> str:
     """Return the trainer of a library that a class of the script derives from; empty for none."""
-    for base in script_class.bases:
-        if isinstance(base, Class) and (name := base_trainer(base)):
-            return name
-        if isinstance(base, Name) and base.last.endswith("Trainer"):
-            return base.last
-    return ""
+    return next((name for name in script_class.library_bases if name.endswith("Trainer")), "")
 
 
 def is_optimizer(call: ForeignCall) -> bool:
@@ -154,9 +125,11 @@ def calls_in(value: Any) -> Iterator[ForeignCall]:
         if isinstance(value, ForeignCall):
             yield value
             first = [*value.positional, *value.named.values()][:1]
-            is_wrapper = value.name in _WRAPPERS and isinstance(value.function, Name)
+            is_wrapper = value.name in words_of("wrappers") and isinstance(value.function, Name)
             is_method = isinstance(value.function, Member)
-            if is_wrapper or (is_method and value.function.of is not None and value.name in _WRAPPERS):
+            if is_wrapper or (
+                is_method and value.function.of is not None and value.name in words_of("wrappers")
+            ):
                 value = first[0] if first else None
             else:
                 value = value.function.of if is_method else None
@@ -199,3 +172,91 @@ def _classes() -> dict[str, str]:
     return {
         name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)
     }
+
+
+def makes_model(call: ForeignCall) -> bool:
+    """Return True for a call that makes a model of transformers."""
+    if call.owner in UNSLOTH:
+        return call.name == "from_pretrained"
+    return isinstance(call.function, Name) and bool(model_class(call))
+
+
+def config_name(call: ForeignCall) -> str | None:
+    """Return the name of the config that a model is made from."""
+    for value in (*call.positional, *call.named.values()):
+        for one in calls_in(value):
+            if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):
+                return one.positional[0]
+    return None
+
+
+def file_of(value: Any) -> str | None:
+    """Return the file from which a script loads these arguments."""
+    for call in calls_in(value):
+        for inner in (*call.positional, call):
+            if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:
+                return inner.positional[0] if isinstance(inner.positional[0], str) else None
+    return None
+
+
+def touches(event: ForeignCall | Assignment) -> bool:
+    """Return True for a statement that may change a step."""
+    return _is_relevant_call(event) if isinstance(event, ForeignCall) else _is_relevant_assignment(event)
+
+
+def _is_relevant_call(call: ForeignCall) -> bool:
+    if isinstance(call.function, Member):
+        of = kind_of(call.function.of)
+        if not of and call.name == "requires_grad_":
+            return may_be_part(call.function.of)
+        # The statements of the script's own methods are read instead of a call.
+        own = call.name in getattr(getattr(call.function.of, "function", None), "methods", ())
+        kinds = (MODEL, PART, TRAINER, OPTIMIZER)
+        return of in kinds and not own and not _is_in(call.name, words_of(of))
+    if not isinstance(call.function, Name):
+        return False
+    if call.library == "torch" and _is_in(call.function.dotted, words_of("torch switches")):
+        return True
+    known = _is_in(call.name, words_of("functions")) or kind_of(call) or call.name in ARGUMENTS
+    values = (*call.positional, *call.named.values())
+    return not known and any(kind_of(value) in (MODEL, OPTIMIZER) for value in values)
+
+
+def _is_relevant_assignment(one: Assignment) -> bool:
+    if isinstance(one.target, Name):
+        if one.target.dotted == "os.environ":
+            return not _is_in(one.name, words_of("environment"))
+        dotted = f"{one.target.dotted}.{one.name}"
+        return dotted.startswith("torch.") and not _is_in(dotted, words_of("torch attributes"))
+    kind = kind_of(one.target)
+    if kind == TOKENIZER:
+        return False
+    if isinstance(getattr(one.target, "function", None), Class):  # `self` of a trainer's methods
+        return one.name in (MODEL, OPTIMIZER)
+    if not kind and one.name == "requires_grad":
+        return may_be_part(one.target)
+    return kind in (MODEL, PART, TRAINER, OPTIMIZER) and not _is_in(one.name, words_of("attributes"))
+
+
+def _is_in(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, one) for one in patterns)
+
+
+NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
+
+
+def reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
+    """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
+    if library == "peft" and name.endswith("Config") and name not in words_of("configs of lora"):
+        return "is not predicted. Among peft's methods, only LoraConfig is."
+    is_config = name.endswith("Config") and name not in (*words_of("configs of scripts"), "SFTConfig")
+    if not is_config and not (is_trainer and name not in TRAINERS):
+        return None
+    stem = name.removesuffix("Trainer").removesuffix("Config")
+    if stem in words_of("trainers on generated texts"):
+        return "trains on texts that it generates, which snugfit does not support yet."
+    if stem in words_of("trainers on preferences"):
+        return "trains on preferences, which snugfit does not support yet."
+    read = f"Read are {', '.join(TRAINERS)} and classes derived from them."
+    own = f"runs passes of its own, which are not read. {read}"
+    return f"{own} {NO_PLAIN_LOOP}" if is_trainer else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.python.evaluate import evaluate
-from snugfit.features.exchange.python.meaning import NO_PLAIN_LOOP, Script, read_meaning
+from snugfit.features.exchange.python.meaning import Script, read_meaning
+from snugfit.features.exchange.python.objects import NO_PLAIN_LOOP
 
 
 def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Script:
@@ -31,9 +33,10 @@ def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Scrip
         raise UsageError(f"{where}: its objects depend on each other too deeply. {NO_PLAIN_LOOP}") from None
 
 
-def code_of_notebook(text: str, where: str) -> str:
+def code_of_notebook(text: str, where: str) -> tuple[str, list[tuple[int, str]]]:
     """Return the code cells of a notebook as one script, without the lines of IPython and the shell.
 
+    Cells that are not valid Python are left out, and the second value has the line and the text of each.
     Raises `UsageError` for a file that is no notebook.
     """
     try:
@@ -42,12 +45,19 @@ def code_of_notebook(text: str, where: str) -> str:
         codes = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{where}: this is not a notebook of Jupyter: it has no list of cells.") from None
-    # A magic such as `%%bash` makes its whole cell another language.
-    return "\n".join("\n".join(map(_plain, code.splitlines())) for code in codes if not code.startswith("%%"))
+    lines: list[str] = []
+    broken: list[tuple[int, str]] = []
+    for code in codes:
+        # A magic such as `%%bash` makes its whole cell another language.
+        cell = [] if code.startswith("%%") else _SHELL.sub(r"\1pass", code).splitlines()
+        try:
+            ast.parse("\n".join(cell))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            broken.append((len(lines) + 1, f"a cell that is not valid Python ({cell[0].strip()} ...)"))
+            continue
+        lines += cell
+    return "\n".join(lines), broken
 
 
-def _plain(line: str) -> str:
-    """Return the line as Python. A line of the shell or of IPython becomes `pass`."""
-    stripped = line.lstrip()
-    indent = line[: len(line) - len(stripped)]
-    return f"{indent}pass" if stripped.startswith(("!", "%", "?")) else line
+_SHELL = re.compile(r"^([ \t]*)[!%?](?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
+"""A command of the shell or of IPython, with the lines that a backslash continues."""

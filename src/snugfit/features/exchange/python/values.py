@@ -29,6 +29,11 @@ class OfGpu(Unknown):
     holds: bool = True
 
 
+@dataclass(frozen=True, repr=False)
+class Option(Unknown):
+    """An option of the command line without a default in the script."""
+
+
 @dataclass(frozen=True)
 class Name:
     """A name of another library."""
@@ -100,6 +105,10 @@ class Record:
     attributes: dict[str, Any] = field(default_factory=dict)
     of_options: bool = False
     """True if the attributes are defaults of command-line options."""
+    base: str = ""
+    """Class of a library from which its class derives, such as `SFTConfig`; empty for none."""
+    own: bool = True
+    """False for an instance of a library's class. Its defaults are not in the script."""
 
 
 @dataclass(eq=False)
@@ -134,6 +143,15 @@ class Class:
         """Return the lines of its methods by name."""
         return {one.name: one.lineno for one in self.node.body if isinstance(one, ast.FunctionDef)}
 
+    @property
+    def library_bases(self) -> list[str]:
+        """Return the last words of the libraries' classes that it derives from."""
+        return [
+            name
+            for one in self.bases
+            for name in (one.library_bases if isinstance(one, Class) else [getattr(one, "last", "")])
+        ]
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -159,3 +177,28 @@ def is_known(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_known, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
+    """Return a copy of an expression with other expressions in the place of some names."""
+
+    class Replace(ast.NodeTransformer):
+        """A visitor of names."""
+
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            """Return the expression in the place of a name."""
+            return by.get(node.id, node)
+
+    replaced: ast.expr = Replace().visit(as_read(expression))
+    return replaced
+
+
+def as_read(target: ast.expr) -> ast.expr:
+    """Return an assigned expression as one that is read."""
+    read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
+    return read
+
+
+def first_line(node: ast.AST) -> str:
+    """Return a statement in one line; only the head of a block."""
+    return ast.unparse(node).splitlines()[0]

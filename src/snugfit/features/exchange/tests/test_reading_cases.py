@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from snugfit.errors import UsageError
+from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.check import check
 from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
 from snugfit.features.exchange.read import read_arguments
@@ -279,6 +281,29 @@ def test_a_model_that_is_moved_without_end_is_one_clear_error() -> None:
 def test_a_broken_notebook_is_one_clear_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"n\.ipynb: this is not a notebook"):
         code_of_notebook(text, "n.ipynb")
+
+
+def test_cells_that_are_not_python_are_listed() -> None:
+    cells = ["!pip install \\\n  trl", "x = f(1\n2)", "%env A=1\ny = 2", "%%bash\nls"]
+    document = {"cells": [{"cell_type": "code", "source": [cell]} for cell in cells]}
+    code, broken = code_of_notebook(json.dumps(document), "n.ipynb")
+    assert code.splitlines() == ["pass", "pass", "y = 2"]
+    assert broken == [(2, "a cell that is not valid Python (x = f(1 ...)")]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "from torch import nn\nclass Net(nn.Module): pass\nNet().train()",
+            "Net is a module of the script's own",
+        ),
+        ("from tokenizers.trainers import BpeTrainer\nBpeTrainer()", "trains a tokenizer"),
+    ],
+)
+def test_another_thing_that_trains_is_refused_by_name(text: str, why: str) -> None:
+    with pytest.raises(UnsupportedJobError, match=why):
+        read_script(text, "t.py")
 
 
 def test_the_launcher_s_file_is_given_first_or_last() -> None:

@@ -89,6 +89,22 @@ def script(*lines: str) -> str:
          {"parts": ("bert.pooler.dense.weight",)}),
         (["for i, w in enumerate(list(net.bert.parameters())):", "    w.requires_grad = False"],
          {"parts": ("bert",)}),
+        (["for one in net.bert.encoder.layer[:-2]: one.requires_grad_(False)"],
+         {"only": ("(?!.*bert[.]encoder[.]layer[.])",), "last": 2}),
+        (["net.requires_grad_(False)", "net.bert.encoder.layer[-1].requires_grad_(True)",
+          "net.classifier.requires_grad_(True)"], {"only": ("classifier",), "last": 1}),
+        (["for name, w in net.named_parameters():", "    if name.startswith(('bert.emb', 'bert.enc')):",
+          "        w.requires_grad = False"], {"parts": (r"(?:bert\.emb)", r"(?:bert\.enc)")}),
+        (["kept = ['classifier', 'pooler']", "for name, w in net.named_parameters():",
+          "    if any(one in name for one in kept): continue", "    w.requires_grad = False"],
+         {"parts": ("(?=(?!.*classifier))(?=(?!.*pooler))",)}),
+        (["for n, w in net.named_parameters():", "    if any(x in n for x in ('a', 'b')) and 'c' in n:",
+          "        w.requires_grad = False"], {"parts": ("(?=(?:.*a)|(?:.*b))(?=(?:.*c))",)}),
+        (["for n, w in net.named_parameters():", "    if 'bert' in n:", "        if 'norm' not in n:",
+          "            w.requires_grad = False"], {"parts": ("(?=(?:.*bert))(?=(?!.*norm))",)}),
+        (["class Mine(Trainer):", "    def create_optimizer(self):",
+          "        for w in self.model.bert.parameters(): w.requires_grad = False",
+          "Mine(net)"], {"parts": ("bert",)}),
     ],
 )  # fmt: skip
 def test_a_script_freezes_parts(lines: list[str], expected: dict[str, Any]) -> None:
@@ -101,11 +117,14 @@ def test_a_script_freezes_parts(lines: list[str], expected: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "lines",
     [
-        ["for name, w in net.named_parameters():", "    if 'head' in name:", "        continue",
+        ["for name, w in net.named_parameters():", "    if 'head' in name: w.data.zero_(); continue",
          "    w.requires_grad = False"],
         ["for i in range(8):", "    net.bert.encoder.layer[i].requires_grad_(False)"],
         ["for name, w in net.named_parameters():", "    if w.dim() > 1:", "        w.requires_grad = False"],
         ["for w in list(net.parameters())[:-4]:", "    w.requires_grad = False"],
+        ["net.bert.encoder.layer[-1].requires_grad_(False)"],
+        ["for one in net.encoder.layers[:-2]: one.requires_grad_(False)",
+         "for one in net.decoder.layers[:-3]: one.requires_grad_(False)"],
         ["for w in list(net.parameters())[:4]:", "    w.requires_grad = False"],
         ["list(net.parameters())[0].requires_grad = False"],
         ["for i, layer in enumerate(net.bert.encoder.layer):", "    if i < 6:",
@@ -159,6 +178,12 @@ def test_weights_that_train_beside_adapters_are_refused() -> None:
     assert (line, "lora(save=...)" in why) == (8, True)
 
 
+def groups(*tests: str) -> str:
+    """Return an optimizer's groups of parameters by conditions on their names."""
+    inner = (f"{{'params': [w for n, w in net.named_parameters() if {test}]}}" for test in tests)
+    return f"[{', '.join(inner)}]"
+
+
 @pytest.mark.parametrize(
     ("given", "unread"),
     [
@@ -169,10 +194,14 @@ def test_weights_that_train_beside_adapters_are_refused() -> None:
         ("[w for w in net.parameters() if w.requires_grad]", False),
         ("filter(lambda w: w.requires_grad, net.parameters())", False),
         ("[{'params': net.bert.parameters()}, {'params': net.classifier.parameters()}]", False),
+        ("[{'params': net.encoder.parameters()}, {'params': net.classifier.parameters()}]", True),
+        (groups("'norm' in n", "'head' in n"), True),
+        (groups("any(x in n for x in kept)", "not any(x in n for x in kept)"), False),
+        (groups("n in kept and w.requires_grad", "n not in kept and w.requires_grad"), False),
     ],
-)
-def test_an_optimizer_of_one_part_is_listed(given: str, unread: bool) -> None:
-    text = script("import torch", f"optimizer = torch.optim.AdamW({given})")
+)  # fmt: skip
+def test_an_optimizer_of_some_parts_is_listed(given: str, unread: bool) -> None:
+    text = script("kept = names(net)", f"optimizer = torch.optim.AdamW({given})")
     text = text.replace(
         "TrainingArguments('out'))", "TrainingArguments('out'), optimizers=(optimizer, None))"
     )
@@ -219,12 +248,14 @@ def test_a_model_that_the_trainer_loads_is_not_one_that_is_loaded_later() -> Non
     ("lines", "message"),
     [
         ("import timm\nmodel = timm.create_model('x')", "timm makes this model"),
+        ("from transformers import AutoModelForCausalLM, TorchAoConfig\nmodel = AutoModelForCausalLM."
+         "from_pretrained('a', quantization_config=TorchAoConfig('int8'))", "TorchAoConfig makes weights"),
         (
             "from transformers import InformerForPrediction\nmodel = InformerForPrediction(c)",
             "has no task here",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_model_of_another_kind_is_refused_by_name(lines: str, message: str) -> None:
     text = f"from accelerate import Accelerator\n{lines}\nmodel = Accelerator().prepare(model)\nmodel.train()"
     with pytest.raises(UnsupportedJobError, match=message):
@@ -239,6 +270,101 @@ def test_a_model_made_from_a_config_has_its_task_and_changed_sizes() -> None:
     facts = {key: done.arguments[f"job.{key}"] for key in ("model", "task", "vocab_size", "dtype")}
     assert facts == {"model": "gpt2", "task": "causal-lm", "vocab_size": "100", "dtype": "float32"}
     assert [text for _, text in done.unread] == ["n_layer=3 in the config"]
+
+
+def test_adapters_of_a_checkpoint_are_refused() -> None:
+    text = script(
+        "from peft import PeftModel", "net = PeftModel.from_pretrained(net, 'a/b', is_trainable=True)"
+    )
+    ((_, _, why),) = read_script(text, "t.py").refused
+    assert "lora(r=..., targets=...)" in why
+
+
+def test_options_of_a_script_s_own_dataclass_are_read(tmp_path: Path) -> None:
+    text = """
+from dataclasses import dataclass, field
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, HfArgumentParser
+from trl import SFTConfig, SFTTrainer
+
+@dataclass
+class Options(SFTConfig):
+    base_model: str = field(default=None)
+    rank: int = 4
+    targets: str = "q_proj, v_proj"
+    per_device_train_batch_size: int = 2
+
+options = HfArgumentParser(Options).parse_args_into_dataclasses()[0]
+model = AutoModelForCausalLM.from_pretrained(options.base_model, attn_implementation=options.attention)
+targets = options.targets.split(", ")
+SFTTrainer(model, args=options, peft_config=LoraConfig(r=options.rank, target_modules=targets)).train()
+"""
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    reading = read_arguments(file)
+    assert not reading.refused
+    assert reading.settings["batch_size"] == 2
+    assert str(reading.settings["recipe"]).startswith("lora(r=4, targets=q_proj|v_proj) + ")
+    assert "model" not in reading.settings
+    assert [line.value for line in reading.unread] == [
+        "HfArgumentParser(Options) (options have their defaults here)"
+    ]
+    file.write_text(text.replace("(Options)", "(SFTConfig)"))
+    with pytest.raises(UsageError, match="from the command line"):
+        read_arguments(file)
+
+
+def test_the_trainer_s_own_quantization_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "from peft import LoraConfig\nfrom transformers import BitsAndBytesConfig\n"
+        "from trl import SFTConfig, SFTTrainer\nfour = BitsAndBytesConfig(load_in_4bit=True)\n"
+        "SFTTrainer('a/b', SFTConfig('out'), quantization_config=four, peft_config=LoraConfig(r=4)).train()"
+    )
+    assert str(read_arguments(file).settings["recipe"]).startswith("qlora(r=4, double=false) + ")
+
+
+def test_lengths_and_labels_of_a_script() -> None:
+    text = script(
+        "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
+        "tokenizer = AutoTokenizer.from_pretrained('t5-small')",
+        "net = AutoModelForSeq2SeqLM.from_pretrained('t5-small')",
+        "inputs = tokenizer(texts, max_length=64)",
+        "labels = tokenizer(text_target=summaries, max_length=16)",
+    )
+    read = read_script(text, "t.py").arguments
+    assert (read["tokenizer.max_length"], read["tokenizer.target_length"]) == (64, 16)
+    for given, count in (("{0: 'a', 1: 'b', 2: 'c'}", 3), ("{}", "len(id2label)")):
+        made = script().replace("('bert-base-uncased')", f"('bert-base-uncased', id2label={given})")
+        labels = read_script(made, "t.py").arguments["model.num_labels"]
+        assert (labels if count == 3 else str(labels)) == count
+
+
+def test_a_loop_beside_the_trainer_is_listed() -> None:
+    loop = [
+        "from accelerate import Accelerator",
+        "optimizer = torch.optim.SGD(net.parameters())",
+        "net, optimizer = Accelerator().prepare(net, optimizer)",
+    ]
+    assert [line for line, _ in read_script(script(*loop), "t.py").unread] == [4, 5]
+
+
+def test_ray_s_workers_are_gpus_and_zero_assumes_one(tmp_path: Path) -> None:
+    settings = read(tmp_path, FACTORY | {"ray_num_workers": 4}).settings
+    assert (settings["gpus"], settings["batch_size"]) == (4, 4)
+    zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    ((key, says),) = [(line.key, line.says) for line in read(tmp_path, zero).unread]
+    assert (key, "one is assumed" in says) == ("zero_optimization.stage", True)
+    zero["zero_optimization"] |= {"stage": 2, "reduce_bucket_size": 5e8}
+    reading = read(tmp_path, zero)
+    assert ["one is assumed" in line.says for line in reading.unread] == [True]
+    assert "zero_optimization.reduce_bucket_size" in {line.key for line in reading.differs}
+
+
+def test_a_model_from_another_file_is_listed() -> None:
+    text = "from transformers import Trainer, TrainingArguments\nfrom other import make\n"
+    done = read_script(f"{text}Trainer(make(), TrainingArguments('out')).train()", "t.py")
+    assert done.unread == [(3, "model=make() (made elsewhere)")]
 
 
 @pytest.mark.parametrize("more", [{"infer_backend": "vllm"}, {"do_predict": True}, {"image_max_pixels": 9}])
