@@ -2,8 +2,7 @@
 
 A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
 `Feature`, with techniques and with methods that the core calls on every feature (`registry.py`). The methods
-import the feature's modules. Its fields of `Setup` are in `fields.py`, its tasks and inputs in `tasks.py` and
-`inputs.py`. The core names no feature.
+import its modules. Its fields of `Setup`, tasks and inputs are in `fields.py`, `tasks.py` and `inputs.py`.
 """
 
 from __future__ import annotations
@@ -82,8 +81,6 @@ class Feature:
     """Other features that a technique's module imports, by module; without them the technique is left out."""
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names of the package `snugfit`, by the module that defines them."""
-
-    # ---- the command line and data ----
 
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
     """Replacement text by command and removed option of earlier versions."""
