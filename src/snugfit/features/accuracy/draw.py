@@ -73,8 +73,7 @@ def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
         active = [technique for technique in candidates if not technique.plain]
         plain_share = ALONE_SHARE if gpus > 1 and slot is Slot.SHARDING else PLAIN_SHARE
         technique = rng.choice(active) if active and rng.random() >= plain_share else candidates[0]
-        proposed = list(technique.settings(job)) or [technique()]
-        settings = [one for one in proposed if _divides(one, gpus)] or [candidates[0]()]
+        settings = [one for one in technique.settings(job) if _divides(one, gpus)] or [candidates[0]()]
         drawn.append(rng.choice(settings))
     recipe = Recipe(tuple(drawn))
     try:
