@@ -34,19 +34,18 @@ from snugfit.features.exchange.processes import (
     PER_HOST,
     RAW,
     SHARDS,
+    STAGE,
     read_processes,
 )
 from snugfit.features.exchange.python.values import Unknown
-from snugfit.job.inputs import has_sequence
+from snugfit.job.inputs import has_sequence, has_target
+from snugfit.job.job import Job
 from snugfit.job.names import unquantized_name
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import advice
 from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
-
-DEFAULT_LENGTH = 512
-"""Tokens of a sequence in a job without a length (`Job.sequence_length`)."""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
@@ -100,14 +99,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         bfloat16=_has_bfloat16(settings.get("gpu")),
     )
     reading.refuse(settings)
-    if _lacks_length(reading, {**settings, **flags}):
-        says = f"no length in this file: {DEFAULT_LENGTH} tokens are assumed; set --sequence-length"
-        line = Line(key="sequence length", value="not given", says=says)
-        reading = replace(reading, unread=(*reading.unread, line))
-    if _lacks_batch(reading, {**settings, **flags}):
-        says = "no batch in this file: 4 samples are assumed; set --batch-size"
-        line = Line(key="batch size", value="not given", says=says)
-        reading = replace(reading, unread=(*reading.unread, line))
+    reading = replace(reading, unread=(*reading.unread, *_assumed(reading, {**settings, **flags})))
     # The result is not needed: this call only checks the values.
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
@@ -166,7 +158,7 @@ class _Reader:
         for key, value in self.arguments.items():
             if key in self.origins and key not in decided:
                 self._account(key, value)
-        self.settings.setdefault("loop", table.loop)
+        self._loop(table.loop)
         self._statements()
         return Reading(
             path=str(self.document.path),
@@ -232,6 +224,14 @@ class _Reader:
             self.arguments[ACCUMULATION], self.origins[ACCUMULATION] = whole // micro, origin
         else:
             self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
+
+    def _loop(self, loop: str) -> None:
+        """Set the loop. DeepSpeed's engine on several GPUs is predicted in the plain one only."""
+        if self.gpus > 1 and STAGE in self.arguments and loop != "plain":
+            key = self.origins.get(STAGE, (STAGE, ""))
+            self._line(self.differs, *key, f"predicted in snugfit's own loop, not in that of the {loop}")
+            loop = "plain"
+        self.settings.setdefault("loop", loop)
 
     def _statements(self) -> None:
         """Add a script's statements that are not read or not predicted, and the defaults of its options."""
@@ -488,17 +488,20 @@ class _Reader:
         lines.append(Line(key=key, value=shown, says=says, instead=instead, job=job))
 
 
-def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
-    """Return True for a file of a run on texts without their length."""
-    task = given.get("task") or reading.settings.get("task")
-    named = any(given.get(key) is not None for key in ("sequence_length", "lengths", "job_file"))
-    return bool(task) and has_sequence(str(task)) and not named and "sequence_length" not in reading.settings
-
-
-def _lacks_batch(reading: Reading, given: Mapping[str, Any]) -> bool:
-    """Return True for a file of a run without its batch."""
-    named = any(given.get(key) is not None for key in ("batch_size", "largest", "job_file"))
-    return "model" in reading.settings and not named and "batch_size" not in reading.settings
+def _assumed(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield the sizes that neither the files of a run nor the user gave, with the assumed ones."""
+    task = str(given.get("task") or reading.settings.get("task") or "")
+    sizes = (
+        ("sequence_length", bool(task) and has_sequence(task), "tokens", "lengths"),
+        ("target_length", bool(task) and has_target(task), "tokens", ""),
+        ("batch_size", "model" in reading.settings, "samples", "largest"),
+    )
+    for size, is_needed, unit, otherwise in sizes:
+        named = any(given.get(key) is not None for key in (size, otherwise, "job_file"))
+        if is_needed and not named and size not in reading.settings:
+            assumed = f"{getattr(Job, size)} {unit}"
+            says = f"not in this file: {assumed} are assumed; set --{size.replace('_', '-')}"
+            yield Line(key=size.replace("_", " "), value="not given", says=says)
 
 
 def _has_bfloat16(gpu: Any) -> bool | None:

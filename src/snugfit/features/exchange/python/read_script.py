@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.exchange.python.evaluate import evaluate
 from snugfit.features.exchange.python.meaning import NO_PLAIN_LOOP, Script, read_meaning
+
+_FOREIGN = re.compile(r"\s*%%(?!capture|time|timeit|prun)")
+"""The start of a cell in another language, such as `%%bash`. The others run their cell as Python."""
 
 
 def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Script:
@@ -26,7 +30,7 @@ def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Scrip
             line, why = f", line {error.lineno}" if error.lineno else "", error.msg
         raise UsageError(f"{where}{line}: this is not valid Python ({why}).") from None
     try:
-        return read_meaning(done, where)
+        return read_meaning(done, where, bfloat16=bfloat16)
     except RecursionError:
         raise UsageError(f"{where}: its objects depend on each other too deeply. {NO_PLAIN_LOOP}") from None
 
@@ -42,8 +46,7 @@ def code_of_notebook(text: str, where: str) -> str:
         codes = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{where}: this is not a notebook of Jupyter: it has no list of cells.") from None
-    # A magic such as `%%bash` makes its whole cell another language.
-    return "\n".join("\n".join(map(_plain, code.splitlines())) for code in codes if not code.startswith("%%"))
+    return "\n".join("\n".join(map(_plain, code.splitlines())) for code in codes if not _FOREIGN.match(code))
 
 
 def _plain(line: str) -> str:
