@@ -21,7 +21,6 @@ from snugfit.prediction.predict import predict
 from snugfit.report import compare, short
 from snugfit.report import measurement as measured
 from snugfit.report import prediction as whole
-from snugfit.report.headlines import of_prediction
 from snugfit.report.items import item_name, items_at_peak
 from snugfit.report.plan import short as short_plan
 from snugfit.report.text.answer import show_fit
@@ -62,6 +61,14 @@ def test_an_item_has_an_everyday_name(module: str) -> None:
     operator, kind, name = NAMES[module]
     phase = "update" if kind == "optimizer states" else "forward"
     assert item_name(line(module, operator, kind, phase=phase), "AdamW", trains=True) == name
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"), [("full_like", "Adagrad's states"), ("empty_like", "master weights")]
+)
+def test_states_of_a_constructor_are_no_master_weights(operator: str, name: str) -> None:
+    states = line("lm_head", operator, "optimizer states", phase="build")
+    assert item_name(states, "Adagrad", trains=True) == name
 
 
 def large(one: Prediction, *lines: TensorLine) -> Prediction:
@@ -114,7 +121,6 @@ def test_the_first_line_has_its_conditions() -> None:
     unnamed = prediction(20 * GIB, gpu=None, memory_bytes=8 * GIB, gpus=2)
     assert "4 × 512, 2 GPUs: does not fit" in short.verdict(unnamed).text
     assert "2 GPUs without a name" in as_text(whole.render(unnamed))
-    assert of_prediction(unnamed).title.startswith("bert-large-uncased does not fit on each of 2 GPUs: ")
     more = short.verdict(prediction(memory_bytes=80 * GIB)).text
     assert "Tesla V100-SXM2-16GB with 80.0 GiB: fits, 72.4 GiB free" in more
     assert "16GB: fits" in short.verdict(prediction(memory_bytes=16 * GIB)).text, "the marketed size"

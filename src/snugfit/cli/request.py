@@ -272,11 +272,11 @@ def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
 
 
 def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mapping[str, Any]:
-    """Return the settings of the longest batch."""
+    """Return the settings of the longest batch, whose samples may be cut."""
     if lengths is None:
         return settings
-    longest = min(lengths.longest, settings.get("truncate") or lengths.longest)
-    return {**settings, "sequence_length": longest, "padding": 1 - lengths.mean / lengths.longest}
+    cut = lengths.cut(settings["truncate"]) if settings.get("truncate") else lengths
+    return {**settings, "sequence_length": cut.longest, "padding": 1 - cut.mean / cut.longest}
 
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:

@@ -92,7 +92,9 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
         return "weights of the experts" if part_of(line.module) == EXPERTS else "weights"
     if line.kind == Kind.OPTIMIZER_STATES:
         own = f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
-        return "master weights" if line.phase == "build" else own
+        # Adagrad creates its states in its constructor, and fills them with one number.
+        is_copy = line.phase == "build" and not line.operator.startswith(("full", "zeros", "ones"))
+        return "master weights" if is_copy else own
     if line.kind in _BY_KIND:
         return _BY_KIND[Kind(line.kind)]
     return _name_of_pass(line, trains=trains)
