@@ -103,6 +103,8 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
 def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
     """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
     path, part = line.module, part_of(line.module)
+    if line.phase == "build":
+        return "whole model, before each GPU keeps its part"
     if line.phase in ("clip", "update"):
         return "temporaries of the optimizer"
     if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):

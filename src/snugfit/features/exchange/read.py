@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.errors import UsageError, did_you_mean, nearest
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import Line, Reading
 from snugfit.features.exchange.command_line import parse_pairs
@@ -46,6 +46,9 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import advice
 from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
+
+MISSPELT = 0.9
+"""Least similarity to a known key at which an unknown one is a mistake, and none of the user's own."""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
@@ -465,9 +468,13 @@ class _Reader:
     def _unknown(self, table: Dialect, key: str, name: str, given: Any) -> None:
         """Add a key of no table to the account. One whose name speaks of memory is refused."""
         known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
-        guess = did_you_mean(key, known) if key not in known else ""
+        near = nearest(key, known, cutoff=MISSPELT) if key not in known else []
+        guess = did_you_mean(key, near or known) if key not in known else ""
         says = f"snugfit does not know this key.{guess}"
-        if given in (None, False, "", "None", "null") or given in ([], {}):
+        if near and table.of_trainer and self.document.dialect in ("trainer", "sft"):
+            # `TrainingArguments` refuses such a key too.
+            self._line(self.refused, name, given, says, instead="")
+        elif given in (None, False, "", "None", "null") or given in ([], {}):
             self._line(self.ignored, name, given, "it is empty or off, and sets nothing")
         elif _OF_MEMORY.search(key.lower()):
             self._line(self.refused, name, given, says)
