@@ -11,7 +11,7 @@ import pytest
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.features.exchange.account import Reading, UnsupportedJobError
-from snugfit.features.exchange.python.read_script import read_script
+from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
 from snugfit.features.exchange.read import read_arguments
 from test_docs import answered
 
@@ -251,6 +251,35 @@ def test_a_file_that_trains_nothing_known_is_refused(more: dict[str, Any], tmp_p
 def test_names_of_quantized_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedJobError, match="weights of this format"):
         read(tmp_path, FACTORY | {"model_name_or_path": "org/model-AWQ"}).refuse()
+
+
+def test_deepspeed_on_several_gpus_is_predicted_in_the_plain_loop(tmp_path: Path) -> None:
+    given = {**FACTORY, "finetuning_type": "full", "deepspeed": {"zero_optimization": {"stage": 3}}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    loops = {gpus: read_arguments(tmp_path / "config.json", gpus=gpus).settings["loop"] for gpus in (1, 8)}
+    assert loops == {1: "trainer", 8: "plain"}
+
+
+def test_a_cell_that_is_timed_is_python() -> None:
+    cells = ("%%time\na = 1", "%%bash\nrm x", "%%capture\n!pip install b\nb = 2")
+    notebook = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
+    assert code_of_notebook(json.dumps(notebook), "n.ipynb") == "pass\na = 1\npass\npass\nb = 2"
+
+
+def test_unsloth_loads_weights_in_the_dtype_of_the_gpu() -> None:
+    text = "from unsloth import FastLanguageModel\n" + script("FastLanguageModel.from_pretrained('gpt2')")
+    assert read_script(text, "a.py", bfloat16=False).arguments["unsloth.dtype"] == "float16"
+    assert "unsloth.dtype" not in read_script(text, "a.py", bfloat16=True).arguments
+
+
+def test_a_misspelt_argument_is_refused(tmp_path: Path) -> None:
+    reading = read(tmp_path, {"per_device_train_batchsize": 4, "fp16": True, "my_own_key": 1})
+    assert [line.key for line in reading.refused] == ["per_device_train_batchsize"]
+    with pytest.raises(
+        UsageError, match=r"Did you mean 'per_device_train_batch_size'\?\nCorrect the file\.$"
+    ):
+        reading.refuse()
+    assert [line.key for line in reading.unread] == ["my_own_key"]
 
 
 def test_a_shell_file_may_end_in_a_continuation(tmp_path: Path) -> None:
