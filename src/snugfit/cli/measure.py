@@ -72,6 +72,9 @@ def measure(
     # An error of the prediction is raised before minutes are spent on the run.
     count = request.gpus if gpus is None else gpus
     predicted = _predict(request, device, count) if predict else None
+    # On a busy host the steps of a small model take minutes. A spinner would slow the measured host.
+    steps_and_limit = f"{warmup + steps} steps of {request.job.model.name}, for at most {deadline:g} s"
+    typer.echo(f"snugfit: measuring {steps_and_limit} ...", err=True)
     measured = run(
         request.job,
         request.recipe,

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 
 RUN = "The run"
+NO_GPU = (
+    "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it. To compare several "
+    "cards: snugfit gpus NAME NAME --for MODEL"
+)
 
 Fidelity = Annotated[
     Literal["same", "rounds", "learns"],
@@ -205,9 +209,7 @@ def _check(request: Request, verify: int | None, price: float | None) -> Request
         )
         request = replace(request, gpu=card, memory_bytes=None)
     if request.gpu is None:
-        raise UsageError(
-            "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
-        )
+        raise UsageError(NO_GPU)
     if request.lengths and verify:
         raise UsageError("--lengths and --verify cannot be used together. Give one of them.")
     return request
@@ -247,7 +249,7 @@ def _check_several(request: Request, alone: Mapping[str, object]) -> None:
     if request.software != "installed":
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")
     if request.gpu is None:
-        raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
+        raise UsageError(NO_GPU)
 
 
 def _plan_several(

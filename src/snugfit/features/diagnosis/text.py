@@ -138,7 +138,7 @@ def _without_prefixes(lines: Sequence[str]) -> tuple[list[int | None], list[str]
     for text in lines:
         line = _QUOTES.sub("", text) if text.startswith(">") else text
         prefix = _PREFIX.match(line) or ("[rank" in line and _LATER_PREFIX.match(line)) or None
-        # A log has millions of lines. Of the groups at most one has a rank.
+        # A log has millions of lines. At most one of the groups has a rank.
         ranks.append(int(prefix[prefix.lastindex]) if prefix and prefix.lastindex else None)
         plain.append(line[prefix.end() :] if prefix else line)
     return ranks, plain

@@ -102,7 +102,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         bfloat16=_has_bfloat16(settings.get("gpu")),
     )
     reading.refuse(settings)
-    reading = replace(reading, unread=(*reading.unread, *_assumed(reading, {**settings, **flags})))
+    reading = replace(reading, unread=(*reading.unread, *_assumptions(reading, {**settings, **flags})))
     # The result is not needed: this call only checks the values.
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
@@ -495,7 +495,7 @@ class _Reader:
         lines.append(Line(key=key, value=shown, says=says, instead=instead, job=job))
 
 
-def _assumed(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
+def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
     """Yield the sizes that neither the files of a run nor the user gave, with the assumed ones."""
     task = str(given.get("task") or reading.settings.get("task") or "")
     sizes = (

@@ -108,10 +108,9 @@ class Script:
 
 
 def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
-    """Return the meaning of an evaluated script. Raises `UsageError` for one that is not read.
+    """Return the meaning of an evaluated script, on a GPU with or without `bfloat16`.
 
-    `bfloat16` is the named GPU's support for it.
-    """
+    Raises `UsageError` for one that is not read."""
     return _Meaning(done, where, bfloat16).read()
 
 
@@ -368,11 +367,8 @@ class _Meaning:
                 arguments["job.dtype"] = options
             elif not {"dtype", "torch_dtype"} & set(options or ()):
                 arguments["job.dtype"] = "float32"
-        for key in ("max_seq_length", "packing", "dataset_text_field"):
-            if key not in call.named:
-                continue
-            if key == "max_seq_length":
-                arguments.setdefault("job.sequence_length", self.value(call.named[key]))
+        if "max_seq_length" in call.named:
+            arguments.setdefault("job.sequence_length", self.value(call.named["max_seq_length"]))
         if old_sft:
             arguments.setdefault("job.task", "causal-lm")
         if isinstance(call.function, Class):
