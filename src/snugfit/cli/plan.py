@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 RUN = "The run"
 NO_GPU = (
-    "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it. To compare several "
-    "cards: snugfit gpus NAME NAME --for MODEL"
+    "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it. To compare "
+    "several cards: snugfit gpus NAME NAME --for MODEL"
 )
 
 Fidelity = Annotated[
