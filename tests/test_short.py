@@ -116,7 +116,7 @@ def test_a_step_that_does_not_fit_is_16_lines_of_80_columns() -> None:
         for change in changes
     )  # fmt: skip
     doubts = (SCALED_RATES, "another one")
-    one = replace(timed(prediction(20 * GIB, doubts=doubts)), ways_out=WaysOut(ways))
+    one = replace(timed(prediction(20 * GIB, doubts=doubts)), ways_out=WaysOut(ways=ways))
     page = short.render(large(one, *(line(f"a.*.part{n}.x{n}") for n in range(9))))
     lines = as_text(page, width=80).splitlines()
     assert len(lines) <= 16
