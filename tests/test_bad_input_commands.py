@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from snugfit.__main__ import main
 from snugfit.cli.main import NO_COMMANDS, run
 
 
@@ -29,6 +30,9 @@ def test_a_misspelt_command_is_still_guessed(capsys: pytest.CaptureFixture[str])
         (["predict", "--model", "gpt2"], "Write the model without a flag: snugfit predict MODEL."),
         (["predict", "gpt2", "--recipe", "deepspeed"], "DeepSpeed on one GPU is 'zero2' or 'zero3'"),
         (["predict", "--mod", "gpt2"], "No such option: --mod."),
+        (["predict", "gpt2", "--headroom", "2GiB"], "--headroom 2GiB needs a limit. Add --gpu NAME or"),
+        (["predict", "gpt2", "--mesh", "foo=2"], "foo is not an axis along which GPUs share the work. Those"),
+        (["predict", "gpt2", "--gpu", "rtx 3060 laptop"], "give its size in place of its name: --memory"),
     ],
 )
 def test_an_option_or_a_recipe_that_is_none_is_answered_with_why(
@@ -36,3 +40,24 @@ def test_an_option_or_a_recipe_that_is_none_is_answered_with_why(
 ) -> None:
     assert run(words) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_log_from_a_closed_stdin_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["why-oom", "-"]) == 2
+    assert "No log given." in capsys.readouterr().err
+
+
+def test_an_interrupt_during_the_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("snugfit.__main__.use_plugins", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "snugfit: interrupted\n"

@@ -301,7 +301,7 @@ def test_advice_about_another_trainer_s_optimizer_is_one_line_a_key(tmp_path: Pa
     first, second, keys, *_ = str(told.value).splitlines()
     assert first.endswith("write the optimizer in the recipe. Here: recipe: adamw.")
     assert second.startswith("learning_rate_scheduler")
-    assert keys.startswith("Keys: ")
+    assert keys.startswith("Keys are options")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -531,6 +532,17 @@ def test_the_childs_environment() -> None:
     assert not [name for name in plain if "ALLOC_CONF" in name]
     expandable = child_environment(shell, Setup(expandable_segments=True), visibility={})
     assert expandable["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(("device", "policy"), [("cpu", "PASSIVE"), ("cuda", None)])
+def test_threads_of_a_run_on_the_cpu_sleep_while_they_wait(
+    device: str, policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a busy host spends its cores on threads that wait for others."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    request: Any = SimpleNamespace(setup=Setup())
+    (variables,) = run_room._environments(request, [Target(type=device)])
+    assert variables.get("OMP_WAIT_POLICY") == policy
 
 
 def test_measured_processes_keep_bytecode_where_an_image_forbids_it(tmp_path: Path) -> None:

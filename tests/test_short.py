@@ -23,10 +23,10 @@ from snugfit.report import measurement as measured
 from snugfit.report import prediction as whole
 from snugfit.report.items import item_name, items_at_peak
 from snugfit.report.plan import short as short_plan
-from snugfit.report.text.answer import show_fit
+from snugfit.report.text.answer import SCALED_RATES, show_fit
 from snugfit.report.text.terminal import as_text
 from snugfit.results.prediction import Prediction, TensorLine
-from snugfit.results.ways_out import WaysOut
+from snugfit.results.ways_out import WayOut, WaysOut
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 from test_plan_command import choice, made_up
@@ -63,6 +63,14 @@ def test_an_item_has_an_everyday_name(module: str) -> None:
     assert item_name(line(module, operator, kind, phase=phase), "AdamW", trains=True) == name
 
 
+@pytest.mark.parametrize(
+    ("operator", "name"), [("full_like", "Adagrad's states"), ("empty_like", "master weights")]
+)
+def test_states_of_a_constructor_are_no_master_weights(operator: str, name: str) -> None:
+    states = line("lm_head", operator, "optimizer states", phase="build")
+    assert item_name(states, "Adagrad", trains=True) == name
+
+
 def large(one: Prediction, *lines: TensorLine) -> Prediction:
     return replace(one, anatomy=replace(one.anatomy, largest=lines))
 
@@ -97,6 +105,27 @@ def test_a_prediction_is_one_screen_of_15_lines(size: int) -> None:
     assert f"recipe       {one.recipe}" in lines, "the recipe is never broken"
     assert "(8 more: --details)" in lines[-1]
     assert len(as_text(whole.render(one), width=100).splitlines()) > 30
+
+
+def test_a_step_that_does_not_fit_is_16_lines_of_80_columns() -> None:
+    name = "lora(r=16, targets=q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+    changes = ("expandable", "liger(fused_linear_cross_entropy=false) + chunked_loss", "first_layers(10)")
+    ways = tuple(
+        WayOut(changes=(change,), recipe=f"{name} + bf16 + {change}", needed_bytes=9 * GIB,
+               spare_bytes=GIB, step_seconds=9.4, slowdown=0.1, fidelity="rounds")
+        for change in changes
+    )  # fmt: skip
+    doubts = (SCALED_RATES, "another one")
+    one = replace(timed(prediction(20 * GIB, doubts=doubts)), ways_out=WaysOut(ways=ways))
+    page = short.render(large(one, *(line(f"a.*.part{n}.x{n}") for n in range(9))))
+    lines = as_text(page, width=80).splitlines()
+    assert len(lines) <= 16
+    assert f"             --recipe '{ways[0].recipe}'" in lines, "the option is never broken"
+
+
+def test_a_model_that_each_gpu_builds_first_is_named() -> None:
+    whole_model = line("", "empty", "temporaries", phase="build")
+    assert item_name(whole_model, "AdamW", trains=True) == "whole model, before each GPU keeps its part"
 
 
 def test_the_first_line_has_its_conditions() -> None:
@@ -150,7 +179,7 @@ def test_the_widest_uncertainty_is_shown() -> None:
     assert "Uncertain: one (1 more: --details)" in as_text(short.render(one))
     assert one.timing is not None
     scaled = replace(one, timing=replace(one.timing, measured_rates=False))
-    assert "Uncertain: the step time, because" in as_text(short.render(scaled))
+    assert "Uncertain: step time, as" in as_text(short.render(scaled))
     assert "Uncertain: two (1 more" in as_text(short.render(replace(scaled, read_in_full=False)))
 
 

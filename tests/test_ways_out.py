@@ -166,9 +166,9 @@ def test_each_change_has_bytes_seconds_and_fidelity() -> None:
     heading, *lines, first = about_ways_out(WAYS, "snugfit plan")
     assert "cheapest first (predicted)" in heading
     assert lines == [
-        "1. expandable: 6.00 GiB, 200.0 ms a step (no slower), exact.",
-        "2. chunked_loss: 6.00 GiB, 200.0 ms a step (+2.0 %), rounds differently, tight: 1.0 MiB to spare.",
-        "3. lion: 6.00 GiB, 200.0 ms a step (-10.0 %), another algorithm.",
+        "1. expandable: 6.0 GiB, 200 ms a step (no slower), exact.",
+        "2. chunked_loss: 6.0 GiB, 200 ms a step (+2.0 %), rounds differently, tight: 1.0 MiB to spare.",
+        "3. lion: 6.0 GiB, 200 ms a step (-10.0 %), another algorithm.",
     ]
     assert first == "The first one: --recipe expandable"
 
@@ -215,7 +215,7 @@ def test_predict_keeps_each_named_technique(searched: list[Any], capsys: pytest.
     assert run([*BERT, "--recipe", "bf16 + adamw"]) == 3
     out, err = capsys.readouterr()
     assert searched == [{"bf16", "adamw"}]
-    assert "fits with    expandable: 6.00 GiB" in out
+    assert "fits with    expandable: 6.0 GiB" in out
     assert "looking for changes of 'bf16' that fit" in err
 
 
@@ -273,7 +273,7 @@ def test_an_out_of_memory_ends_with_the_changes_that_fit_this_gpu(on_gpu: list[A
     """The prediction fits in 8 GiB and the run did not, so the changes need less than predicted."""
     message = exhaust(OutOfMemory("Memory ran out in step 3 (backward, oom:torch) under 'plain'."))
     assert message.startswith("Memory ran out in step 3")
-    assert "1. expandable: 6.00 GiB" in message
+    assert "1. expandable: 6.0 GiB" in message
     needed = prediction().needed_bytes
     assert needed <= 8 * GIB
     assert on_gpu[0].memory_bytes == int(0.9 * needed)
@@ -290,7 +290,7 @@ def test_train_ends_with_them(on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("snugfit.frontends.own.device_of", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     how: dict[str, Any] = {"output_dir": tmp_path, "weights": "random", "foresee": False}
-    with pytest.raises(OutOfMemory, match=r"(?s)Memory ran out in step 1.*1\. expandable: 6.00 GiB"):
+    with pytest.raises(OutOfMemory, match=r"(?s)Memory ran out in step 1.*1\. expandable: 6.0 GiB"):
         snugfit.train(bert_job(), "plain", rows(8), watch=events.append, **how)
     assert {"event": "note", "text": LOOKING} in events
 
@@ -306,7 +306,7 @@ def test_a_measured_out_of_memory_ends_with_them(
     assert run(["measure", *BERT[1:4]]) == 4
     out, err = capsys.readouterr()
     assert "oom:torch" in out
-    assert "1. expandable: 6.00 GiB" in err
+    assert "1. expandable: 6.0 GiB" in err
     assert on_gpu[0].memory_bytes == 4 * GIB
 
 

@@ -17,6 +17,9 @@ def main() -> None:
     except SnugfitError as error:
         print(f"snugfit: {escape_controls(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # during the imports
+        print("snugfit: interrupted", file=sys.stderr)
+        sys.exit(130)
     run_command()
 
 

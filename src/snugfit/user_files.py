@@ -69,7 +69,8 @@ class LimitedLoader(yaml.SafeLoader):
                 problem_mark=event.start_mark,
             )
         if self.depth >= self.deepest:
-            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
+            problem = f"nested too deep. Allowed are {self.deepest} levels"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         self.depth += 1
         try:
             return super().compose_node(parent, index)

@@ -54,6 +54,10 @@ _DATA = {
     "dataset": str, "eval_dataset": str, "tokenizer": str, "processor": str, "columns": str, "pack": bool,
     "weights": str, "from_scratch": bool, "output_dir": str, "device": str,
 }  # fmt: skip
+KEYS = (
+    "Keys are options with underscores, as batch_size, sequence_length, recipe, gpu, output_dir. For all: "
+    "snugfit train --help"
+)
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
@@ -116,7 +120,7 @@ def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
     document = {names.same.get(key, key): value for key, value in document.items()}
     wrong = [_unknown(key, value, names.keys) for key, value in document.items() if key not in kinds()]
     if wrong:
-        lines = [*wrong, f"Keys: {', '.join(sorted(kinds()))}.", *_whose(document)]
+        lines = [*wrong, KEYS, *_whose(document)]
         raise UsageError(f"{where}: " + "\n".join(lines))
     return {key: _of_kind(kinds()[key], key, value, where) for key, value in document.items()}
 

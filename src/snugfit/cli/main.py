@@ -129,6 +129,7 @@ def main() -> None:
     """Run the command, then exit without freeing the heap."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for a config of a few kB
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice is for scripts too
     if "--offline" in sys.argv:  # read by huggingface_hub when it is imported
         os.environ["HF_HUB_OFFLINE"] = "1"
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)

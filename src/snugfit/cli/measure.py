@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RUN = "The run"
 
+ON_CPU = "This machine has no GPU that torch can use: the step runs on the CPU, without a GPU's figures."
 Steps = Annotated[int, given.option(RUN, "Number of steady steps to time.")]
 Warmup = Annotated[int, given.option(RUN, "Number of warm-up steps before them.")]
 Device = Annotated[
@@ -59,16 +60,14 @@ def measure(
     # Called for its error about a GPU that cannot be predicted.
     policy_for(request.gpu, Software())
     if target_here(device).type == "cpu" and device is None:
-        typer.echo(
-            "This machine has no GPU that torch can use: the step runs on the CPU, without a GPU's figures.",
-            err=True,
-        )
+        typer.echo(ON_CPU, err=True)
     elif device != "cpu" and (spills := spill_to_host()):
         typer.echo(f"Note: {spills}.", err=True)
     request = request.with_least(lambda: gpu_here(device))
     # An error of the prediction is raised before minutes are spent on the run.
     count = request.gpus if gpus is None else gpus
     predicted = _predict(request, device, count) if predict else None
+    typer.echo(f"snugfit: measuring {warmup + steps} steps, for at most {deadline:g} s ...", err=True)
     measured = run(
         request.job,
         request.recipe,

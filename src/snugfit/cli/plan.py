@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
 
 RUN = "The run"
+NO_GPU = (
+    "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it. To compare "
+    "several cards: snugfit gpus NAME NAME --for MODEL"
+)
 
 Fidelity = Annotated[
     Literal["same", "rounds", "learns"],
@@ -190,9 +194,7 @@ def _check(request: Request, price: float | None) -> Request:
         )
         request = replace(request, gpu=card, memory_bytes=None)
     if request.gpu is None:
-        raise UsageError(
-            "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
-        )
+        raise UsageError(NO_GPU)
     return request
 
 

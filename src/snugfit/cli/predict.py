@@ -110,6 +110,8 @@ def _check_options(
         raise UsageError("--largest and --compare cannot be used together. Give one of them.")
     if operators and compared:
         raise UsageError("--operators shows one recipe. Leave --compare out.")
+    if request.headroom and request.gpu is None and request.memory_bytes is None:
+        raise UsageError(f"--headroom {request.headroom} needs a limit. Add --gpu NAME or --memory 24GiB.")
     if largest and request.has_auto:
         raise UsageError("--largest is for one recipe, so it takes none with 'auto'. Try 'every_layer'.")
 

@@ -228,7 +228,10 @@ def find_gpus(text: str) -> list[Gpu]:
             f"{amount[1]}GiB (in Python memory_bytes), or name a GPU. snugfit gpus lists all."
         )
     similar = _nearest(text) or " Names are written like h200, a100-80gb or 'rtx 4090'."
-    raise GpuError(f"No GPU {text!r} in the table.{similar} snugfit gpus lists all.")
+    raise GpuError(
+        f"No GPU {text!r} in the table.{similar} snugfit gpus lists all. For another card give its size in "
+        "place of its name: --memory 8GiB (in Python memory_bytes)."
+    )
 
 
 def _matches(text: str) -> list[Gpu]:

@@ -74,9 +74,10 @@ def largest(
     )
     low, high = 1, sizes.limit + 1
     if sizes.spare(low) < 0:
+        free = "" if headroom is None else f" and a headroom of {headroom}"
         raise NothingFits(
             f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
-            f"are missing with {recipe}. Try checkpointing, a smaller optimizer state, or a larger GPU."
+            f"are missing with {recipe}{free}. Try checkpointing, a smaller optimizer state, or a larger GPU."
         )
     rounds = 0
     while high - low > 1:

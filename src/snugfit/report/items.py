@@ -92,7 +92,9 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
         return "weights of the experts" if part_of(line.module) == EXPERTS else "weights"
     if line.kind == Kind.OPTIMIZER_STATES:
         own = f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
-        return "master weights" if line.phase == "build" else own
+        # Adagrad creates its states in its constructor, and fills them with one number.
+        is_copy = line.phase == "build" and not line.operator.startswith(("full", "zeros", "ones"))
+        return "master weights" if is_copy else own
     if line.kind in _BY_KIND:
         return _BY_KIND[Kind(line.kind)]
     return _name_of_pass(line, trains=trains)
@@ -101,6 +103,8 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
 def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
     """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
     path, part = line.module, part_of(line.module)
+    if line.phase == "build":
+        return "whole model, before each GPU keeps its part"
     if line.phase in ("clip", "update"):
         return "temporaries of the optimizer"
     if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):

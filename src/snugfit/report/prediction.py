@@ -10,7 +10,7 @@ from rich.text import Text
 from snugfit.report.curve import draw_curve
 from snugfit.report.items import BOUND_BY
 from snugfit.report.plan.ways_out import of_prediction
-from snugfit.report.short import LOSS_OVER_ALL_LOGITS, verdict
+from snugfit.report.short import LOSS_OVER_ALL_LOGITS, about_build, verdict
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
 from snugfit.report.text.page import STYLES, Page, with_commands
@@ -162,19 +162,7 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
     if moment is None:
         return []
     when = f"in step {moment.step}" if moment.step else "before the first step"
-    lines: list[RenderableType] = [words(f"The peak is {when}: {moment}.")]
-    if moment.step:
-        return lines
-    from snugfit.step.build import could_be_spread_from_the_host  # its handlers take a tenth of a second
-
-    if could_be_spread_from_the_host(prediction.job, prediction.recipe.setup()):
-        lines.append(
-            words(
-                "Each GPU builds the whole model before it keeps its part. With --set build_on=host it takes "
-                "that from the host, layer by layer."
-            )
-        )
-    return lines
+    return [words(f"The peak is {when}: {moment}."), *map(words, about_build(prediction))]
 
 
 def kinds_table(prediction: Prediction) -> PlainTable:

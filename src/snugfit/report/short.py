@@ -29,13 +29,16 @@ LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over
 
 
 def render(prediction: Prediction) -> Page:
-    """Return the short answer, at most 15 lines of 100 columns."""
+    """Return the short answer, at most 15 lines of 100 columns.
+
+    A step that does not fit has changes in the place of its seconds and their bound.
+    """
     fits = prediction.fits is not False
     return Page(
         [verdict(prediction), Sentence(f"{'recipe':{LABEL}}  {prediction.recipe}", "recipe")],
         [Facts(tuple(numbers(prediction)))],
         [] if fits else ways_out(prediction),
-        [Facts((*show_largest(prediction), *show_bound(prediction)))],
+        [Facts((*show_largest(prediction), *(show_bound(prediction) if fits else ())))],
         [] if prediction.job.trains else [LOSS_OVER_ALL_LOGITS],
         uncertain(prediction.doubts, widest(prediction)),
     )
@@ -75,7 +78,7 @@ def _role(prediction: Prediction) -> str:
 
 
 def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the memory on the GPU and its parts, the seconds of a step, and the throughput."""
+    """Yield the memory on the GPU and its parts, and the seconds and throughput of a step that fits."""
     footprint = prediction.footprint
     per_gpu = " on each GPU" if prediction.gpus > 1 else ""
     parts = [
@@ -85,7 +88,9 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
         (footprint.communication_bytes, "NCCL"),
     ]
     needed, memory = prediction.needed_bytes, prediction.memory_bytes
-    yield from four_numbers(needed, memory, parts, prediction.speed, per_gpu)
+    yield from four_numbers(
+        needed, memory, parts, None if prediction.fits is False else prediction.speed, per_gpu
+    )
     if footprint.pinned_bytes and footprint.host_bytes:
         yield (
             "host memory",
@@ -95,11 +100,26 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
     """Yield the changes with which a step fits that does not, or the command of a plan."""
-    if (ways := prediction.ways_out) and (lines := tuple(in_short(ways))):
-        yield Facts(lines)
+    if prediction.ways_out and (lines := [*in_short(prediction.ways_out)]):
+        yield from lines
         return
+    yield from map(Sentence, about_build(prediction))
     if command := plan_command(prediction):
         yield Sentence(f"Plan one that fits: {command}", "command")
+
+
+def about_build(prediction: Prediction) -> Iterator[str]:
+    """Yield a sentence on a peak before the first step that `build_on` removes."""
+    moment = prediction.footprint.at
+    if moment is None or moment.step:
+        return
+    from snugfit.step.build import could_be_spread_from_the_host  # its handlers take a tenth of a second
+
+    if could_be_spread_from_the_host(prediction.job, prediction.recipe.setup()):
+        yield (
+            "Each GPU builds the whole model before it keeps its part. With --set build_on=host it takes "
+            "that from the host, layer by layer."
+        )
 
 
 def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:

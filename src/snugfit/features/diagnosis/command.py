@@ -105,7 +105,8 @@ def _content(log: str | None) -> tuple[bytes, str]:
             raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
         where = str(path)
     else:
-        if log is None and sys.stdin.isatty():
+        # Python has no stdin where the shell closed it.
+        if sys.stdin is None or (log is None and sys.stdin.isatty()):
             raise UsageError(
                 "No log given. Name a file, or pipe one: snugfit why-oom LOG, or ... | snugfit why-oom -"
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from snugfit.errors import UsageError
 from snugfit.features.diagnosis.result import FailureKind, Ledger
 from snugfit.features.diagnosis.signs import (
+    BEGINNINGS,
     CPU_REQUEST,
     FOREIGN,
     KERNEL_LIMIT,
@@ -94,12 +95,11 @@ def read_log(text: str) -> LoggedError:
     joined = "\n".join(plain)
     if not joined.strip():
         raise UsageError("The log is empty. Give the text of the error, with the lines before it.")
-    matches = list(_errors(joined))
+    matches = _errors(joined, certain=True) or _errors(joined, certain=False)
     if not matches:
         _refuse(joined)
-    certain = [one for one in matches if one[0].certain] or matches
     starts = _line_starts(plain)
-    numbered = [(sign, match, _line_of(match.start(), starts)) for sign, match in certain]
+    numbered = [(sign, match, _line_of(match.start(), starts)) for sign, match in matches]
     lowest = min((rank for *_, line in numbered if (rank := ranks[line]) is not None), default=None)
     of_rank = [one for one in numbered if lowest is None or ranks[one[2]] == lowest]
     sign, match, line = _ending(of_rank, plain)
@@ -138,7 +138,8 @@ def _without_prefixes(lines: Sequence[str]) -> tuple[list[int | None], list[str]
     for text in lines:
         line = _QUOTES.sub("", text) if text.startswith(">") else text
         prefix = _PREFIX.match(line) or ("[rank" in line and _LATER_PREFIX.match(line)) or None
-        ranks.append(next((int(one) for one in prefix.groups() if one), None) if prefix else None)
+        # A log has millions of lines. At most one of the groups has a rank.
+        ranks.append(int(prefix[prefix.lastindex]) if prefix and prefix.lastindex else None)
         plain.append(line[prefix.end() :] if prefix else line)
     return ranks, plain
 
@@ -155,16 +156,27 @@ def _line_of(position: int, starts: Sequence[int]) -> int:
     return bisect_right(starts, position) - 1
 
 
-def _errors(text: str) -> Iterator[tuple[Sign, re.Match[str]]]:
-    """Yield the signs in the text, in order. A message with figures counts once, at its request."""
-    possible = REQUEST.finditer(text) if "allocate" in text else ()
+def _errors(text: str, *, certain: bool) -> list[tuple[Sign, re.Match[str]]]:
+    """Return the certain signs in the text, or the others, in order.
+
+    A message with figures counts once, at its request.
+    """
+    starts = [at for word in BEGINNINGS for at in _places(text, word)] if certain else []
     # `you tried to allocate` is of the CPU's allocator, which has a sign of its own.
-    matches = [(SIGNS[0], match) for match in possible if not text.endswith("you ", 0, match.start())]
-    for sign in SIGNS:
+    possible = (REQUEST.match(text, at) for at in starts if not text.endswith("you ", 0, at))
+    matches = [(SIGNS[0], match) for match in possible if match]
+    for sign in [one for one in SIGNS if one.certain is certain]:
         for match in _matches(sign, text):
             if sign is not SIGNS[0] or not REQUEST.search(text, match.start(), match.end() + 200):
                 matches.append((sign, match))
-    yield from sorted(matches, key=lambda one: one[1].start())
+    return sorted(matches, key=lambda one: one[1].start())
+
+
+def _places(text: str, word: str) -> Iterator[int]:
+    at = text.find(word)
+    while at >= 0:
+        yield at
+        at = text.find(word, at + 1)
 
 
 def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:

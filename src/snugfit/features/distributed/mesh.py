@@ -7,10 +7,11 @@ have no number in a recipe, because `--gpus` sets it; the others have.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields, replace
 from typing import Any
 
-from snugfit.errors import UsageError
+from snugfit.errors import RecipeError, UsageError
 from snugfit.features.distributed.fields import PARALLEL
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -65,14 +66,15 @@ def _read(text: str) -> dict[str, int]:
 
 
 def _kind(word: str, text: str) -> type[Technique]:
-    kind = roster.find(word)
-    if not kind.needs_several_gpus:
-        names = sorted(one.name for one in roster.techniques() if one.needs_several_gpus)
-        raise UsageError(
-            f"--mesh {text!r}: {word} is not an axis along which GPUs share the work. Those are "
-            f"{', '.join(names)} and {REPLICATE}."
-        )
-    return kind
+    with contextlib.suppress(RecipeError):  # an unknown technique
+        kind = roster.find(word)
+        if kind.needs_several_gpus:
+            return kind
+    names = sorted(one.name for one in roster.techniques() if one.needs_several_gpus)
+    raise UsageError(
+        f"--mesh {text!r}: {word} is not an axis along which GPUs share the work. Those are "
+        f"{', '.join(names)} and {REPLICATE}."
+    )
 
 
 def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, text: str) -> Technique:

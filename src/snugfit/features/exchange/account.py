@@ -102,14 +102,12 @@ class Reading:
                     f"{self.path} ({self.title}): snugfit does not support {line.job} yet "
                     f"({line.key}={_short(line.value)}): {line.says}.{cure}"
                 )
-        lines = [str(line) for line in self.refused if line.instead not in otherwise]
-        if lines:
-            flags = sorted({line.instead.replace("_", "-") for line in self.refused})
-            raise UsageError(
-                "\n".join([f"{self.path} ({self.title}) has parts that are not predicted:", *lines])
-                + "\nLeave it out, or set what to predict instead with "
-                f"--{', --'.join(flags)}."
-            )
+        refused = [line for line in self.refused if line.instead not in otherwise]
+        if refused:
+            flags = sorted({f"--{line.instead.replace('_', '-')}" for line in refused if line.instead})
+            cure = f"Leave it out, or set what to predict instead with {', '.join(flags)}."
+            head = f"{self.path} ({self.title}) has parts that are not predicted:"
+            raise UsageError("\n".join([head, *map(str, refused), cure if flags else "Correct the file."]))
 
     def show(self) -> None:
         """Print on stderr how each key was used: stdout is for the answer."""

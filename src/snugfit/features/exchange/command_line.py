@@ -33,7 +33,18 @@ RUN_FILE = "launcher.run_file"
 """Argument for the configuration of the run that a command starts."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
+"""A use of a variable. `${1:-gpt2}` has a default."""
+
+_SLURM = re.compile(r"^#SBATCH\s+-{1,2}([\w-]+)[=\s]\s*(?:gpu:)?(?:[\w-]+:)?(\d+)\b", re.MULTILINE)
+"""An option of SLURM with a number: `--nodes=1`, `--gres=gpu:a100:4`."""
+
+_OF_SLURM = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "gres": ("SLURM_GPUS_ON_NODE",), "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+}  # fmt: skip
+"""Variables that SLURM sets from each of its options."""
 
 
 def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
@@ -73,7 +84,8 @@ def argument_names() -> set[str]:
 def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     """Return the dialect and the arguments of the one training command in a shell file. Raises `UsageError`
     when there is none, or more than one."""
-    variables: dict[str, str] = {}
+    options = _SLURM.findall(text)
+    variables = {name: number for option, number in options for name in _OF_SLURM.get(option, ())}
     commands: list[list[str]] = []
     for line in _lines(text):
         words = [word for word in _split(line, where) if word != "export"]
@@ -242,5 +254,5 @@ def _scalar(name: str, text: str) -> Any:
 
 
 def _with_variables(word: str, variables: Mapping[str, str]) -> str:
-    """Return the word with the variables that the file set to a plain value."""
-    return _VARIABLE.sub(lambda one: variables.get(one[1] or one[2], one[0]), word)
+    """Return the word with the variables that the file set to a plain value, or their defaults."""
+    return _VARIABLE.sub(lambda one: variables.get(one[1] or one[3], one[2] or one[0]), word)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.errors import UsageError, did_you_mean, nearest
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import Line, Reading
 from snugfit.features.exchange.command_line import parse_pairs
@@ -34,10 +34,12 @@ from snugfit.features.exchange.processes import (
     PER_HOST,
     RAW,
     SHARDS,
+    STAGE,
     read_processes,
 )
 from snugfit.features.exchange.python.values import Unknown
-from snugfit.job.inputs import has_sequence
+from snugfit.job.inputs import has_sequence, has_target
+from snugfit.job.job import Job
 from snugfit.job.names import unquantized_name
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -45,8 +47,8 @@ from snugfit.techniques.roster import advice
 from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
 
-DEFAULT_LENGTH, DEFAULT_TARGET = 512, 128
-"""Tokens of a sequence, and of a target, in a job without them (`Job.sequence_length`, `target_length`)."""
+MISSPELT = 0.9
+"""Least similarity to a known key at which an unknown one is a mistake, and none of the user's own."""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
@@ -100,11 +102,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
         bfloat16=_has_bfloat16(settings.get("gpu")),
     )
     reading.refuse(settings)
-    assumed = [
-        Line(key=key, value="not given", says=f"not in this file: {says}")
-        for key, says in _assumptions(reading, {**settings, **flags})
-    ]
-    reading = replace(reading, unread=(*reading.unread, *assumed))
+    reading = replace(reading, unread=(*reading.unread, *_assumptions(reading, {**settings, **flags})))
     # The result is not needed: this call only checks the values.
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
@@ -163,7 +161,7 @@ class _Reader:
         for key, value in self.arguments.items():
             if key in self.origins and key not in decided:
                 self._account(key, value)
-        self.settings.setdefault("loop", table.loop)
+        self._loop(table.loop)
         self._statements()
         return Reading(
             path=str(self.document.path),
@@ -229,6 +227,14 @@ class _Reader:
             self.arguments[ACCUMULATION], self.origins[ACCUMULATION] = whole // micro, origin
         else:
             self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
+
+    def _loop(self, loop: str) -> None:
+        """Set the loop. DeepSpeed's engine on several GPUs is predicted in the plain one only."""
+        if self.gpus > 1 and STAGE in self.arguments and loop != "plain":
+            key = self.origins.get(STAGE, (STAGE, ""))
+            self._line(self.differs, *key, f"predicted in snugfit's own loop, not in that of the {loop}")
+            loop = "plain"
+        self.settings.setdefault("loop", loop)
 
     def _statements(self) -> None:
         """Add a script's statements that are not read or not predicted, and the defaults of its options."""
@@ -464,9 +470,13 @@ class _Reader:
     def _unknown(self, table: Dialect, key: str, name: str, given: Any) -> None:
         """Add a key of no table to the account. One whose name speaks of memory is refused."""
         known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
-        guess = did_you_mean(key, known) if key not in known else ""
+        near = nearest(key, known, cutoff=MISSPELT) if key not in known else []
+        guess = did_you_mean(key, near or known) if key not in known else ""
         says = f"snugfit does not know this key.{guess}"
-        if given in (None, False, "", "None", "null") or given in ([], {}):
+        if near and table.of_trainer and self.document.dialect in ("trainer", "sft"):
+            # `TrainingArguments` refuses such a key too.
+            self._line(self.refused, name, given, says, instead="")
+        elif given in (None, False, "", "None", "null") or given in ([], {}):
             self._line(self.ignored, name, given, "it is empty or off, and sets nothing")
         elif _OF_MEMORY.search(key.lower()):
             self._line(self.refused, name, given, says)
@@ -487,17 +497,20 @@ class _Reader:
         lines.append(Line(key=key, value=shown, says=says, instead=instead, job=job))
 
 
-def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the sizes of a run that neither its file nor a flag has, each with the assumed value."""
+def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield the sizes that neither the files of a run nor the user gave, with the assumed ones."""
     task = str(given.get("task") or reading.settings.get("task") or "")
-    known = {key for key in given if given[key] is not None} | set(reading.settings)
-    of_job = "job_file" in known
-    if task and has_sequence(task) and not of_job and not known & {"sequence_length", "lengths"}:
-        yield "sequence length", f"{DEFAULT_LENGTH} tokens are assumed; set --sequence-length"
-    if task == "seq2seq-lm" and not of_job and "target_length" not in known:
-        yield "target length", f"{DEFAULT_TARGET} tokens are assumed; set --target-length"
-    if "model" in reading.settings and not of_job and not known & {"batch_size", "largest"}:
-        yield "batch size", "4 samples are assumed; set --batch-size"
+    sizes = (
+        ("sequence_length", bool(task) and has_sequence(task), "tokens", "lengths"),
+        ("target_length", bool(task) and has_target(task), "tokens", ""),
+        ("batch_size", "model" in reading.settings, "samples", "largest"),
+    )
+    for size, is_needed, unit, otherwise in sizes:
+        named = any(given.get(key) is not None for key in (size, otherwise, "job_file"))
+        if is_needed and not named and size not in reading.settings:
+            assumed = f"{getattr(Job, size)} {unit}"
+            says = f"not in this file: {assumed} are assumed; set --{size.replace('_', '-')}"
+            yield Line(key=size.replace("_", " "), value="not given", says=says)
 
 
 def _has_bfloat16(gpu: Any) -> bool | None:

@@ -135,8 +135,8 @@ def settings_of(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     if task and not has_sequence(task):
         raise UsageError(f"--lengths: the task {task} has no sequences. Leave --lengths out.")
     lengths = read_lengths(flags["lengths"], flags.get("column"))
-    longest = min(lengths.longest, flags.get("truncate") or lengths.longest)
-    return {"sequence_length": longest, "padding": 1 - lengths.mean / lengths.longest}
+    lengths = lengths.cut(flags["truncate"]) if flags.get("truncate") else lengths
+    return {"sequence_length": lengths.longest, "padding": 1 - lengths.mean / lengths.longest}
 
 
 def _task_of(model: str | None) -> str | None:

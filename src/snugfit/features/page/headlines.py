@@ -12,7 +12,10 @@ from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.plan import Plan
+from snugfit.report import short
+from snugfit.report.plan import short as short_plan
 from snugfit.report.text.pace import show_spread, show_tokens
+from snugfit.report.text.page import Sentence
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
 from snugfit.results.speed import StepSpeed
@@ -30,29 +33,17 @@ class Headline(NamedTuple):
 
 
 def of_prediction(one: Prediction) -> Headline:
-    """Return a sentence on the fit of the step."""
-    name, spare = _model(one.job), one.spare_bytes
-    where = _place(one.gpu, one.gpus)
-    if spare is None:
-        return Headline(f"{name} needs {show_bytes(one.needed_bytes)} of GPU memory")
-    condition = "" if one.read_in_full else ", if the unread parts change nothing"
-    if spare < 0:
-        title = f"{name} does not fit on {where}: {show_bytes(-spare)} too much{condition}"
-        return Headline(title, "bad")
-    if one.tight:
-        return Headline(f"{name} only just fits on {where}: {show_bytes(spare)} to spare{condition}", "tight")
-    title = f"{name} fits on {where}, with {show_bytes(spare)} to spare{condition}"
-    return Headline(title, "good" if one.read_in_full else "tight")
+    """Return the verdict of the short answer."""
+    return _of_verdict(short.verdict(one))
 
 
 def of_plan(plan: Plan) -> Headline:
-    """Return a sentence on the best recipe, or on the nearest miss."""
-    name, shown, where = _model(plan.job), plan.best_or_nearest, _place(plan.gpu, 1)
-    if plan.best is None:
-        short = show_bytes(shown.needed_bytes - (plan.memory_bytes or 0))
-        return Headline(f"No recipe fits {name} on {where}: the nearest needs {short} more", "bad")
-    speed = f"{plan.speed(shown):,.1f} samples per second"
-    return Headline(f"{name} fits on {where}, at {speed}", "tight" if plan.tight else "good")
+    """Return the verdict of the short answer."""
+    return _of_verdict(short_plan.verdict(plan))
+
+
+def _of_verdict(verdict: Sentence) -> Headline:
+    return Headline(verdict.text, "" if verdict.role == "heading" else verdict.role)
 
 
 def of_measurement(one: Measurement) -> Headline:

@@ -147,8 +147,10 @@ def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
 
 
 def _environments(request: MeasurementRequest, targets: Sequence[Target]) -> list[dict[str, str]]:
+    # Waiting threads of OpenMP would take a busy host's cores from those that compute: minutes a step.
+    inherited = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ} if targets[0].type == "cpu" else os.environ
     return [
-        child_environment(os.environ, request.setup, visibility=target.visibility)
+        child_environment(inherited, request.setup, visibility=target.visibility)
         | rank_environment(os.environ, rank, len(targets))
         for rank, target in enumerate(targets)
     ]

@@ -88,10 +88,10 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
     return four_numbers(shown.needed_bytes, plan.memory_bytes, parts, plan.timed(shown))
 
 
-def ways_out(plan: Plan) -> Iterator[Facts | str]:
+def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
     """Yield changes with which a recipe would fit."""
-    if plan.ways_out and (lines := tuple(in_short(plan.ways_out))):
-        yield Facts(lines)
+    if plan.ways_out and (lines := [*in_short(plan.ways_out)]):
+        yield from lines
     else:
         yield from plan.cures[:CURES]
 

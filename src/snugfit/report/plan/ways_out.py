@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 from snugfit.job.gpu import find_gpu
 from snugfit.report.plan.next_steps import job_words
+from snugfit.report.text.answer import show_gib
+from snugfit.report.text.facts import LABEL, Facts
+from snugfit.report.text.pace import roughly
+from snugfit.report.text.page import Sentence
 from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
 from snugfit.units import MIB, show_bytes, show_seconds
 
@@ -41,16 +45,15 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Itera
         yield f"A plan searches all techniques: {command}"
 
 
-def in_short(ways: WaysOut) -> Iterator[tuple[str, str]]:
+def in_short(ways: WaysOut) -> Iterator[Facts | Sentence]:
     """Yield each change as a labelled line, and the first one as an option; else the smallest larger GPU."""
-    label = "fits with"
-    for way in ways.ways:
-        yield label, _about(way)
-        label = ""
+    changes = map(_about, ways.ways) if ways.ways else filter(None, [_about_larger(ways.larger_gpu)])
+    rows = tuple(("" if number else "fits with", text) for number, text in enumerate(changes))
+    if rows:
+        yield Facts(rows)
     if ways.ways:
-        yield "", f"--recipe {shlex.quote(ways.ways[0].recipe)}"
-    elif ways.larger_gpu:
-        yield label, _about_larger(ways.larger_gpu)
+        option = f"--recipe {shlex.quote(ways.ways[0].recipe)}"
+        yield Sentence(f"{'':{LABEL}}  {option}", "recipe")
 
 
 def of_prediction(prediction: Prediction) -> list[str]:
@@ -74,9 +77,9 @@ def of_plan(plan: Plan) -> Iterator[str]:
 
 
 def _about(way: WayOut) -> str:
-    figures = [show_bytes(way.needed_bytes)]
+    figures = [show_gib(way.needed_bytes)]
     if way.step_seconds is not None:
-        figures += [f"{show_seconds(way.step_seconds)} a step{_slowdown(way.slowdown)}"]
+        figures += [f"{roughly(way.step_seconds)} a step{_slowdown(way.slowdown)}"]
     figures += [FIDELITY[way.fidelity]]
     figures += [f"tight: {show_bytes(way.spare_bytes)} to spare"] if way.tight else []
     return f"{' + '.join(way.changes)}: {', '.join(figures)}."
@@ -88,7 +91,9 @@ def _slowdown(share: float | None) -> str:
     return " (no slower)" if abs(share) < NO_SLOWDOWN else f" ({100 * share:+.1f} %)"
 
 
-def _about_larger(larger: LargerGpu) -> str:
+def _about_larger(larger: LargerGpu | None) -> str:
+    if larger is None:
+        return ""
     figures = show_bytes(larger.needed_bytes)
     figures += f", {show_seconds(larger.step_seconds)} a step" if larger.step_seconds is not None else ""
     return (

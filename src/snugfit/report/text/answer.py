@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNREAD = "if the unread parts change nothing"
 """Condition of a verdict on a configuration that was not read in full."""
 
-SCALED_RATES = "the step time, because no rates of this GPU were measured"
+SCALED_RATES = "step time, as no rates of this GPU were measured"
 
 
 def subject(

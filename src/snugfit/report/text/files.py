@@ -65,7 +65,8 @@ def writable_folder(folder: Path) -> Path:
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
-        raise UsageError(f"{folder}: {nearest} is a file. Name a folder.")
+        which = "this" if nearest == folder else str(nearest)
+        raise UsageError(f"{folder}: {which} is a file. Name a folder.")
     try:
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:

@@ -41,6 +41,7 @@ def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, o
 
     `alone` are the options that only a plan for one GPU takes.
     """
+    from snugfit.cli.plan import NO_GPU
     from snugfit.features.distributed.plan.report import render
     from snugfit.report.text.page import print_as
 
@@ -48,7 +49,7 @@ def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, o
     if request.software != "installed":
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")
     if request.gpu is None:
-        raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
+        raise UsageError(NO_GPU)
     plan = _plan(request, request.gpu, asked)
     plan = replace(plan, price_per_hour=asked["price"], doubts=(*plan.doubts, *request.doubts))
     page = render(plan, details=asked["details"])

@@ -84,14 +84,16 @@ class Script:
     """Defaults of the script's options that were used."""
 
 
-def read_meaning(done: Evaluation, where: str) -> Script:
-    """Return the meaning of an evaluated script. Raises `UsageError` for one that is not read."""
-    return _Meaning(done, where).read()
+def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
+    """Return the meaning of an evaluated script, on a GPU with or without `bfloat16`.
+
+    Raises `UsageError` for one that is not read."""
+    return _Meaning(done, where, bfloat16).read()
 
 
 class _Meaning:
-    def __init__(self, done: Evaluation, where: str) -> None:
-        self.done, self.where = done, where
+    def __init__(self, done: Evaluation, where: str, bfloat16: bool | None) -> None:
+        self.done, self.where, self.bfloat16 = done, where, bfloat16
         self.calls = done.calls
         self.script = Script("trainer")
         self.last: ForeignCall | None = None
@@ -509,6 +511,9 @@ class _Meaning:
         # Such a checkpoint is stored in 4 bits, whatever `load_in_4bit` is.
         if isinstance(name, str) and name.endswith("-bnb-4bit"):
             inner["load_in_4bit"] = True
+        # unsloth then loads weights in the dtype that the GPU has.
+        if loads and inner.get("dtype") is None and self.bfloat16 is False:
+            inner["dtype"] = "float16"
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def _cast(self, call: ForeignCall) -> dict[str, Any]:

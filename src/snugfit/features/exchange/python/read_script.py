@@ -12,6 +12,9 @@ from snugfit.features.exchange.python.evaluate import evaluate
 from snugfit.features.exchange.python.meaning import Script, read_meaning
 from snugfit.features.exchange.python.objects import NO_PLAIN_LOOP
 
+_FOREIGN = re.compile(r"\s*%%(?!capture|time|timeit|prun)")
+"""The start of a cell in another language, such as `%%bash`. The others run their cell as Python."""
+
 
 def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Script:
     """Return the job, the model and the arguments of a script.
@@ -28,7 +31,7 @@ def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Scrip
             line, why = f", line {error.lineno}" if error.lineno else "", error.msg
         raise UsageError(f"{where}{line}: this is not valid Python ({why}).") from None
     try:
-        return read_meaning(done, where)
+        return read_meaning(done, where, bfloat16=bfloat16)
     except RecursionError:
         raise UsageError(f"{where}: its objects depend on each other too deeply. {NO_PLAIN_LOOP}") from None
 
@@ -48,8 +51,7 @@ def code_of_notebook(text: str, where: str) -> tuple[str, list[tuple[int, str]]]
     lines: list[str] = []
     broken: list[tuple[int, str]] = []
     for code in codes:
-        # A magic such as `%%bash` makes its whole cell another language.
-        cell = [] if code.startswith("%%") else _SHELL.sub(r"\1pass", code).splitlines()
+        cell = [] if _FOREIGN.match(code) else _SHELL.sub(r"\1pass", code).splitlines()
         try:
             ast.parse("\n".join(cell))
         except (SyntaxError, ValueError, RecursionError, MemoryError):

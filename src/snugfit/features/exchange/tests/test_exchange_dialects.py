@@ -210,11 +210,20 @@ def test_the_command_line_of_a_script(launcher: str, tmp_path: Path) -> None:
     assert keys(reading.unread) == {"my_own_flag"}
 
 
+def test_a_variable_of_the_shell_may_have_a_default(tmp_path: Path) -> None:
+    text = SHELL.format(launcher="python").replace("gpt2", "${1:-gpt2}")
+    assert "${1:-gpt2}" in text
+    assert read(tmp_path, "run.sh", text).settings["model"] == "gpt2"
+
+
 def test_launchers_say_how_many_gpus_there_are(tmp_path: Path) -> None:
     several = read(tmp_path, "run.sh", SHELL.format(launcher="torchrun --nproc_per_node 8 --nnodes=2"))
     assert not several.refused
     assert (several.settings["gpus"], several.settings["batch_size"]) == (16, 8 * 16)
     assert several.settings["recipe"] == "bf16 + micro_batches(2) + adamw_fused + ddp"
+    launcher = "torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE"
+    of_slurm = SHELL.format(launcher=launcher).replace("--gres=gpu:1", "--gres=gpu:a100:8\n#SBATCH --nodes=2")
+    assert read(tmp_path, "job.slurm", of_slurm).settings["gpus"] == 16
     half = SHELL.format(launcher="accelerate launch --mixed_precision fp16").replace("--bf16", "")
     assert "fp16" in read(tmp_path, "half.sh", half).settings["recipe"]
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.features.exchange.account import Reading, UnsupportedJobError
-from snugfit.features.exchange.python.read_script import read_script
+from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
 from snugfit.features.exchange.read import read_arguments
 from test_docs import answered
+
+if TYPE_CHECKING:
+    from snugfit.cli.request import Request
 
 __all__ = ["answered"]
 
@@ -379,6 +383,35 @@ def test_names_of_quantized_weights_are_refused(tmp_path: Path) -> None:
         read(tmp_path, FACTORY | {"model_name_or_path": "org/model-AWQ"}).refuse()
 
 
+def test_deepspeed_on_several_gpus_is_predicted_in_the_plain_loop(tmp_path: Path) -> None:
+    given = {**FACTORY, "finetuning_type": "full", "deepspeed": {"zero_optimization": {"stage": 3}}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    loops = {gpus: read_arguments(tmp_path / "config.json", gpus=gpus).settings["loop"] for gpus in (1, 8)}
+    assert loops == {1: "trainer", 8: "plain"}
+
+
+def test_a_cell_that_is_timed_is_python() -> None:
+    cells = ("%%time\na = 1", "%%bash\nrm x", "%%capture\n!pip install b\nb = 2")
+    notebook = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
+    assert code_of_notebook(json.dumps(notebook), "n.ipynb") == ("pass\na = 1\npass\npass\nb = 2", [])
+
+
+def test_unsloth_loads_weights_in_the_dtype_of_the_gpu() -> None:
+    text = "from unsloth import FastLanguageModel\n" + script("FastLanguageModel.from_pretrained('gpt2')")
+    assert read_script(text, "a.py", bfloat16=False).arguments["unsloth.dtype"] == "float16"
+    assert "unsloth.dtype" not in read_script(text, "a.py", bfloat16=True).arguments
+
+
+def test_a_misspelt_argument_is_refused(tmp_path: Path) -> None:
+    reading = read(tmp_path, {"per_device_train_batchsize": 4, "fp16": True, "my_own_key": 1})
+    assert [line.key for line in reading.refused] == ["per_device_train_batchsize"]
+    with pytest.raises(
+        UsageError, match=r"Did you mean 'per_device_train_batch_size'\?\nCorrect the file\.$"
+    ):
+        reading.refuse()
+    assert [line.key for line in reading.unread] == ["my_own_key"]
+
+
 def test_a_shell_file_may_end_in_a_continuation(tmp_path: Path) -> None:
     file = tmp_path / "run.sh"
     file.write_text("python train.py --model_name_or_path a/b \\\n  --bf16 \\")
@@ -483,8 +516,19 @@ def test_frozen_parts_beside_adapters_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_plans_for_several_gpus_repeat_what_was_not_read(
-    command: str, answered: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    answered: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def show(request: Request, *_: Any) -> int:
+        print(*request.doubts)
+        return 0
+
+    plans = SimpleNamespace(print_plan=show, print_cards=show)
+    for caller in ("plan", "gpus"):
+        monkeypatch.setattr(f"snugfit.cli.{caller}.group_plans", lambda: plans)
     (tmp_path / "train.py").write_text(script("net.classifier = other(net.classifier)"))
     assert run([*command.split(), "--arguments", "train.py", "--json"]) == 0
     assert "train.py was not read in full" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 from test_lengths_command import made_up
 
 from in_roster import needs_techniques
+from made_up_plans import planned
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import GpuError, UsageError
@@ -26,7 +27,6 @@ from snugfit.report.text.terminal import as_text
 from test_docs import answered, commands
 from test_reference import hold_to_schema
 from test_tables import hold_rows_and_figures
-from test_verify import planned
 
 __all__ = ["answered"]
 

@@ -87,6 +87,8 @@ def test_the_question_holds_what_the_file_says(asked: list[dict[str, Any]]) -> N
     (question,) = asked
     assert question["lengths"].counts == ((100, 40), (509, 2))
     assert (question["recipe"], question["cut"]) == ("bf16", 256)
+    cut = question["job"]
+    assert (cut.sequence_length, cut.padding) == (256, pytest.approx(1 - (40 * 100 + 2 * 256) / 42 / 256))
 
 
 def test_the_longest_sample_is_the_length_of_the_job(asked: list[dict[str, Any]]) -> None:
