@@ -25,7 +25,7 @@ from snugfit.techniques.setting import read_setting, setting_types, split_outsid
 from snugfit.techniques.technique import Technique
 
 LONGEST = 2000
-"""Characters of a recipe: far more than every slot with every setting takes."""
+"""Largest number of characters of a recipe, far more than every slot with every setting takes."""
 
 _WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>(?:[^()']|'[^']*')*)\)\s*)?")
 _QUOTED = re.compile(r"'[^']*'")
@@ -36,7 +36,7 @@ class Word:
     """One technique as it is written in a recipe, with its position."""
 
     text: str
-    """The text of the whole recipe."""
+    """The text of the whole recipe that has this word."""
 
     start: int
     """The index in `text` at which the word begins."""
@@ -48,17 +48,17 @@ class Word:
     """The technique's name, before the parentheses."""
 
     settings: str
-    """The text in the parentheses."""
+    """The text between the parentheses."""
 
     settings_start: int
-    """The index in `text` at which that begins."""
+    """The index in `text` at which the settings begin."""
 
     def refuse(self, message: str) -> NoReturn:
-        """Raise `RecipeError` with the text, this word marked."""
+        """Raise `RecipeError` with the message and the recipe's text, in which this word is marked."""
         raise error_at(self.text, self.start, self.end, message)
 
     def technique(self) -> Technique:
-        """Return the technique that the word means, with its settings."""
+        """Return the technique that this word names, with its settings."""
         try:
             kind = roster.find(self.name)
         except RecipeError as error:
@@ -174,7 +174,7 @@ def _refuse_unbalanced(text: str) -> None:
 
 
 def _around(text: str, position: int) -> tuple[int, int]:
-    """Return start and end of the word at `position`, for the marker."""
+    """Return start and end of the recipe's word at `position`, which an error then marks."""
     rest = re.match(r"\s*[^\s+]*", text[position:])
     length = len(rest[0]) if rest else 0
     blank = len(text[position : position + length]) - len(text[position : position + length].lstrip())

@@ -12,7 +12,7 @@ from snugfit.techniques.technique import Fidelity, Technique
 
 @dataclass(frozen=True, kw_only=True)
 class Expandable(Technique):
-    """Grows the allocator's segments in place, which leaves less memory in unusable pieces."""
+    """Grows the allocator's segments in place, which leaves less memory in free pieces too small to use."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -22,5 +22,5 @@ class Expandable(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """Set the allocator's switch, before the process first allocates."""
+        """Set `expandable_segments`, which a process applies before its first allocation."""
         return setup.with_fields(expandable_segments=True)

@@ -53,10 +53,10 @@ class EveryNthLayer(Technique):
         return setup.with_fields(checkpoint=CheckpointWish(every=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse a prefix of keys and values, which would be dropped."""
+        """Refuse prefix tuning, since recomputed layers would drop its keys and values."""
         return dropped_prefix(job)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield every second, third and fourth layer."""
+        """Yield this technique for every second, third and fourth layer, the settings that a plan tries."""
         yield from (cls(n=n) for n in (2, 3, 4))

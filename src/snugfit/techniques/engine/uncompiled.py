@@ -20,5 +20,5 @@ class Uncompiled(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"torch_compile": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Return the Setup unchanged."""
+        """Return the Setup unchanged, since the plain loop compiles nothing."""
         return setup

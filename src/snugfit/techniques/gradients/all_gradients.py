@@ -1,4 +1,4 @@
-"""All gradients exist together when the backward pass ends, and the optimizer's step reads them then."""
+"""All gradients exist together when the backward pass ends; the optimizer's step then reads them."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class AllGradients(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Set updates after the end of the backward pass."""
+        """Set one optimizer step after the end of the backward pass."""
         return setup

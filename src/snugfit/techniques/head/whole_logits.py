@@ -20,5 +20,5 @@ class WholeLogits(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Leave head and loss to the model."""
+        """Leave head and loss to the model's own code."""
         return setup.with_fields(logits=None)

@@ -34,7 +34,7 @@ class Bf16Pure(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against a plan with it: it changes nothing for bfloat16 weights."""
+        """Return why no plan chooses this technique: weights that are loaded in bfloat16 stay as they are."""
         if job.dtype == "bfloat16":
             return "the weights are already loaded in bfloat16, so it changes nothing"
         return ""
