@@ -38,7 +38,7 @@ HEADS: Mapping[str, tuple[str, str]] = {
 
 @cache
 def heads() -> Mapping[str, tuple[str, str]]:
-    """Return the same for every task, those of features too."""
+    """Return `HEADS` with the tasks of features added."""
     return {**HEADS, **{task: head for one in model_inputs() for task, head in one.heads.items()}}
 
 

@@ -30,7 +30,7 @@ ADAPTER = "adapter_config.json"
 """The file that peft writes next to an adapter's weights."""
 
 LARGEST_INDEX = 64 << 20
-"""Bytes; the index of a model of 2,000 layers has two million."""
+"""Largest size of an index of weights, in bytes; the index of a model of 2,000 layers has two million."""
 
 
 def find_weights(name: str | os.PathLike[str]) -> Path:
@@ -98,9 +98,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _conversion(folder: Path) -> str:
-    """Return the command line that writes a folder's pickled weights as safetensors, by the class that its
-    config names.
-    """
+    """Return a command line that converts a folder's pickled weights to safetensors, for the class that its
+    config names."""
     try:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -166,10 +165,10 @@ class LoadedWeights:
     """Differences between a loaded model and the folder of its weights."""
 
     new: Sequence[str]
-    """Weights of a head that the folder has not, which were drawn at random."""
+    """Weights of a new head, absent from the folder and drawn at random."""
 
     unused: Sequence[str]
-    """Tensors of the folder that the model has no place for."""
+    """Tensors of the folder that the model does not use."""
 
     def lines(self, folder: Path) -> Iterator[str]:
         """Yield a sentence on each difference."""
@@ -240,7 +239,7 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
 
 
 def freeze_as(built: nn.Module, loaded: nn.Module) -> None:
-    """Freeze the parameters that an architecture is built with frozen (the sine positions of Whisper's
+    """Freeze the loaded parameters that are frozen in a newly built model (the sine positions of Whisper's
     encoder).
 
     transformers makes all loaded parameters trainable. A resumed run would otherwise train parameters that
