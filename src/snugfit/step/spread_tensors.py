@@ -33,20 +33,19 @@ def mesh(tensor: Any) -> Any:
 
 
 def spread(tensor: Any) -> Any:
-    """Over which ranks, and how."""
+    """Return the mesh and the placements of a `DTensor`; None for a whole tensor."""
     return mesh(tensor), getattr(tensor, "placements", None)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, in each of several processes that hold parts of it."""
+    """Return the whole tensor of a `DTensor`, gathered in each process."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
 def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all of them as one vector, a scalar; sharded as they are, if all are sharded
-    alike.
-    """
+    """Return the norm of all tensors as one vector, a scalar; it is sharded if all tensors are sharded
+    alike."""
     import torch
 
     tensors = list(tensors)
@@ -59,8 +58,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 
 def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the norm of these weights' gradients as one vector, a scalar on their device. An optimizer that
-    clips within its update (`clips_inside`) takes that of all its weights, in 32 bits.
-    """
+    clips within its update (`clips_inside`) uses the norm of all its weights, in 32 bits."""
     if getattr(optimizer, "clips_inside", False):
         norm: torch.Tensor = optimizer.gradient_norm()
         return norm
@@ -68,9 +66,8 @@ def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tens
 
 
 def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) -> None:
-    """Scale all gradients down if their norm exceeds `most` (`torch.nn.utils.clip_grad_norm_`): now, or in an
-    optimizer's update (`scale`).
-    """
+    """Clip gradients in place to a global norm of `most`, as `torch.nn.utils.clip_grad_norm_` does; or let an
+    optimizer do so in its update (`scale`)."""
     import torch
 
     weights = [weight for weight in weights if weight.grad is not None]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 DEVICE = "ACCELERATE_TORCH_DEVICE"
-"""Variable of accelerate's device."""
+"""Name of the environment variable that sets accelerate's device."""
 
 
 # ---- a device that is not there --------------------------------------------------------------------------
@@ -33,7 +33,7 @@ DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 @contextlib.contextmanager
 def placed_on(device: torch.device) -> Iterator[None]:
-    """Set accelerate up for `device`; restore its state afterwards."""
+    """Set up accelerate's global state for `device`, and restore it afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     variables = {"meta": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu"}}
@@ -49,7 +49,7 @@ def placed_on(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Patch the checks of this machine's GPU that would refuse a setup for another one."""
+    """Patch the checks in transformers and accelerate that would refuse a GPU's settings on this machine."""
     import accelerate.accelerator
     import transformers.training_args
 
@@ -65,7 +65,7 @@ def _always(*arguments: Any, **keywords: Any) -> bool:
 
 
 def place_state(accelerator: Any, device: torch.device) -> None:
-    """After set-up: for a rehearsal, everything from here on is placed on `meta`. On a real device nothing
+    """Set an accelerator's device to `meta` after its set-up, for a simulation. On a real device nothing
     changes."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
@@ -80,7 +80,7 @@ def place_state(accelerator: Any, device: torch.device) -> None:
 
 
 def arguments_class(device: torch.device) -> type[Any]:
-    """`TrainingArguments`; for a rehearsal, with the device they set up substituted."""
+    """Return `TrainingArguments`, or for a simulation a subclass whose device is `meta`."""
     import transformers
 
     if device.type != "meta":
@@ -103,27 +103,28 @@ def arguments_class(device: torch.device) -> type[Any]:
 # ---- fields of a live trainer ----------------------------------------------------------------------------
 
 LOGGED = {"loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged"}
-"""Fields of a trainer's losses for its next log, by our names."""
+"""Private fields of a trainer with the losses since its last log, by the names under which snugfit stores
+them."""
 
 ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared")
 """Attributes that `Accelerator.prepare` leaves on a model."""
 
 
 def logged_losses(trainer: Any) -> dict[str, Any]:
-    """Return the values that the trainer's next log depends on, as JSON values."""
+    """Return the losses and step of the trainer's last log, on which its next log depends, as JSON values."""
     values = {name: getattr(trainer, field) for name, field in LOGGED.items()}
     return {**values, "loss": values["loss"].item()}
 
 
 def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
-    """Restore the values of `logged_losses`; the losses since the last log are added to."""
+    """Restore the values of `logged_losses`; the loss since the last log is added to the trainer's own."""
     trainer._tr_loss += losses["loss"]
     trainer._total_loss_scalar = losses["total_loss"]
     trainer._globalstep_last_logged = losses["last_logged"]
 
 
 def restore_callbacks(trainer: Any) -> None:
-    """Give the trainer's callbacks the states that its own state holds of them."""
+    """Restore the states of the trainer's callbacks from its `TrainerState`."""
     trainer._load_callback_state()
 
 
@@ -149,7 +150,8 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Stop the trainer from dividing each micro-batch's loss by their number."""
+    """Stop the trainer from dividing each micro-batch's loss by the number of micro-batches, since snugfit
+    weights losses."""
     trainer.current_gradient_accumulation_steps = 1
 
 
@@ -159,7 +161,7 @@ def has_users_schedule(trainer: Any) -> bool:
 
 
 def replace_model(trainer: Any, model: Any) -> None:
-    """Another model takes the place of the trainer's, where it is another."""
+    """Replace the trainer's model and the references that its callbacks hold to it."""
     if trainer.model is model:
         return
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
@@ -181,9 +183,8 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:
-    """Set the precision of its accelerator, which autocasts and scales gradients. accelerate keeps one state
-    for the process, which is made again.
-    """
+    """Set the mixed precision of a trainer's accelerator, which autocasts and scales gradients. accelerate
+    keeps one state for the process, which is made again."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     args = trainer.args
@@ -206,9 +207,8 @@ def made_by_accelerate(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def bare_model(model: Any) -> Iterator[None]:
-    """Restore the model from before `Accelerator.prepare` wrapped its forward pass, inside of this
-    context.
-    """
+    """Context that restores a model's original forward method, from before `Accelerator.prepare` wrapped
+    it."""
     put = {name: model.__dict__.pop(name) for name in ON_A_PREPARED_MODEL if name in model.__dict__}
     if put and "_original_forward" not in put and "forward" in put:  # the user's own
         model.__dict__["forward"] = put["forward"]
@@ -220,7 +220,7 @@ def bare_model(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_loader_record(trainer: Any) -> Iterator[None]:
-    """Make loaders without workers, and without a record in accelerate, inside of this context."""
+    """Context in which the trainer's loaders have no workers and accelerate does not record them."""
     args, accelerator = trainer.args, trainer.accelerator
     with (
         patch.multiple(
@@ -237,6 +237,6 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
-    """Make loaders of the trainer return batches of this many samples."""
+    """Context in which the trainer's loaders return batches of this many samples."""
     with patch.object(trainer, "_train_batch_size", samples):
         yield
