@@ -1,18 +1,18 @@
-"""Search for the least sufficient grade of a technique, if a faster recipe lacks some bytes.
+"""Search for the fewest layers to recompute, for fast recipes that are slightly too large.
 
 Recomputing the first k layers has one setting per layer of the model. Each has different passes, which are
-rehearsed at the whole depth. These settings are therefore not part of the space. In bytes and in seconds
-they are between keeping all activations and recomputing each layer.
+rehearsed at the whole depth. These settings are therefore not part of the space. In bytes and in seconds they
+are between keeping all activations and recomputing each layer.
 
 The search starts from the fastest recipe of the space that fits. It considers a few recipes that keep all
 activations and do not fit. On the line to recomputing each layer they may be faster. For each it finds the
-least grade that fits, on that line and from both sides, in two to six rehearsals. Among equally fast
-results it takes the simplest. It tries both kinds of the allocator's segments, since a grade's trace is
-the same for both. This search is not exact: the line may be wrong for a recipe.
+least grade that fits, on that line and from both sides, in two to six rehearsals. Among equally fast results
+it takes the simplest. It tries both kinds of the allocator's segments, since a grade's trace is the same for
+both. This search is not exact: the line may be wrong for a recipe.
 
 Activations of some layers may wait on the host instead. Copies that finish during other computation cost
-nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly
-faster is rehearsed first. If it fits, the least grade is mostly no longer worth a search.
+nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly faster
+is rehearsed first. If it fits, the least grade is mostly no longer worth a search.
 
 For kernels, the layers whose largest product is recomputed are searched likewise, from none to all
 (`Technique.smaller`). A part of a layer costs fewer seconds per byte than the whole layer.
@@ -46,25 +46,26 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Number of recipes that get a grade, one after the other, the fastest on the line first."""
+"""Number of recipes for which the fewest layers are searched, those with the least estimated seconds
+first."""
 
 SMALLER_RECIPES = 2
-"""Number of recipes for which smaller settings of one technique are rehearsed, the fastest first."""
+"""Number of recipes for which smaller settings of one technique are simulated, the fastest first."""
 
 KEPT_RECIPES = 2
 """Number of fastest recipes that fit with the fixed technique in all layers, for which fewer layers are
 tried."""
 
 ROUNDS = 4
-"""Greatest number of rounds in which grades of one recipe are rehearsed, two at a time."""
+"""Largest number of rounds in which grades of one recipe are simulated, two at a time."""
 
 NEVER_SEEN = 0.25
-"""Assumed share of a step's seconds that recomputing each layer adds: a forward pass is a third of a step's
-products."""
+"""Share of a step's seconds that recomputing each layer adds, if no step shows it: a forward pass is a third
+of a step's products."""
 
 
 class _Between(NamedTuple):
-    """A recipe that keeps all activations and does not fit, with figures of the same one with each layer
+    """A recipe that recomputes nothing and does not fit, next to the same recipe with each layer
     recomputed."""
 
     number: int
@@ -74,26 +75,27 @@ class _Between(NamedTuple):
     most_seconds: float
 
     def share(self, memory_bytes: int) -> float:
-        """Return the position on the line to recomputing each layer at which the recipe fits, from 0 to 1."""
+        """Return the share of layers to recompute, from 0 to 1, at which the recipe fits on the line between
+        the two."""
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
 
     def layers_within(self, memory_bytes: int, layers: int) -> int:
-        """Return the number of `layers` that must be freed."""
+        """Return the number of layers, of `layers`, that must be recomputed to fit."""
         return min(max(1, math.ceil(self.share(memory_bytes) * layers)), layers)
 
     def seconds_within(self, memory_bytes: int) -> float:
-        """Return the seconds at that position."""
+        """Return the estimated seconds of a step at that share."""
         return self.seconds + self.share(memory_bytes) * (self.most_seconds - self.seconds)
 
 
 def find_grades(
     state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> Space:
-    """Evaluate the least grades that fit and are faster than every evaluated recipe that fits. Return the
-    state's space.
+    """Evaluate the fewest recomputed layers that fit, for recipes that may be faster than all that fit.
+    Return the state's space.
 
-    The grades are added to the space, unless nothing fits. `link` are the bytes a second to the host.
-    Without it, activations are sent there only on request.
+    The grades are added to the space, unless nothing fits. `link` are the bytes a second to the host. Without
+    it, activations are sent there only on request.
     """
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
@@ -151,8 +153,8 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
 
 
 def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, tell: Tell) -> None:
-    """Evaluate smaller settings of this slot's technique for the fastest recipes that keep all and do not
-    fit.
+    """Evaluate smaller settings of this slot's technique for the fastest recipes that recompute nothing and
+    do not fit.
 
     Add the recipes that fit and are faster than every other one that fits.
     """
@@ -200,8 +202,8 @@ def _fastest_too_large(
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
-    """Evaluate the least of these settings for the fastest recipes that fit, and add those that are
-    faster."""
+    """Evaluate the least of these settings that fits, for the fastest recipes that fit with more. Add those
+    that are faster."""
     fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
     for number in fitting[:KEPT_RECIPES]:
         base = state.space.candidates[number].recipe
@@ -222,7 +224,8 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
 
 
 def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between | None:
-    """Return the simplest of the equally fast recipes on the line, with other passes than those `tried`.
+    """Return the recipe with the least estimated seconds, the simplest of equally fast ones, with other
+    passes than those `tried`.
 
     Return None if they are no faster than every recipe that fits.
     """
@@ -243,7 +246,7 @@ def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between
 
 
 def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
-    """Yield the recipes that keep all and do not fit, but may fit with each layer recomputed."""
+    """Yield the recipes that recompute nothing and do not fit, but may fit with each layer recomputed."""
     space, plain = state.space, roster.plain(slot)
     every = next((one for one in space.offers(slot) if one.install(Setup()).checkpoint == EVERY_LAYER), None)
     for number, bound in state.bounds.items():
@@ -297,7 +300,7 @@ def _least_that_fits(
 def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
     """Return a recipe with the simplest allocator with which it fits, or else the smallest, and its figures.
 
-    Return None if it cannot be rehearsed.
+    Return None if it cannot be simulated.
     """
     space = state.space
     # The simplest allocator comes first, and is chosen if it fits.

@@ -1,4 +1,4 @@
-"""Screening of a space: the lower bounds of each candidate on each GPU of the search."""
+"""Screening of a space: lower bounds of each candidate on each GPU of the search."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Screening:
-    """Results of a screening."""
+    """Lower bounds of candidates, and candidates that cannot be simulated."""
 
     bounds: dict[int, tuple[Bound, ...]] = field(default_factory=dict)
     """Lower bounds of each candidate by its number, one per GPU."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Candidates that could not be rehearsed, with the reasons."""
+    """Candidates that cannot be simulated, with the reasons."""
 
 
 def screen(
@@ -67,7 +67,7 @@ def screen(
 
 
 def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
-    """Return these candidates by their kind of passes, and compiled ones by their size too."""
+    """Group these candidates by their kind of passes, and compiled ones by micro-batch size too."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for number in numbers:
         candidate = space.candidates[number]
@@ -77,7 +77,7 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Return the lower bounds of a group from a worker's answer, and the reasons for missing ones."""
+    """Return a worker's answer for a group as lower bounds, with the reasons for missing ones."""
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

@@ -121,7 +121,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _PlanRequest:
-    """The checked arguments of a plan."""
+    """The checked arguments of `plan`."""
 
     job: Job
     gpu: Gpu | None
@@ -137,7 +137,7 @@ class _PlanRequest:
 
 
 def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
-    """Return the plan that a search of this space gives."""
+    """Search this space and return the plan."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
     from snugfit.planning.search.simpler import judge_simpler, simplify_front
 
@@ -221,8 +221,8 @@ def best_of(
 
 
 def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
-    """Add better recipes from outside the space. Return the name of a tried technique that no space
-    contains."""
+    """Evaluate better recipes from outside the space and add them. Return the name of a tried technique that
+    no space contains."""
     smallest = asked.objective == "memory"
     if not smallest:
         find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
@@ -233,7 +233,7 @@ def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tel
 def _rank_few(
     asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
 ) -> list[int]:
-    """Return the best few recipes, the answer first."""
+    """Return the best few recipes, the plan's answer first."""
     ranked = rank_best(state, asked.ranked, pool, asked.objective, tell)
     if best is None:
         return ranked
@@ -243,7 +243,7 @@ def _rank_few(
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:
-    """Return the part of the answer's timing that a plan reports."""
+    """Return the seconds of an answer as a plan reports them."""
     if timing is None:
         return None
     return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)
@@ -282,7 +282,7 @@ def search(
 def _judge_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
-    """Evaluate all candidates that may be on the front, up to its end."""
+    """Evaluate all candidates that may be on the Pareto front, up to its end."""
     if every_bound:
         recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):

@@ -25,21 +25,20 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CheckpointWish
 
 DEVICE_SHARE = 0.03
-"""Greatest share by which the device's seconds may fall below the line.
+"""Largest share by which the device's seconds may be below the line from recomputing none to each.
 
 The first layer and the end of a span omit some kernels. GPT-2 and Whisper reached 1.4 %, and 2.6 % with a
 batch so small that the device waits.
 """
 
 LAYERS_SHARE = 0.03
-"""Greatest share by which two kinds of bytes may fall below the line: GPT-2 reached 1.4 %.
+"""Largest share by which two kinds of bytes may be below the line: GPT-2 reached 1.4 %.
 
 They are the bytes while a layer runs, and those outside the kept tensors of layers.
 """
 
 LINE_SHARE = 0.2
-"""Greatest share by which all bytes and seconds may fall below the line, since the moment of the peak
-changes.
+"""Largest share by which all bytes and seconds may be below the line, since the moment of the peak changes.
 
 The plans of four models reached 11 % of the bytes and 9 % of the seconds.
 """
