@@ -114,7 +114,7 @@ _HOMES = {
     "versions": ("__version__",),
 }
 _SHOWN = ("cli", "comparison", "measurement", "planning", "prediction", "results")
-"""Rooms whose results print themselves, with a face from the report room."""
+"""Names of the classes whose results print themselves, by a function of `report`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -50,14 +50,14 @@ class LimitedLoader(yaml.SafeLoader):
     """PyYAML's safe loader, which reads scalars as the libraries' own readers do, within limits."""
 
     deepest: ClassVar[int] = 16
-    """The most levels of nesting that are read."""
+    """Largest number of nesting levels that is read."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuse constructs that no configuration needs, before any object is built from them."""
+        """Build a node, or raise an error for tags, anchors, aliases and deep nesting."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(
@@ -77,7 +77,7 @@ class LimitedLoader(yaml.SafeLoader):
             self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping, and refuse a repeated key."""
+        """Build a mapping, or raise an error for a repeated key."""
         keys: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in keys:
