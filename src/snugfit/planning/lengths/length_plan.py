@@ -26,7 +26,7 @@ SIMPLEST = ("random", "grouped", "fixed")
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The same job on truncated sequences, which is another job."""
+    """Results for the same job on truncated sequences, which change the learned model."""
 
     at: int
     """Greatest number of tokens in a sequence."""
@@ -43,7 +43,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPlan:
-    """Results of a dataset's lengths for a job under a recipe on a GPU."""
+    """Results of each way to pad a dataset, for a job under a recipe on a GPU."""
 
     job: Job
     """Job with the longest sequence."""
@@ -82,7 +82,7 @@ class LengthPlan:
     """Number of steps that were drawn for each way."""
 
     rehearsed: int = 0
-    """Number of lengths that were rehearsed; the seconds of all others are interpolated."""
+    """Number of lengths that were simulated; the seconds of all others are interpolated."""
 
     off: float = 0.0
     """Greatest relative error found in interpolated seconds."""

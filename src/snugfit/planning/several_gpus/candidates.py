@@ -1,8 +1,7 @@
-"""Combinations for a number of GPUs: the sharing of the work, recomputation, and the cuts of the batch.
+"""Candidate recipes for a number of GPUs: parallelism, recomputation, and the division of the batch.
 
-The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It
-takes the least time (`kind.py`). A feature adds the ways to spread a model over several GPUs
-(`Feature.spreading`).
+The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It takes
+the least time (`kind.py`). A feature adds the ways to spread a model over several GPUs (`Feature.spreading`).
 """
 
 from __future__ import annotations
@@ -23,20 +22,21 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
-"""Slots that are filled once with the fastest technique, for all numbers of GPUs."""
+"""Slots that are filled once for all numbers of GPUs, with the fastest technique."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A way to share the work, with its recomputation, before the batch is cut; here by one GPU alone."""
+    """A way to share the work among GPUs, with its recomputation, before the batch is divided. The base class
+    is for one GPU."""
 
     gpus: int
     recipe: Recipe
 
     parts: ClassVar[int] = 1
-    """Number of GPUs that work on the same part of the batch."""
+    """Number of GPUs that work on the same samples."""
     stages: ClassVar[int] = 1
-    """Number of stages into which the layers are cut."""
+    """Number of pipeline stages."""
     mesh: ClassVar[str] = ""
     """Text of the techniques that make groups of GPUs work on the same samples; empty without groups."""
     spreads_over_all: ClassVar[bool] = False
@@ -49,17 +49,17 @@ class Shared:
 
     @functools.cached_property
     def setup(self) -> Setup:
-        """Setup of the recipe on so many GPUs."""
+        """Return the Setup of the recipe on so many GPUs."""
         return on_gpus(self.recipe.setup(), self.gpus)
 
     @functools.cached_property
     def of_each(self) -> str:
-        """Text of the recipe without its sharding of the batch: the work of each GPU alone."""
+        """Text of the recipe without its data parallelism: the work of each GPU alone."""
         return str(self.recipe.with_(roster.plain(Slot.SHARDING)))
 
     @functools.cached_property
     def by_itself(self) -> str:
-        """Text of the recipe without any sharing: the work of a GPU that has its samples to itself."""
+        """Text of the recipe without any parallelism: the work of a GPU that has its samples to itself."""
         recipe = self.recipe
         for slot in roster.slots_of_several_gpus():
             recipe = recipe.with_(roster.plain(slot))
@@ -71,7 +71,7 @@ class Shared:
         return self.recipe[Slot.CHECKPOINTING]
 
     def is_slower_than(self, other: Shared) -> bool:
-        """Return whether no step of this way is faster than the other's, which takes more memory.
+        """Return whether no step of this way is faster than the other way's, which takes more memory.
 
         Both share the work in one way, and this one recomputes, or gathers weights that the other keeps.
         """
@@ -94,8 +94,8 @@ class Shared:
         )
 
     def has_groups_of(self, other: Shared) -> bool:
-        """Return whether each of its groups of GPUs consists of one or several groups of the other with the
-        same sharing.
+        """Return whether each group of GPUs of this way consists of one or several groups of the other way
+        with the same sharing.
 
         Apart from that, only the sharing of the batch may differ.
         """
@@ -107,7 +107,7 @@ class Shared:
         return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
 
     def cut(self, pieces: Technique) -> Recipe:
-        """Return the recipe with this cut of the global batch."""
+        """Return the recipe with this technique for micro-batches."""
         return self.recipe.with_(pieces)
 
     # ---- several GPUs --------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ class Shared:
         return True
 
     def cuts_as(self, other: Shared) -> bool:
-        """Return whether each group of GPUs consists of one or several of the other's groups, with the same
-        cuts."""
+        """Return whether each group of GPUs consists of one or several of the other way's groups, with the
+        same number of micro-batches."""
         return True
 
     def is_wider_than(self, other: Shared) -> bool:
@@ -135,25 +135,26 @@ class Shared:
         return False
 
     def groups(self) -> Iterator[str]:
-        """Yield the work of its groups of GPUs as sentences."""
+        """Yield sentences on the work of each kind of group, such as those of tensor parallelism."""
         yield from ()
 
 
 class Sharing(NamedTuple):
-    """Techniques by which a number of GPUs share a job."""
+    """Techniques of several GPUs by which a number of them share a job."""
 
     techniques: tuple[Technique, ...]
     kinds: Hashable
-    """The same techniques, regardless of their settings."""
+    """Key of the techniques without their settings."""
     is_stopgap: bool
-    """True if it is tried only where no other setting of the same kinds is possible."""
+    """True if this setting is tried only if no other setting of the same techniques is possible."""
 
 
 class Spreading:
-    """The ways to spread a model over GPUs. Without a feature that adds some, one GPU has all of it."""
+    """The ways to spread a model over GPUs. The base class, without a feature for several GPUs, puts all of
+    it on one."""
 
     most_axes = 0
-    """Greatest number of axes of a mesh in addition to the batch's."""
+    """Largest number of axes of the device mesh in addition to the batch's."""
 
     def sharings(self, job: Job, gpus: int, fixed: Kept, axes: int) -> Iterator[Sharing]:
         """Yield techniques by which so many GPUs can share the job's batch, with `axes` further axes."""
@@ -161,18 +162,18 @@ class Spreading:
             yield Sharing((), (), is_stopgap=False)
 
     def way(self, gpus: int, recipe: Recipe) -> Shared:
-        """Return the way of a recipe to share the work among so many GPUs."""
+        """Return the `Shared` object for a recipe on so many GPUs."""
         return Shared(gpus, recipe)
 
 
 @functools.cache
 def spreading() -> Spreading:
-    """Return the ways to spread a model, of the feature that has some."""
+    """Return the `Spreading` of the feature for several GPUs; the base class without one."""
     return next((spreading() for spreading in hooks("spreading")), Spreading())
 
 
 def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
-    """Return whether no less is recomputed: all of a layer if the other keeps some of it."""
+    """Return whether `own` recomputes no less than `rival`: all of a layer if the other keeps some of it."""
     if own is None or rival is None:
         return rival is None
     return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
@@ -210,14 +211,15 @@ def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
 
 
 def _is_possible(job: Job, shared: Shared, fixed: Kept) -> bool:
-    """Return whether it trains the job; with stages, for the largest number of micro-batches."""
+    """Return whether a way trains the job; with pipeline stages, for the largest number of micro-batches."""
     if shared.stages == 1:
         return is_valid(job, shared.recipe, shared.gpus)
     return any(is_valid(job, shared.cut(one), shared.gpus) for one in _pieces(job, shared, fixed)[-1:])
 
 
 def recomputings(job: Job, fixed: Kept) -> list[Technique]:
-    """Return plain and each technique with a single setting, those that keep more first."""
+    """Return the plain technique and each technique with a single setting that selects recomputed layers,
+    those that keep more first."""
     settings = [one for one in of_slot(job, Slot.CHECKPOINTING, fixed) if one.plain or _is_alone(one, job)]
 
     def sort_key(one: Technique) -> tuple[bool, bool]:
@@ -228,7 +230,7 @@ def recomputings(job: Job, fixed: Kept) -> list[Technique]:
 
 
 def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Technique]:
-    """Return the techniques for a slot of `DECIDED_ONCE`, at this fidelity."""
+    """Return the techniques for a slot of `DECIDED_ONCE` with at least this fidelity."""
     degrees = list(Fidelity)
     plain = roster.plain(slot)
     return [
@@ -240,7 +242,7 @@ def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Tech
 
 
 def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
-    """Return every way to cut a group's part of the batch, from the whole to single samples."""
+    """Return the techniques that divide a group's part of the batch, from the whole to single samples."""
     known: Mapping[Slot, tuple[Technique, ...]] = fixed.slots
     pieces = _pieces(job, shared, fixed)
     if Slot.BATCHING in known:

@@ -1,7 +1,7 @@
-"""Extension of a simulated step by one micro-batch: a copy of the one between its first and its last.
+"""Extension of a simulated step by one micro-batch, a copy of the one between its first and its last.
 
-That one begins and ends as the next does. A step of four is thus one of three with the second one twice.
-This also holds if exchanges in other streams reach from one micro-batch into the next.
+That one begins and ends as the next does. A step of four is thus one of three with the second one twice. This
+also holds if exchanges in other streams reach from one micro-batch into the next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def with_a_further_piece(trace: Trace) -> Trace | None:
 
 
 def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
-    """Return the same kernel `numbers` places later.
+    """Return a copy of a kernel with the indices that it waits for moved by `numbers`.
 
     The kernels that it waits for move likewise, except for those before the kernel `since`.
     """
