@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 WARMUP = 3
-"""Steps of a process before it is steady, as in measurements of steps (`measurement/stopwatch.py`)."""
+"""Number of first steps of a process that do not count as steady, as in measurements
+(`measurement/stopwatch.py`)."""
 
 REMEMBERED_STEPS = 1000
-"""Number of last steps whose seconds enter the median at the end."""
+"""Number of last steps from whose seconds the median at the end is computed."""
 
 THRASHING = "allocation retries"
-"""The cause in the journal when memory is short."""
+"""Name of the cause in the journal if the allocator retries in each step."""
 
 RETRIES_IN_A_ROW = 3
 """Number of steps in a row with retries that counts as thrashing.
@@ -68,7 +69,7 @@ def retries_of(device: torch.device) -> int:
 
 @final
 class StepLogger:
-    """A writer of one run's steps into its journal."""
+    """Writes one run's steps into its journal, next to their prediction."""
 
     def __init__(
         self, journal: Journal, device: torch.device, *, every: int, predict: PredictRun = predict_nothing
@@ -81,7 +82,7 @@ class StepLogger:
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def restart(self, job: Job, recipe: Recipe) -> None:
-        """Start new figures for this recipe, and request its prediction once."""
+        """Begin new medians and peaks for this recipe, and request its prediction."""
         if recipe != self._recipe:
             self._recipe, self._predicted, self._predicted_figures = recipe, None, {}
             answer = self._predict(job, recipe)
@@ -98,7 +99,7 @@ class StepLogger:
         self.ignore_retries()
 
     def _hear(self, answer: RunAnswer) -> None:
-        """Write the prediction for this recipe, or the reason for its absence."""
+        """Write the prediction of this recipe into the journal, or the reason for its absence."""
         self._awaited = None
         self._predicted = answer if isinstance(answer, PredictedRun) else None
         self._predicted_figures = (

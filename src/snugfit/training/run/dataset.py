@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
-"""A path, rows in memory, or samples."""
+"""The type of a user's dataset: a path, rows in memory, or samples."""
 
 PREPARED = {"pixel_values", "input_features", "input_values"}
-"""Keys in the outputs of processors: a sample in memory with one of them needs no further preparation."""
+"""Keys that processors put into samples: a sample in memory with one of them needs no further preparation."""
 
 
 def data_of(
@@ -91,7 +91,7 @@ def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
 
 
 def stack(samples: list[Any]) -> dict[str, Any]:
-    """Stack prepared samples into one batch. Raises `UsageError` if that is impossible.
+    """Collate prepared samples into one batch. Raises `UsageError` if that is impossible.
 
     Labels that are numbers, arrays and lists become tensors, fp32 if they have a fraction. Any other number,
     a switch, a name or None stays as it is, and must be equal in all samples.
@@ -139,7 +139,8 @@ def _is_prepared(source: Source, job: Job) -> bool:
 
 
 def _map_style(source: Source) -> Sequence[Mapping[str, Any]]:
-    """Return samples that need no reader, if they have a length and indices. Raises `UsageError`."""
+    """Return samples in memory that need no reader: with a length and indices. Raises `UsageError` for
+    others."""
     if isinstance(source, str | os.PathLike) or not all(
         hasattr(source, n) for n in ("__len__", "__getitem__")
     ):
