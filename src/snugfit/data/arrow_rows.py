@@ -60,7 +60,7 @@ class DatasetRows(Rows):
         return tuple(getattr(inner, "names", None) or ())
 
     def _select(self, columns: Collection[str]) -> Rows:
-        """Return the rows with these columns alone: reading a label must not read a picture."""
+        """Return the rows with these columns alone, since reading a label must not read a picture."""
         return DatasetRows(self._dataset.select_columns(list(columns)), self.source, self.folder)
 
 

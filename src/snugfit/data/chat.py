@@ -1,6 +1,6 @@
-"""Conversations, tokenized with the tokenizer's chat template.
+"""Tokenization of conversations with the tokenizer's chat template.
 
-    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
 Only the assistant's words should enter the loss. A template with `{% generation %}` marks their tokens.
 Without these marks all tokens enter the loss. Chats in the older ShareGPT form (`from`, `value`) are accepted
@@ -24,7 +24,7 @@ class ChatTokens(NamedTuple):
 
     ids: list[int]
     assistant: list[bool] | None
-    """One flag per token, True for the assistant's; None if the template has no marks."""
+    """One flag per token, True for the assistant's tokens; None if the template has no marks."""
 
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -37,13 +37,14 @@ ALL_WORDS = (
     "of the conversations, also the user's."
 )
 ONLY_THE_ASSISTANT = "The model learns only the assistant's words, which the chat template marks."
-"""The note on a dataset of conversations is this one or `ALL_WORDS`."""
+"""The note on a dataset of conversations whose loss counts the assistant's tokens alone; otherwise it is
+`ALL_WORDS`."""
 
 NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."
 
 
 def conversation_of(value: Any, where: str) -> Chat:
-    """Return the messages in a row. Raises `UsageError`."""
+    """Return the messages of the conversation in a row's value. Raises `UsageError`."""
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         what = "nothing (null)" if value is None else f"{value!r:.60}"
         raise UsageError(

@@ -28,7 +28,7 @@ from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
 
 ROWS_AT_ONCE = 512
-"""Rows per call of the tokenizer: enough for a fast tokenizer's threads, and little memory."""
+"""Number of rows per call of the tokenizer: enough for a fast tokenizer's threads, and little memory."""
 
 Numbered = Sequence[tuple[int, Row]]
 
@@ -44,7 +44,7 @@ class Encoded:
     """One label per token, or the target's tokens. For words, each token's index into `row_labels`."""
 
     row_labels: list[Any] = field(default_factory=list)
-    """Labels in the row's own form: one per word, or one per sequence."""
+    """Labels as the row has them, not yet numbers: one per word, or one per sequence."""
 
     types: list[int] | None = None
     """1 for each token of the second text, else 0; None if the model takes no types."""
@@ -55,7 +55,7 @@ class Encoded:
 
 @final
 class Encoder:
-    """An iterator over the encoded rows of one dataset for one job."""
+    """Encodes the rows of one dataset for one job; iterating yields each row's tokens and labels."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Encoder:
         return (self._checked_ids(row, index) for index, row in chunk)
 
     def _checked_ids(self, row: Row, index: int) -> Encoded:
-        """Return the row's own token ids and their companions, without the padded positions."""
+        """Return the row's own token ids, labels and types, without the padded positions."""
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
             raise UsageError(f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not.")

@@ -29,13 +29,13 @@ from snugfit.job.job import LARGEST_LENGTH
 from snugfit.user_files import load_json, refuse_no_file
 
 LARGEST_FILE = 64 << 20
-"""Bytes: ten million lengths, a line each. More samples fit a histogram."""
+"""Largest size in bytes of a file of lengths: ten million, a line each. More samples fit a histogram."""
 
 _TOO_LARGE = ' Use a histogram instead: a .json file with {"128": 5000, ...}.'
 
 MOST_SAMPLES = 10**12
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
-"""Default columns and keys; `length` is the default of transformers' Trainer."""
+"""Default names of columns and keys; `length` is the default of transformers' Trainer."""
 
 FORMS = (".txt", ".csv", ".tsv", ".jsonl", ".json")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -46,7 +46,7 @@ class Lengths:
     """A histogram of the lengths of a dataset's samples, in tokens."""
 
     counts: tuple[tuple[int, int], ...]
-    """(tokens, samples), the shortest first."""
+    """The histogram as pairs (tokens, samples), the shortest first."""
 
     source: str = "given"
     """The file of the lengths, or another name of their origin."""
@@ -138,7 +138,8 @@ class Lengths:
         raise AssertionError("there are lengths")
 
     def cut(self, at: int) -> Lengths:
-        """Truncate each sample to at most `at` tokens. Raises `UsageError` for an invalid length."""
+        """Return the lengths with each sample truncated to at most `at` tokens. Raises `UsageError` for an
+        invalid length."""
         longest = _length(at, "truncation")
         pairs = ((min(length, longest), samples) for length, samples in self.counts)
         return Lengths._count(pairs, f"{self.source}, cut at {longest}")

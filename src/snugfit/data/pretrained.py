@@ -25,8 +25,8 @@ def load_pretrained(
 ) -> Any:
     """Return the result of `load` for the name or folder. Raises `UsageError`.
 
-    `what` and `word` are the object's names in error messages, and `file` is the usual file in its folder. A
-    folder is accepted if it has a file that matches one of the `patterns`.
+    `what` and `word` name the object in error messages, and `file` is the usual file in its folder. A folder
+    is accepted if it has a file that matches one of the `patterns`.
     """
     from huggingface_hub import constants
 

@@ -114,8 +114,8 @@ def _matching_files(pattern: Path) -> list[Path]:
 
 
 def _folder(folder: Path) -> Rows:
-    """Open a folder of files of rows, or of folders of classes. With the latter, only a `metadata` file has
-    rows."""
+    """Return the rows of a folder with files of rows, or with folders of classes. With the latter, only a
+    `metadata` file has rows."""
     # `__MACOSX` is an artefact of zip archives from macOS.
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
     folders = [path for path in entries if path.is_dir()]
@@ -143,12 +143,13 @@ def _folder(folder: Path) -> Rows:
 
 
 def _class_reader(folders: Sequence[Path]) -> Callable[[Path], Rows] | None:
-    """Return a feature's reader of samples in folders of their classes."""
+    """Return a feature's function that reads samples from folders named after their classes; None if the
+    folders hold no samples."""
     return next((reader for find in hooks("class_reader") if (reader := find(folders))), None)
 
 
 def _join(files: Sequence[Path], source: str) -> Rows:
-    """Open one file's rows, or those of several files of one kind. Raises `UsageError` for several kinds."""
+    """Return the rows of one file, or of several files of one kind. Raises `UsageError` for several kinds."""
     forms = sorted({path.suffix.lower() for path in files})
     if len(forms) > 1:
         raise UsageError(

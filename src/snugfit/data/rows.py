@@ -43,11 +43,13 @@ ROLES = (
     "input_ids",
     "messages",
 )
-"""Roles of a column in a task, next to those of features; `columns.py` has the roles of each task."""
+"""Names of the roles that a column may have in a task, apart from those of features; `columns.py` has the
+roles of each task."""
 
 
 class Rows(Indexed[Row]):
-    """A dataset's rows, and the columns that the user has named; one subclass per kind of source."""
+    """Base class of a dataset's rows, with the columns that the user has named; one subclass per kind of
+    source."""
 
     source: str
     """The file or folder, as it was given."""
@@ -59,7 +61,7 @@ class Rows(Indexed[Row]):
     """The folder that relative paths in a row start from: that of the file, if there is one."""
 
     same_columns: bool = False
-    """True if every row has every column. Files of one dataset must then have the same columns."""
+    """True if every row has every column. Then all files of one dataset must have the same columns."""
 
     named: Mapping[str, str] = {}
     """The columns that the user has named, by role."""
@@ -68,7 +70,7 @@ class Rows(Indexed[Row]):
         return (self._item(index) for index in range(len(self)))
 
     def where(self, index: int) -> str:
-        """Return the file and line, or the row's number, for an error message."""
+        """Return the place of a row for an error message: the file and line, or the row's number."""
         return f"{self.source}, row {index + 1}"
 
     def folder_of(self, index: int) -> Path:
@@ -91,7 +93,7 @@ class Rows(Indexed[Row]):
         return self
 
     def name_columns(self, named: Mapping[str, str]) -> None:
-        """Store the column that the user has named for each role. Raises `UsageError`."""
+        """Store the user's choice of a column for each role. Raises `UsageError`."""
         roles = (*ROLES, *(role for feature in features() for role in feature.column_roles))
         for role, column in named.items():
             if role not in roles:
@@ -196,7 +198,7 @@ class JoinedRows(Rows):
         return self._ends[-1]
 
     def _at(self, index: int) -> tuple[Rows, int]:
-        """Return the file of this row, and the row's index in that file."""
+        """Return the file that has this row, and the row's index in that file."""
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 

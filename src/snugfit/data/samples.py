@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples(IndexedSamples):
-    """Samples of tokens. Without a label or labels the tokens themselves are predicted."""
+    """Samples of tokens, encoded in flat arrays. Without a label or labels the tokens themselves are
+    predicted."""
 
     inputs: Ragged
     """The token ids of each sample."""
@@ -144,7 +145,7 @@ def samples_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _RowLabels:
-    """Labels in the rows' own form: one per sequence, or one per word."""
+    """Labels as the rows have them, not yet numbers: one per sequence, or one per word."""
 
     values: list[Any]
     rows: array[int]
@@ -258,12 +259,13 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
 
 
 PREDICTED, HIDDEN, REPLACED = 0.15, 0.8, 0.1
-"""The share of tokens to predict, and of these the shares that are hidden and replaced."""
+"""Share of tokens to predict, and of these the shares that the mask token hides and that other tokens
+replace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """The settings of masking for the sequences of a dataset."""
+    """Settings of random masking for a masked language model."""
 
     seed: int
     """The run's seed for data."""
@@ -275,7 +277,7 @@ class Masking:
     """Number of tokens with a row in the model's embedding."""
 
     vocabulary: int
-    """Replacement tokens are drawn from 0 up to this number."""
+    """Number of token ids from which replacement tokens are drawn."""
 
     special: tuple[int, ...]
     """Tokens that are never predicted."""
@@ -303,8 +305,8 @@ class Masking:
 
     @cached_property
     def _ordinary(self) -> np.ndarray:
-        """True for every token that is not special, (vocabulary). A table, because `np.isin` sorts at each
-        call."""
+        """Return True for every token of the vocabulary that is not special, (vocabulary). A table, because
+        `np.isin` sorts at each call."""
         import numpy as np
 
         # Ids of a tokenizer's special tokens may lie beyond the embedding.
@@ -313,7 +315,8 @@ class Masking:
         return ordinary
 
     def mask(self, ids: list[int], *, epoch: int, index: int) -> tuple[list[int], list[int]]:
-        """Return S tokens, some of them hidden, and S labels: the hidden token, or -100."""
+        """Return S tokens, some of them masked, and S labels: the original token if it is predicted, or
+        -100."""
         import numpy as np
 
         original = np.array(ids, dtype=np.int64)

@@ -60,7 +60,7 @@ class Tokens:
 
 @final
 class Tokenizer:
-    """A transformers tokenizer, reduced to an interface of lists of ids."""
+    """A wrapper of a transformers tokenizer that returns plain lists of ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.of_transformers = tokenizer

@@ -1,1 +1,1 @@
-"""Evaluate predictions with drawn recipes and verified plans."""
+"""Comparison of predictions with measurements, for drawn recipes and for verified plans."""

@@ -1,4 +1,4 @@
-"""Read and write results of `snugfit accuracy`, and read the rates that rescore them."""
+"""Reading and writing of results of `snugfit accuracy`, and reading of the rates that rescore them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snugfit.job.gpu import Gpu
 from snugfit.prediction.rates import Rates
 
 MAX_BYTES = 64 << 20
-"""Largest size of a result file."""
+"""Largest size of a result file, in bytes."""
 
 
 def read(file: Path) -> Accuracy:

@@ -1,4 +1,5 @@
-"""A user's batch: an example, its count of items for the loss, its pieces, and a file of it.
+"""Operations on a user's batch: reading an example, counting the items of its loss, splitting, and writing it
+to a file.
 
 A micro-batch has the weight of its share of the whole batch's items.
 """
@@ -58,7 +59,7 @@ def example_of(
 
 
 def _first_of(loader: Any, device: torch.device) -> Any:
-    """Return the first batch, created without workers."""
+    """Return the first batch of a loader, created without workers."""
     loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a wrapper
     rng = DataRng(loader)
     before = rng.now
@@ -112,7 +113,7 @@ def items_in_each(
 def counted_items(
     batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
 ) -> list[torch.Tensor | int]:
-    """Return the counts without synchronization: numbers, or tensors () on the device."""
+    """Return `items_in` of each batch without synchronization: numbers, or scalar tensors on the device."""
     return [_count(batch, shifts, dims) for batch in batches]
 
 

@@ -156,7 +156,7 @@ def make_run(
 
 
 def _nobody(event: Event) -> None:
-    """Ignore the events of a process other than the first."""
+    """Ignore events: the `watch` of a process other than the first."""
 
 
 def compare_cut(
@@ -208,7 +208,8 @@ def _recipe_for(
 
 
 def _without_auto(job: Job, text: str, target: torch.device, watch: Callable[[Event], None]) -> Recipe:
-    """Parse a recipe; `watch` receives the resolution of `auto` on the training GPU."""
+    """Parse a recipe, and replace `auto` for the training GPU; `watch` receives a note about the
+    replacement."""
     rest = without_auto(text)
     if rest is None:
         return Recipe.parse(text)

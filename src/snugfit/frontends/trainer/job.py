@@ -1,4 +1,4 @@
-"""Describe a live trainer as a job: its model, its batch, and an example from its own loader.
+"""The job of a live trainer: its model, its batch, and an example from its own loader.
 
 Every random generator is restored, and the loader of the example is discarded.
 """
@@ -18,7 +18,7 @@ from snugfit.step.checkpointing import copy_without_data
 from snugfit.step.transformers_internals import bare_model, loading_batches_of, without_loader_record
 
 SAMPLES = 16
-"""Number of samples from which the compared ones are chosen, if the global batch has as many."""
+"""Number of samples from which those of the comparison are chosen, if the global batch has as many."""
 
 
 def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
@@ -56,7 +56,7 @@ def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
 
 
 def meta_copy(trainer: Any) -> Any:
-    """Return the trainer's model without data, as it was before any preparation for training.
+    """Return a copy of the trainer's model on `meta`, as it was before any preparation for training.
 
     Changes by a fit are left out, and so is accelerate's wrapper around the forward pass of a trained model.
     """
