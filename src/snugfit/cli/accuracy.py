@@ -151,7 +151,7 @@ def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> N
 
 
 def _gpu(name: str | None, predict_only: bool) -> Gpu:
-    """Return the GPU of the prediction; measuring needs one here."""
+    """Return the GPU to predict for; measuring needs one in this machine."""
     from snugfit.job.gpu import find_gpu
 
     of_this_machine = gpu_here()
@@ -172,7 +172,8 @@ def _compare(
     *,
     measured: bool,
 ) -> tuple[Accuracy, Path]:
-    """Return so many recipes of each job, with their file: drawn by a seed, or the best of its plan."""
+    """Compare so many recipes of each job, drawn by a seed or the best of its plan; return the result with
+    its file."""
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.accuracy import RunWriter, accuracy_of_best, accuracy_within_jobs
     from snugfit.report.evaluation.accuracy import file_name

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 TAKE_AUTO = ("predict", "measure", "train")
-"""Commands that put a technique in the place of `auto`: those about one recipe on one GPU."""
+"""Commands that replace `auto`: those about one recipe on one GPU."""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
@@ -54,7 +54,7 @@ def _complete_gpu(incomplete: str) -> list[str]:
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    """Return the techniques for the last word of a recipe."""
+    """Return completions of the last word of a recipe: names of techniques."""
     from snugfit.techniques.roster import techniques
 
     before, plus, word = incomplete.rpartition("+")
@@ -231,8 +231,8 @@ class Command(TyperCommand):
     """A command whose flags may be written with underscores, or in the words of a feature."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the words after those that are declared. Raises `UsageError` for two forms of output, and
-        for an empty value, which a shell makes of a variable that it lacks."""
+        """Parse a command's words and return the rest. Raises `UsageError` for two forms of output, and for
+        an empty value, which a shell makes of a variable that it lacks."""
         # After a command, `--version` counts before any mistake in its arguments.
         show_version(not {"-V", "--version"}.isdisjoint(args))
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -347,6 +347,6 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
 
 
 def hand_over(request: Request, job: Job, recipe: str | None, gpus: int = 1) -> None:
-    """Pass the found recipe to features; None where no recipe fits."""
+    """Pass the recipe that a command found to features; None where no recipe fits."""
     for take in hooks("take_answer"):
         take(request.flags, job, recipe, gpus)

@@ -50,7 +50,7 @@ through the one public member of its family."""
 
 INTERRUPTED = 130
 FEW_COLLECTIONS = 100_000
-"""Objects made between two collections; Python's own figure is 700."""
+"""Number of objects created between two garbage collections; Python's own number is 700."""
 
 SHORT_FORMS = {
     "--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length",
@@ -60,7 +60,7 @@ SHORT_FORMS = {
 """Options that people guess, whose letters are too far from ours to be found by likeness."""
 
 SHORTEST_WORD = 4
-"""Least length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
+"""Smallest length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
 
 app = typer.Typer(
     name="snugfit",
@@ -145,9 +145,8 @@ def main() -> None:
 
 
 def _tell(message: str, code: int) -> int:
-    """Print one message. Further lines are indented below the first, so that a recipe's marker stays under
-    its word.
-    """
+    """Print an error message and return the exit code. Further lines are indented below the first, so that a
+    recipe's marker stays under its word."""
     name = "snugfit: "
     print(name + escape_controls(message).replace("\n", "\n" + " " * len(name)), file=sys.stderr)
     return code
@@ -178,7 +177,7 @@ REMOVED_OPTIONS = {
 
 
 def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
-    """Print a mistake in the command line, with the help that would have prevented it."""
+    """Print a mistake in the command line, with the help on how to write it, and return the exit code."""
     context: Any = getattr(mistake, "ctx", None)
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()

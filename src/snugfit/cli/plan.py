@@ -161,7 +161,7 @@ def plan(
 def _follow_up(
     request: Request, chosen: Plan, form: given.Format, *, lengths: bool, peers: bool, fresh: bool
 ) -> None:
-    """Print the ways of padding under the best recipe, or else measure the best recipes here."""
+    """Print the ways of padding for the best recipe, or measure the plan's best recipes here."""
     if lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     else:

@@ -69,7 +69,7 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
 
 
 def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
-    """Return the peers of the plan's first choice."""
+    """Measure the plain Trainer on the plan's job, and return the results."""
     from snugfit.evaluation.peers import measure_peers
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot

@@ -168,7 +168,7 @@ class Card:
 
 
 class Nvml:
-    """An opened NVML; a context manager that closes it."""
+    """An opened connection to NVML, as a context manager that closes it."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -46,7 +46,7 @@ MAX_ON_CPU = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A device for one experiment."""
+    """The device of one process of an experiment, as NVML and CUDA number it."""
 
     type: str
     """`cuda` or `cpu`, the device type of torch."""
@@ -60,7 +60,7 @@ class Target:
     """CUDA's index of the GPU in this process."""
 
     doubt: str | None = None
-    """Reason why a GPU is used without a card of NVML."""
+    """Reason why a GPU is used that NVML does not report; None otherwise."""
 
     beside: tuple[str, ...] = ()
     """The UUIDs of all GPUs that train together, with this one; empty for one alone."""

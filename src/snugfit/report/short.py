@@ -1,4 +1,5 @@
-"""A prediction on one screen: the verdict, four numbers, the largest items, the bound, one uncertainty."""
+"""The short report of a prediction on one screen: the verdict, four numbers, the largest items, the bound,
+one uncertainty."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 ITEMS = 3
-"""Number of items at the peak in a short answer."""
+"""Number of items at the peak in a short report."""
 
 LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over all logits."
 
 
 def render(prediction: Prediction) -> Page:
-    """Return the short answer, at most 15 lines of 100 columns."""
+    """Return the short report of a prediction, at most 15 lines of 100 columns."""
     fits = prediction.fits is not False
     return Page(
         [verdict(prediction), Sentence(f"{'recipe':{LABEL}}  {prediction.recipe}", "recipe")],
@@ -42,7 +43,7 @@ def render(prediction: Prediction) -> Page:
 
 
 def verdict(prediction: Prediction) -> Sentence:
-    """Return the fit in everyday words, with the condition under which it holds."""
+    """Return a sentence on the fit, with the condition under which it holds."""
     gpu, memory = prediction.gpu, prediction.memory_bytes
     return Sentence(
         f"{subject(prediction.job, prediction.recipe, gpu, prediction.gpus, memory=memory)}: "
@@ -59,7 +60,7 @@ def verdict(prediction: Prediction) -> Sentence:
 
 
 def _limit(prediction: Prediction) -> str:
-    """Return the owner of the memory limit with its verb."""
+    """Return the beginning of a clause on the memory limit: the GPU or the user's limit, with its verb."""
     gpu = prediction.gpu
     if gpu is None or gpu.memory_bytes != prediction.memory_bytes:
         return "the limit is"
@@ -75,7 +76,8 @@ def _role(prediction: Prediction) -> str:
 
 
 def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the memory on the GPU and its parts, the seconds of a step, and the throughput."""
+    """Yield labelled lines: the memory on the GPU and its parts, the seconds of a step, and the
+    throughput."""
     footprint = prediction.footprint
     per_gpu = " on each GPU" if prediction.gpus > 1 else ""
     parts = [
@@ -94,7 +96,7 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
-    """Yield the changes with which a step fits that does not, or the command of a plan."""
+    """Yield the changes with which a step would fit, or the command of a plan."""
     if (ways := prediction.ways_out) and (lines := tuple(in_short(ways))):
         yield Facts(lines)
         return
@@ -103,7 +105,7 @@ def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
 
 
 def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the largest items at the peak."""
+    """Yield labelled lines with the largest items at the peak."""
     label = "at the peak"
     for item in items_at_peak(prediction)[:ITEMS]:
         yield label, f"{show_gib(item.bytes)} {item}"
@@ -111,7 +113,7 @@ def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the bound of the step, where seconds are predicted."""
+    """Yield a labelled line with the bound of the step, if seconds are predicted."""
     if (timing := prediction.timing) and timing.step_seconds:
         busy = 100 * timing.device_seconds / timing.step_seconds
         bound = BOUND_BY.get(timing.bound, timing.bound)
@@ -119,7 +121,7 @@ def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def widest(prediction: Prediction) -> str:
-    """Return the widest uncertainty of a prediction; empty without one."""
+    """Return the most important warning of a prediction; empty without one."""
     if not prediction.doubts:
         return ""
     # Doubts about unread parts were added last.

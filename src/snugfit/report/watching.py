@@ -30,7 +30,8 @@ STALLED = 0.1
 
 
 class Watching:
-    """Shows a run's events. Without a `started` event, in a hand-written loop, the last step is unknown."""
+    """Prints a run's events as they happen. Without a `started` event, in a hand-written loop, the last step
+    is unknown."""
 
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
@@ -49,7 +50,7 @@ class Watching:
             self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Show one event of the journal; an event without a line is ignored."""
+        """Print one event of the journal; an event without a line is ignored."""
         show = getattr(self, f"_on_{event['event']}", None)
         if show is not None:
             show(event)
@@ -189,7 +190,7 @@ def _of_the_step(event: Event) -> list[str]:
 
 
 class _Bar:
-    """rich's progress bar on stderr."""
+    """A progress bar on stderr, drawn by rich."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None

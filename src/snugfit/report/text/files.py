@@ -1,4 +1,4 @@
-"""Writes a report's files completely or not at all."""
+"""Writing of report files completely or not at all."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def inert(cell: object) -> str:
-    """Return a cell's text, with an apostrophe before a text that a spreadsheet would take for a formula."""
+    """Return a cell's text, with an apostrophe before text that a spreadsheet would take for a formula."""
     if cell is None:
         return ""
     text = str(cell)
