@@ -62,11 +62,12 @@ WAYS: tuple[tuple[str, dict[str, bool], dict[str, str]], ...] = (
     ("forward.compile", {"torch_compile": False, "forward.compile": True}, {"what": "model"}),
     ("torch_compile", {"torch_compile": True}, {"what": "model", "autocast": "within"}),
 )
-"""Ways to compile elsewhere: the prefix of their options, their arguments, and the same settings here."""
+"""Ways in which other libraries compile: the prefix of their options, their arguments, and the same settings
+here."""
 
 
 COMPILES = ("sdpa", "eager")
-"""Attention that was tried in compiled code."""
+"""Names of attention implementations that were tried in compiled code."""
 
 GRAPHS_MEASURED = (
     "of steps that play CUDA graphs back three models were measured on an H100 with torch 2.11: of gpt2, "
@@ -135,11 +136,12 @@ class Compiled(Technique):
         return CompileWish(**vars(self))
 
     def install(self, setup: Setup) -> Setup:
-        """Compile layers when the modules in them are final."""
+        """Set the Setup's compiled parts and the options of `torch.compile`."""
         return setup.with_fields(compile=self._wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse kernels of other libraries, dispatch modes and joined layers, which do not compile."""
+        """Refuse kernels of other libraries, dispatch modes and joined layers, which torch.compile does not
+        support."""
         setup = recipe[Slot.CHECKPOINTING].install(Setup())
         wish = setup.checkpoint
         # Selective checkpointing inspects single operators, which a compiled layer does not run.
@@ -168,9 +170,8 @@ class Compiled(Technique):
             yield f"{head} was not tried in a model that is compiled whole. Try 'compiled + {head}'."
 
     def _objections_to_graphs(self, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the techniques whose results a replayed graph would overwrite, or that were not tried
-        in one.
-        """
+        """Yield objections to techniques whose results a replayed CUDA graph would overwrite, or that were
+        not tried in one."""
         slots = Slot.BATCHING, Slot.CHECKPOINTING
         batching, checkpointing = (recipe[slot].install(Setup()) for slot in slots)
         instead = "'compiled'" if self.what == "layers" else "'compiled(what=model)'"
@@ -212,12 +213,12 @@ class Compiled(Technique):
             yield "batches of other lengths record CUDA graphs of their own, whose memory adds up."
 
     def is_searched(self) -> bool:
-        """Return False for steps that record CUDA graphs: a search assumes equal steps from the second on."""
+        """Return False if steps record CUDA graphs, since a search assumes equal steps from the second on."""
         # The first steps run, record and replay in turn, so they differ.
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return why plans leave it out: no compiled step with another attention was measured."""
+        """Return why plans skip a combination with this attention: no such compiled step was measured."""
         attention = recipe[Slot.ATTENTION]
         if attention.plain:
             return ""

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 SIMILAR = 0.25
-"""Largest share of its bytes by which a run of the same job may exceed the predicted step."""
+"""Largest share by which a run's bytes may exceed the predicted step's for both to be the same job."""
 
 
 def compare(
     diagnosis: Diagnosis, sizes: tuple[int, int] | None, request: Request
 ) -> tuple[Diagnosis, Prediction]:
-    """Return the diagnosis with the tensor of the predicted step, and the prediction.
+    """Return the diagnosis with the tensors that the request may have been for, from a predicted step, and
+    the prediction.
 
     Both have changes that fit the memory that other processes left. `sizes` are those of the request.
     """

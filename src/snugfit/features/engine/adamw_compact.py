@@ -47,7 +47,7 @@ class AdamWCompact(Technique):
         return setup.with_fields(optimizer=compact_adamw(self.master_bits))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse all weights except fp32 or two halves, on one GPU."""
+        """Refuse weights that are neither fp32 nor split in two halves, and several GPUs."""
         setup = Setup()
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
         for technique in reversed(
@@ -70,7 +70,7 @@ class AdamWCompact(Technique):
             yield "several processes do not share its states. Try 'adamw_8bit' or 'adamw_fused'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the limits of the comparison with AdamW."""
+        """Yield a warning about the limits of the comparison with AdamW."""
         yield (
             "what it learns was compared with AdamW in 5,000 steps of a GPT-2 on a made language and in 300 "
             "of BERT-large (dev/log.md), and in no longer run."

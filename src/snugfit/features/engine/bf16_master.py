@@ -42,11 +42,11 @@ class Bf16Master(Technique):
     elsewhere: ClassVar = ("bf16_master_weights", "bf16_split", "split_master")
 
     def install(self, setup: Setup) -> Setup:
-        """Cut weights in halves, without autocast, and choose an optimizer that updates both."""
+        """Split the weights in two halves, without autocast, and choose an optimizer that updates both."""
         return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require one optimizer for masters, one GPU and one process."""
+        """Require an optimizer that updates masters, one GPU and one process."""
         if not job.trains:
             yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
         elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
@@ -75,7 +75,7 @@ class Bf16Master(Technique):
         return f"it has an update of its own, the same with {optimizer} as with {default}"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the limits of measurements, and the costs of bfloat16."""
+        """Yield warnings about the limits of measurements, and the costs of bfloat16."""
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly."
         yield (
