@@ -48,21 +48,24 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "known": lambda value, listed, force: not isinstance(value, str),
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
-"""Conditions of rules on a value, given the rule's operand and all values in force."""
+"""Functions for conditions of rules on a value, given the rule's operand and all values of the file and
+defaults."""
 
 OF_READER = (WIDENS, "adapters_dtype", "frozen")
-"""Keys that the reader of scripts makes, and that are no arguments of a library."""
+"""Keys that the reader of scripts adds, and that are not arguments of a library."""
 
 _OF_EVALUATION = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "eval_strategy": "no"}
-"""Defaults of `TrainingArguments` that rules about evaluation compare; importing the class takes seconds."""
+"""Defaults of `TrainingArguments` to which rules about evaluation refer; importing the class takes
+seconds."""
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
-"""A number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the exponent."""
+"""Regular expression of a number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the
+exponent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """Changes to make in the file."""
+    """Changes to make in a configuration file."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""
@@ -76,7 +79,7 @@ class Fix:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, idle or surprising in the file."""
+    """One problem of a configuration file: a conflict, a key without effect, or a surprising one."""
 
     kind: str
     """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
@@ -85,10 +88,10 @@ class Finding:
     """Keys of the finding."""
 
     says: str
-    """The reason, and the text to write instead."""
+    """Reason for the finding, with the text to write instead."""
 
     fix: Fix | None = None
-    """None where only the user can decide."""
+    """Changes that solve it; None if only the user can decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +250,8 @@ def _library(name: str) -> str:
 
 
 def _find_wrong_batches(document: Document) -> Iterator[Finding]:
-    """Yield a finding if DeepSpeed's whole batch is not the product of its other two numbers and the GPUs."""
+    """Yield a finding if DeepSpeed's train batch size is not the product of micro-batch, accumulation and
+    GPUs."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     if document.dialect != "deepspeed":
         return
@@ -270,8 +274,8 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
 
 
 def _processes(document: Document) -> dict[str, int]:
-    """Return the number of processes by the key `processes`, from DeepSpeed's three numbers; empty without
-    them."""
+    """Return the number of processes under the key `processes`, computed from DeepSpeed's batch sizes; empty
+    without them."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     values = (document.values.get(name) for name in names)
     numbers = [one for one in values if isinstance(one, int) and one > 0]
@@ -307,7 +311,7 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
 
 
 def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key, and every nested key with dots, with its value."""
+    """Yield every key with its value; a nested key has dots."""
     for key, value in values.items():
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
@@ -315,7 +319,7 @@ def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """Return the defaults that are in force in a file of this kind."""
+    """Return the defaults of arguments in a file of this dialect."""
     if name in ("sft", "llamafactory"):
         return dict(_OF_EVALUATION)
     if name != "trainer":
@@ -328,7 +332,7 @@ def _defaults_of(name: str) -> dict[str, Any]:
 
 
 def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
-    """Return True if a value meets a rule's condition: the value itself, or one of the words of
+    """Return True if a value meets a rule's condition: an equal value, or one of the words of
     `_CONDITIONS`."""
     if isinstance(value, Unknown):
         return False
@@ -340,7 +344,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
 
 
 def _is_times(value: Any, other: Any, factor: int) -> bool:
-    """Return True if a number is at least so many times another one."""
+    """Return True if a number is at least `factor` times another one."""
     return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 
@@ -356,7 +360,7 @@ def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[s
 
 
 def _in_file(key: str, own: Mapping[str, str]) -> str:
-    """Return the key under its name in the file, which may be an old one."""
+    """Return a key under the name that the file uses, which may be an old one."""
     head, dot, rest = key.partition(".")
     return f"{own.get(head, head)}{dot}{rest}"
 

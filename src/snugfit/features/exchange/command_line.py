@@ -1,4 +1,5 @@
-"""Arguments in the form of `HfArgumentParser`: `--per_device_train_batch_size 4 --bf16 --optim=adamw_torch`.
+"""Parsing of arguments in the form of `HfArgumentParser`: `--per_device_train_batch_size 4 --bf16
+--optim=adamw_torch`.
 
 Two command lines follow the same rules. One is that of our own commands, with such flags among ours
 (`split_flags`). The other is in a shell file that starts a training script (`read_shell`): `python run_clm.py
@@ -24,7 +25,7 @@ from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
 
 SEVERAL = ("lora_target_modules", "report_to", "label_names", "lora_modules_to_save")
-"""Arguments that take all words up to the next flag."""
+"""Arguments that take all words up to the next flag as their value."""
 
 TASKS = {
     "run_clm": "causal-lm", "run_mlm": "masked-lm", "run_glue": "sequence-classification",
@@ -32,33 +33,33 @@ TASKS = {
     "run_summarization": "seq2seq-lm", "run_translation": "seq2seq-lm", "run_t5_mlm": "seq2seq-lm",
     "run_image_classification": "image-classification", "sft": "causal-lm",
 }  # fmt: skip
-"""Task trained by each of transformers' and TRL's example scripts, by the script's name."""
+"""Task of each of transformers' and TRL's example scripts, by the script's name."""
 
 LAUNCHERS = (
     "python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed", "axolotl",
 )  # fmt: skip
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""Modules for `python -m` that start a script themselves."""
+"""Modules that start a training script themselves when run as `python -m MODULE`."""
 
 RUN_FILE = "launcher.run_file"
-"""Argument for the configuration of the run that a command starts."""
+"""Name of the argument with the configuration file of the run that a command starts."""
 
 _SCHEDULERS = ("srun", "mpirun", "singularity", "apptainer", "docker", "nohup", "time", "sudo", "env", "exec")
-"""Commands that start another command, after options of their own."""
+"""Commands that start another command, which follows their own options."""
 
 _NO_LAUNCH = ("pip", "pip3", "echo", "cd", "git", "conda", "source", "huggingface-cli", "mkdir", "uv")
 """Commands that start no training, although they may name a launcher."""
 
 _NUMBERS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "nnodes")
-"""Launchers' options that set the number of processes."""
+"""Options of launchers with the number of processes."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the words without transformers' flags, and these, each with its value as `key=value`. Our `own`
-    flags and unknown ones stay."""
+    """Split a command line into words for snugfit and transformers' flags, the latter as texts `key=value`.
+    Snugfit's `own` flags and unknown ones are among the former."""
     declared: list[str] = []
     foreign: list[str] = []
     rest = list(words)
@@ -74,7 +75,7 @@ def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], 
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return arguments by name from texts `key=value`."""
+    """Return arguments by name, parsed from texts `key=value`."""
     return {key: _scalar(key, value) for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
@@ -85,7 +86,7 @@ def is_argument(name: str) -> bool:
 
 
 def argument_names() -> set[str]:
-    """Return the arguments that have a name of their own; further ones are read by a pattern."""
+    """Return the names of arguments that can be listed; further ones match a pattern."""
     named = (key for kind in roster.techniques() for one in kind.counterparts for key in one.arguments)
     return {*dialect("script").words(), *named, "per_device_train_batch_size"}
 
@@ -117,7 +118,7 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a shell file. A quoted text, or a backslash, continues a line."""
+    """Return the lines of a shell file, joined where a quoted text or a backslash continues one."""
     lines: list[str] = []
     quote, current = "", ""
     whole = text.rstrip().removesuffix("\\")  # the last line may continue into nothing
@@ -142,7 +143,8 @@ def _split(line: str, where: str) -> list[str]:
 
 
 def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
-    """Return the words that a word becomes. A variable alone becomes the words of its value."""
+    """Return the words into which the shell expands a word. A variable alone becomes the words of its
+    value."""
     whole = _VARIABLE.fullmatch(word)
     filled = _with_variables(word, variables)
     if whole and filled != word and " " in filled.strip():
@@ -151,7 +153,7 @@ def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
 
 
 def _training_command(words: list[str], where: str) -> list[str]:
-    """Return the words of a command from its launcher on; empty where none is started."""
+    """Return the words of a training command from its launcher on; empty for another command."""
     if not words or words[0] in _NO_LAUNCH:
         return []
     if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "..."
@@ -210,7 +212,8 @@ def _is_file(word: str) -> bool:
 
 
 def _run_file(words: list[str], arguments: Mapping[str, Any]) -> str | None:
-    """Return the configuration that a command names: a word beside its flags, or TRL's `--config`."""
+    """Return the configuration file that a command names: a word apart from its flags, or TRL's
+    `--config`."""
     beside = (word for before, word in pairwise(words) if _is_file(word) and not before.startswith("--"))
     config = arguments.get("config")
     return next(beside, config if isinstance(config, str) and _is_file(config) else None)
@@ -245,7 +248,7 @@ def _is_switch(name: str) -> bool:
 
 
 def _scalar(name: str, text: str) -> Any:
-    """Return the value of a word on the command line."""
+    """Return the value of a word on the command line as a Python value."""
     # Only variables without a plain value in the file are left.
     if "$" in text:
         return Unknown(text)
@@ -261,5 +264,5 @@ def _scalar(name: str, text: str) -> Any:
 
 
 def _with_variables(word: str, variables: Mapping[str, str]) -> str:
-    """Return the word with the variables that the file set to a plain value."""
+    """Return the word with variables replaced that the file set to a plain value."""
     return _VARIABLE.sub(lambda one: variables.get(one[1] or one[2], one[0]), word)

@@ -57,7 +57,7 @@ ArgumentsFile = Annotated[
     ),
 ]
 TRAINER_ARGUMENT = "--trainer-argument"
-"""Hidden option that gathers transformers' own arguments, as `key=value`."""
+"""Hidden option that collects transformers' own arguments, as `key=value`."""
 TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
 Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
@@ -179,7 +179,7 @@ def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: i
 
 
 def _tell(exported: Export, folder: Path) -> None:
-    """Report the written files on stderr, and the differences to the prediction."""
+    """Print the written files on stderr, and the differences to the prediction."""
     for name in exported.files:
         given.say_written(folder / name)
     if exported.note:

@@ -31,29 +31,29 @@ class Document:
     """`json`, `yaml`, `python` (notebooks too) or `shell`."""
 
     dialect: str
-    """The library whose keys these are."""
+    """Name of the dialect of the file's keys."""
 
     values: dict[str, Any]
     """Keys and values of the file."""
 
     unread: tuple[tuple[int, str], ...] = ()
-    """Line and text of statements of a script that may change the answer and were not read."""
+    """Line and text of a script's statements that may change the answer and were not read."""
 
     refused: tuple[tuple[int, str, str], ...] = ()
-    """Line, text and reason of statements that are not predicted."""
+    """Line, text and reason of a script's statements that snugfit cannot predict."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of a script's own options that were used."""
+    """Defaults of a script's own command-line options that were used."""
 
 
 LARGEST_NOTEBOOK = 64 * LARGEST_FILE
-"""Bytes of the largest notebook that is read: its pictures are in it."""
+"""Largest size of a notebook that is read, in bytes: its pictures are in it."""
 
 LAUNCHERS = ("accelerate", "deepspeed")
 """Dialects of files that start a run and do not describe it."""
 
 NAMED_FILES = ("launcher.config_file", "launcher.deepspeed_config_file", "deepspeed", "fsdp_config")
-"""Keys whose value may be the path of another file."""
+"""Keys whose value may be the path of a further file."""
 
 _OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
     "torchtune": ("_component_",),
@@ -63,7 +63,7 @@ _OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
     "LLaMA-Factory's version 1": ("model_class",),
     "unsloth's studio": ("training_type", "is_lora"),
 }
-"""Keys of configurations that are not read, by tool; `_component_` at any depth."""
+"""Keys of configurations that snugfit does not read, by tool; `_component_` at any depth."""
 
 
 def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> list[Document]:
@@ -84,7 +84,7 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
 
 
 def _named_files(document: Document) -> Iterator[Document]:
-    """Yield the launcher's file that a document names. Other files become part of its values."""
+    """Yield the launcher's file that a document names. Other named files become part of its values."""
     for key in NAMED_FILES:
         name = document.values.get(key)
         if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
@@ -111,7 +111,7 @@ def _named_files(document: Document) -> Iterator[Document]:
 
 
 def _beside(document: Document, name: str) -> Path | None:
-    """Return the file of this name beside a document, or beside one of its folders; None without one."""
+    """Return the file of this name next to a document, or in one of its parent folders; None without one."""
     folders = document.path.absolute().parents
     # A path of another machine is searched by its last part too.
     places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
@@ -119,7 +119,8 @@ def _beside(document: Document, name: str) -> Path | None:
 
 
 def _with_run_file(command: Document) -> Document:
-    """Return a command with the configuration that it names. Arguments of the command go first."""
+    """Return a command's document with the values of the configuration file that it names. Arguments of the
+    command override them."""
     name = command.values.get(RUN_FILE)
     path = _beside(command, name) if isinstance(name, str) else None
     if path is None:
@@ -131,7 +132,7 @@ def _with_run_file(command: Document) -> Document:
 
 
 def _other_tool(values: Mapping[str, Any]) -> str | None:
-    """Return the tool whose configuration this is, and which is not read."""
+    """Return the name of the tool of a configuration that snugfit does not read; None for others."""
     names = {key for key, _ in _every_key(values)}
     for tool, keys in _OTHER_TOOLS.items():
         if set(keys) <= (names if keys == ("_component_",) else set(values)):

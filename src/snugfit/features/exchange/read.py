@@ -46,11 +46,11 @@ from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
 
 DEFAULT_LENGTH = 512
-"""Tokens of a sequence in a job without a length (`Job.sequence_length`)."""
+"""Sequence length in tokens of a job that gives none (`Job.sequence_length`)."""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
-"""Samples of a step on one GPU, from which the accumulation follows."""
+"""Argument with the samples of a step on one GPU, from which the accumulation follows."""
 _JOB = "job."
 
 
@@ -78,7 +78,7 @@ def read_arguments(
 
 
 def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
-    """Return the user's own configuration, and transformers' arguments among the flags.
+    """Return the user's configuration file together with transformers' arguments among the flags.
 
     They override a job file, and `settings` receives them. Without a configuration file, arguments for the
     run alone give None. Raises `UsageError` for values that cannot be predicted, unless a flag or the job
@@ -123,7 +123,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """Builder of a `Reading` from the files of one run."""
+    """Builds a `Reading` from the files of one run."""
 
     documents: Sequence[Document]
     """The launcher's files first; the last one is the run's own."""
@@ -134,7 +134,7 @@ class _Reader:
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
     tables: dict[str, Dialect] = field(default_factory=dict)
-    """Table by argument in which its key was read."""
+    """Dialect by argument, the one in which its key was read."""
     settings: dict[str, Any] = field(default_factory=dict)
     said_by: dict[str, str] = field(default_factory=dict)
     took: list[Line] = field(default_factory=list)
@@ -145,7 +145,7 @@ class _Reader:
 
     @property
     def document(self) -> Document:
-        """The run's own file."""
+        """The run's own file, the last of `documents`."""
         return self.documents[-1]
 
     def reading(self) -> Reading:
@@ -182,7 +182,7 @@ class _Reader:
         )
 
     def _read(self, document: Document) -> None:
-        """Translate the keys of one file."""
+        """Translate the keys of one file to the common vocabulary."""
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
@@ -223,7 +223,7 @@ class _Reader:
         self.origins |= dict.fromkeys(words, origin)
 
     def _accumulation(self) -> None:
-        """Set the accumulation that follows from the batch of a GPU and its micro-batch."""
+        """Set the gradient accumulation, if a file gives the batch of a GPU and the micro-batch."""
         whole, origin = self.arguments.pop(BATCH_OF_GPU, None), self.origins.pop(BATCH_OF_GPU, None)
         micro = self.arguments.get(MICRO_BATCH)
         if origin is None:
@@ -342,7 +342,7 @@ class _Reader:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
 
     def _recipe(self) -> set[str]:
-        """Set the recipe in the settings, and return the arguments that decided it."""
+        """Set the recipe in the settings, and return the names of the arguments that determined it."""
         techniques: list[Technique] = []
         decided: set[str] = set()
         if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
@@ -403,7 +403,7 @@ class _Reader:
         self._batch()
 
     def _unknown_fact(self, key: str, name: str, value: Unknown) -> None:
-        """Add a fact of the job to the account that the script computes."""
+        """Add a fact of the job to the account as unread, since the script computes it."""
         if key == "learning_rate":
             self._line(self.ignored, name, value, "a hyperparameter: it changes no byte of a step")
         elif key == "labels":
@@ -475,7 +475,7 @@ class _Reader:
             self._line(self.unread, name, given, says)
 
     def _is_default(self, key: str) -> bool:
-        """Return True if an argument sets a value that is the default anyway."""
+        """Return True if an argument's value is the default anyway."""
         value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
         known = {**installed.defaults(), **dialect("trainer").defaults}
         return key in known and (value == known[key] or _unset(key, value, known))
@@ -489,14 +489,14 @@ class _Reader:
 
 
 def _lacks_length(reading: Reading, given: Mapping[str, Any]) -> bool:
-    """Return True for a file of a run on texts without their length."""
+    """Return True if a file describes a run on texts but not their length."""
     task = given.get("task") or reading.settings.get("task")
     named = any(given.get(key) is not None for key in ("sequence_length", "lengths", "job_file"))
     return bool(task) and has_sequence(str(task)) and not named and "sequence_length" not in reading.settings
 
 
 def _lacks_batch(reading: Reading, given: Mapping[str, Any]) -> bool:
-    """Return True for a file of a run without its batch."""
+    """Return True if a file describes a run but not its batch size."""
     named = any(given.get(key) is not None for key in ("batch_size", "largest", "job_file"))
     return "model" in reading.settings and not named and "batch_size" not in reading.settings
 
@@ -525,13 +525,13 @@ _OF_MEMORY = re.compile(
     r"4bit|8bit|16bit|quant|lora|peft|flash|attn|attention|liger|offload|checkpoint|fsdp|deepspeed|tokens|resize|pack|"
     r"freeze|frozen|bf16|fp16|fp8|zero|parallel|expert|compile"
 )
-"""Words in names of keys that change memory."""
+"""Words in the names of keys that concern memory, so that an unknown one is refused."""
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with `optim_args` in parts.
+    """Return the arguments with the text of `optim_args` split into its parts.
 
     transformers stores `momentum=0.9,nesterov=true` in one text.
     """
@@ -557,5 +557,5 @@ def _number(value: Any) -> Any:
 
 
 def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """Return True for None in place of a default: a file that `to_json_string` wrote is full of these."""
+    """Return True for None in place of a default, as in a file that `to_json_string` wrote."""
     return value is None and known.get(key) is not None

@@ -1,4 +1,4 @@
-"""The guide's experiments beside today's best recipes, as tables."""
+"""Tables of the guide's experiments next to today's best recipes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def holds_pictures(folders: Sequence[Path]) -> bool:
 
 @final
 class ClassFolders(Rows):
-    """A picture's path, as `image`, and the name of its folder, as `label`."""
+    """Rows of pictures in folders named by class: the picture's path as `image`, and the name of its folder
+    as `label`."""
 
     columns = ("image", "label")
 

@@ -1,4 +1,4 @@
-"""A picture as the model's input: opened by Pillow, and prepared by the model's own image processor.
+"""Preparation of a picture as the model's input, by Pillow and the model's own image processor.
 
 It is rotated by its EXIF tag and converted to the model's channels, as in `datasets` and transformers'
 pipelines. The processor sets size, scale and normalisation. Nothing is random: a sample is the same in every
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's mode by the number of channels of 8 bits."""
+"""Pillow's mode with 8 bits a channel, by the number of channels."""
 
 DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of more than 8 bits a pixel, which it would clip at 255."""
@@ -32,7 +32,7 @@ ORIENTATION, UPRIGHT = 0x0112, 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class PicturePreprocessor:
-    """Builds the inputs of samples, a picture at a time."""
+    """Prepares the inputs of samples, one picture at a time."""
 
     processor: Any
     """The model's image processor of transformers."""

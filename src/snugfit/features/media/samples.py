@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from snugfit.data.rows import Rows
 
 INPUTS = {Task.IMAGE_CLASSIFICATION: (("image",),), Task.SPEECH_TO_TEXT: (("audio", "text"),)}
-"""Roles that each task reads, as `data/columns.py` has them for texts."""
+"""Roles of columns that each task reads, as `data/columns.py` has them for texts."""
 
 USUAL = {
     ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
@@ -51,7 +51,7 @@ USUAL = {
         ("text", "sentence", "transcription", "transcript", "normalized_text"),
     )),
 }  # fmt: skip
-"""Usual names of their columns."""
+"""Usual names of the columns with these roles."""
 
 LABELS = {Task.IMAGE_CLASSIFICATION: ("label", "labels", "class", "category", "fine_label")}
 """Usual names of the label's column."""
@@ -66,7 +66,7 @@ class MediaSamples(IndexedSamples):
     """Samples of pictures or sounds, with a class, a number, or the tokens of the spoken text."""
 
     media: Rows
-    """Rows with only the columns of a sample."""
+    """The dataset's rows with only the columns of a sample."""
 
     column: str
     """The column of pictures or sound."""
@@ -226,7 +226,7 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
 
 
 def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the class of each row, or the number of a regression: fields of `MediaSamples`."""
+    """Return the classes of the rows, or the numbers of a regression, as fields of `MediaSamples`."""
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
         return {"label": regression_values(values, rows.where)}
@@ -238,7 +238,7 @@ def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> M
 
 
 def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[str, Any]:
-    """Return the tokens of each row's text: fields of `MediaSamples`.
+    """Return the tokens of the rows' texts, as fields of `MediaSamples`.
 
     The decoder's start token is removed if a tokenizer adds it, because the model adds it itself.
     """

@@ -1,4 +1,5 @@
-"""A sound as the model's input: decoded, and converted to features by the model's own feature extractor.
+"""Preparation of a sound as the model's input: it is decoded, and converted by the model's own feature
+extractor.
 
 Python itself reads PCM `.wav`, and soundfile reads other files where it is installed. Several channels are
 averaged. A sound at another sampling rate is refused, with advice. At the wrong rate a model gets other
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Sound(NamedTuple):
-    """A sound of one channel."""
+    """A decoded sound of one channel."""
 
     samples: np.ndarray
     """Samples in [-1, 1], (N) of fp32."""
@@ -37,7 +38,7 @@ class Sound(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SoundPreprocessor:
-    """Builds the inputs of samples, a sound at a time."""
+    """Prepares the inputs of samples, one sound at a time."""
 
     extractor: Any
     """The model's feature extractor of transformers."""
@@ -99,7 +100,7 @@ class SoundPreprocessor:
 
 
 def _decode(entry: MediaEntry) -> Sound:
-    """Return the sound in a file or in memory, with a rate that is a number."""
+    """Return the decoded sound of a row, from a file or from memory."""
     content = entry.content()
     if content is not None:
         return _read(content, entry)
@@ -124,7 +125,7 @@ def _in_memory(entry: MediaEntry) -> Sound:
 
 
 def _array(value: Any, entry: MediaEntry) -> np.ndarray:
-    """Return samples in memory, (N) of floats or of 16 bits, as fp32."""
+    """Return an array in memory, (N) of floats or of 16-bit integers, as fp32."""
     import numpy as np
 
     try:

@@ -39,7 +39,7 @@ class AdamWStochastic(Technique):
     elsewhere: ClassVar = ("bf16_stochastic", "bf16_stochastic_round", "stochastic_rounding")
 
     def install(self, setup: Setup) -> Setup:
-        """Choose our own optimizer; the HF Trainer has no name for it."""
+        """Choose the optimizer class of this technique; the HF Trainer has no name for it."""
         factory = Call(path="snugfit.features.optimizers.updates.stochastic:StochasticAdamW")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))
 

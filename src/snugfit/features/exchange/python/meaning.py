@@ -58,10 +58,10 @@ UNSLOTH_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """Defaults of arguments of unsloth's calls."""
 
 WIDENS = "prepare_model_for_kbit_training"
-"""peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
+"""peft's function that casts unquantized weights to float32, and checkpoints layers unless switched off."""
 
 READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
-"""Classes whose arguments are read where an argument has such an object."""
+"""Classes whose arguments are read if another argument is such an object."""
 
 OPTIMIZERS: Mapping[str, str] = {
     "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop",
@@ -80,7 +80,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "half", "float", "int8", 
 NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batch-size N --recipe ..."
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
-"""Libraries with models of their own."""
+"""Libraries with their own models, which are refused."""
 
 _OVERRIDES = (
     "compute_loss",
@@ -89,12 +89,12 @@ _OVERRIDES = (
     "_inner_training_loop",
     "compute_loss_func",
 )
-"""Methods of a Trainer that change its step."""
+"""Methods of a Trainer that change its step if a subclass overrides them."""
 
 
 @dataclass
 class Script:
-    """Contents of a training script."""
+    """Arguments and facts of a training script."""
 
     dialect: str
     """`trainer`, `sft`, `accelerate` or `loop`."""
@@ -108,13 +108,14 @@ class Script:
 
 
 def read_meaning(done: Evaluation, where: str) -> Script:
-    """Return the meaning of an evaluated script. Raises `UsageError` for one that is not read."""
+    """Return the arguments and facts of an evaluated script. Raises `UsageError` for a script that snugfit
+    cannot read."""
     return _Meaning(done, where).read()
 
 
 @cache
 def _harmless() -> Mapping[str, list[str]]:
-    """Return methods, functions, attributes and variables without effect on a step."""
+    """Return names of methods, functions, attributes and variables without effect on a step."""
     text = files("snugfit.features.exchange.python").joinpath("harmless.json").read_text(encoding="utf-8")
     table: Mapping[str, list[str]] = json.loads(text)
     return table
@@ -180,7 +181,7 @@ class _Meaning:
     # ---- what runs -----------------------------------------------------------------------------------------
 
     def _last_run(self, trainers: list[ForeignCall]) -> list[ForeignCall]:
-        """Return the trainer of the last run. Earlier runs of a notebook are listed as not read."""
+        """Return the trainers of a script's last run. Earlier runs of a notebook are listed as not read."""
         started = [
             call.function.of
             for call in self.calls
@@ -195,7 +196,7 @@ class _Meaning:
         return [last]
 
     def _refuse_other_loops(self, trainers: list[ForeignCall]) -> None:
-        """Raise `UsageError` for a trainer whose step is not predicted."""
+        """Raise `UsageError` for a trainer whose step snugfit cannot predict."""
         for call in [*trainers, *self.calls]:
             name, library = (self._trainer_name(call) if call in trainers else call.name), call.library
             if library in ("pytorch_lightning", "lightning") and name == "Trainer":
@@ -226,7 +227,7 @@ class _Meaning:
         return base_trainer(call.function) if isinstance(call.function, Class) else call.name
 
     def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | None:
-        """Return the call whose arguments the trainer has; None if there is no such call."""
+        """Return the call that has the trainer's arguments; None if there is none."""
         main = [call for call in self.calls if call.name in ARGUMENTS]
         # Trainer takes its arguments as `args`, or as the second positional parameter.
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
@@ -250,7 +251,7 @@ class _Meaning:
         return main[0] if main else None
 
     def _model(self, trainer: ForeignCall | None) -> ForeignCall | None:
-        """Return the call that makes the model that trains."""
+        """Return the call that creates the trained model; None if there is none."""
         models = [call for call in self.calls if _makes_model(call)]
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
@@ -272,7 +273,7 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return the model that the script names, for messages."""
+        """Return a text with the model that the script names, for messages."""
         names = [
             call.positional[0]
             for call in self.calls
@@ -283,7 +284,7 @@ class _Meaning:
     # ---- values --------------------------------------------------------------------------------------------
 
     def values(self, call: ForeignCall, *, first: str = "") -> dict[str, Any]:
-        """Return a call's arguments by name. `first` is the name of the first positional one."""
+        """Return a call's arguments by name. `first` is the name of its first positional argument."""
         arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
         for key, value in call.named.items():
             if key.startswith("**") and (file := _file_of(value)):
@@ -295,7 +296,7 @@ class _Meaning:
         return arguments
 
     def value(self, value: Any) -> Any:
-        """Return a value in the form of a configuration file."""
+        """Return a value in the form in which configuration files have it."""
         if isinstance(value, Mapping):
             return {key: self.value(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
@@ -313,7 +314,7 @@ class _Meaning:
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
     def _of_model(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the arguments of the call that makes the model, and its task."""
+        """Return the arguments of the call that creates the model, and its task."""
         if call.owner in UNSLOTH:
             return {}
         inner = self.values(call, first="pretrained_model_name_or_path")
@@ -340,7 +341,8 @@ class _Meaning:
         return facts
 
     def _of_config(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the facts that a config changes. Its other sizes are listed as not read."""
+        """Return the facts of a model that a config's arguments change. Other sizes are listed as not
+        read."""
         configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
         facts: dict[str, Any] = {}
         for one in configs:
@@ -354,7 +356,7 @@ class _Meaning:
         return facts
 
     def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
-        """Read the arguments of the trainer itself."""
+        """Read the arguments of the trainer's constructor."""
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
@@ -381,7 +383,7 @@ class _Meaning:
     # ---- statements ----------------------------------------------------------------------------------------
 
     def _read_event(self, event: ForeignCall | Assignment) -> None:
-        """Add the meaning of one statement."""
+        """Add the arguments that one statement means."""
         read = self._read_call(event) if isinstance(event, ForeignCall) else self._read_assignment(event)
         if read is None:
             return
@@ -400,7 +402,7 @@ class _Meaning:
         self.read_events.add(id(event))
 
     def _read_call(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the arguments that a call means; None for one without a meaning."""
+        """Return the arguments that a call means; None for a call that means none."""
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in UNSLOTH_DEFAULTS:
@@ -516,7 +518,8 @@ class _Meaning:
         return False
 
     def _resize(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the rows of the embedding. Those of an unknown tokenizer are listed as not read."""
+        """Return the rows of the embedding after `resize_token_embeddings`. Those of an unknown tokenizer are
+        listed as not read."""
         rows = call.named.get("new_num_tokens", [*call.positional, None][0])
         multiple = call.named.get("pad_to_multiple_of")
         if type(rows) is not int:
@@ -526,7 +529,8 @@ class _Meaning:
         return {"job.vocab_size": str(-(-rows // step) * step)}
 
     def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the use of torch.compile: of layers, of a model's forward pass, or of the model."""
+        """Return the arguments for a call of torch.compile: on layers, on a model's forward pass, or on the
+        model."""
         first = call.function.of if isinstance(call.function, Member) else [*call.positional, None][0]
         kind = kind_of(first)
         if isinstance(first, Member) and first.name == "forward" and kind == PART:
@@ -563,7 +567,8 @@ class _Meaning:
     # ---- facts from several statements ---------------------------------------------------------------------
 
     def _of_loop(self) -> None:
-        """Read the batch of a loop: the first loader's, times the number by which the loss is divided."""
+        """Read the global batch of a hand-written loop: the first loader's batch, times the number by which
+        the loss is divided."""
         if self.script.dialect not in ("accelerate", "loop"):
             return
         arguments = self.script.arguments
@@ -581,7 +586,7 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Note adapters that TRL's scripts cast to float32, as in the exported script."""
+        """Add the cast of adapters to float32, as TRL's scripts do it."""
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments
@@ -590,14 +595,14 @@ class _Meaning:
             self.script.arguments["adapters_dtype"] = "float32"
 
     def _gpus(self) -> None:
-        """Read the number of processes that the script declares, as the scripts exported by snugfit do."""
+        """Read the number of processes that the script declares, as exported scripts do."""
         number = self.done.globals.get("GPUS")
         if type(number) is int and number != 1:
             key = "parallel.elsewhere" if self.script.dialect in ("accelerate", "loop") else "job.gpus"
             self.script.arguments[key] = number
 
     def _lengths(self) -> None:
-        """Read the length of a tokenizer's calls, unless the arguments have one."""
+        """Read the sequence length from a tokenizer's calls, unless the arguments have one."""
         arguments = self.script.arguments
         if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
             return
@@ -617,7 +622,7 @@ class _Meaning:
             arguments["tokenizer.max_length"] = max(lengths)
 
     def _optimizer(self, trainer: ForeignCall | None) -> None:
-        """Read the optimizer that a loop or the trainer uses."""
+        """Read the optimizer of a loop or of the trainer."""
         optimizer: Any = None
         if trainer is not None:
             pair = trainer.named.get("optimizers")
@@ -648,7 +653,7 @@ class _Meaning:
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
-        """List a statement that may change the answer and has no meaning here."""
+        """List a statement as not read, if it may change the answer."""
         if id(event) in self.read_events:
             return
         touches = self._touches_call(event) if isinstance(event, ForeignCall) else self._touches(event)
@@ -694,17 +699,17 @@ _METHODS: Mapping[str, str] = {
     "half": "_of_dtype", "bfloat16": "_of_dtype", "float": "_of_dtype", "to": "_cast",
     "resize_token_embeddings": "_resize", "compile": "_of_compile",
 }  # fmt: skip
-"""Readers of a model's methods."""
+"""Names of the methods here that read a model's methods, by method."""
 
 _FUNCTIONS: Mapping[str, str] = {
     "LoraConfig": "_of_lora", WIDENS: "_of_widening", "prepare_model_for_int8_training": "_of_widening",
     "set_float32_matmul_precision": "_of_precision", "clip_grad_norm_": "_of_clip",
     "compile": "_of_compile", "convert_to_float8_training": "_of_float8", "autocast": "_of_autocast",
 }  # fmt: skip
-"""Readers of functions, and of the methods of a model's parts."""
+"""Names of the methods here that read functions, and methods of a model's parts, by function."""
 
 _OF_FILES = ("trust_remote_code", "revision", "cache_dir", "token", "n_ctx", "use_cache")
-"""Arguments of a config that change no size."""
+"""Arguments of a config that change no size and are ignored."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _LIGER_PARTS = (
@@ -719,7 +724,7 @@ _LIGER_PARTS = (
 
 
 def _word(name: Name) -> Any:
-    """Return a dtype, or a member of an enumeration, as configuration files write it."""
+    """Return a dtype, or a member of an enumeration, as the word in configuration files."""
     if name.dotted.startswith("torch.") and name.last in DTYPES:
         return {"half": "float16", "float": "float32"}.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))
@@ -727,7 +732,7 @@ def _word(name: Name) -> Any:
 
 
 def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[ForeignCall | Assignment]:
-    """Return the statements before this trainer starts, or the first one; all of a loop's."""
+    """Return the statements before this trainer starts, or before the first one; all statements of a loop."""
     for number, event in enumerate(done.events):
         function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
         of = function.of if isinstance(function, Member) else None
@@ -743,7 +748,7 @@ def _makes_model(call: ForeignCall) -> bool:
 
 
 def _config_name(call: ForeignCall) -> str | None:
-    """Return the name of the config that a model is made from."""
+    """Return the name of the config from which a model is created."""
     for value in (*call.positional, *call.named.values()):
         for one in calls_in(value):
             if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):
@@ -781,7 +786,7 @@ _OF_LORA = ("LoraConfig", "PeftConfig", "LoftQConfig", "EvaConfig", "CordaConfig
 
 
 def _reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
-    """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
+    """Return why a trainer, its arguments or an adapter cannot be predicted; None if it can."""
     if library == "peft" and name.endswith("Config") and name not in _OF_LORA:
         return "is not predicted. Among peft's methods, only LoraConfig is."
     is_config = name.endswith("Config") and name not in (*_OF_SCRIPTS, "SFTConfig")

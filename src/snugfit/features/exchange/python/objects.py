@@ -14,26 +14,26 @@ MODEL, PART, TRAINER, OPTIMIZER = "model", "part of the model", "trainer", "opti
 TOKENIZER, LOADER, ACCELERATOR = "tokenizer", "loader", "accelerator"
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
-"""Classes of unsloth, with `from_pretrained` and `get_peft_model`."""
+"""Classes of unsloth that create models by `from_pretrained` and `get_peft_model`."""
 
 LIGER = "AutoLigerKernelForCausalLM"
 
 LOADERS = ("from_pretrained", "from_config", "_from_config")
 
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
-"""Trainers that run the step of transformers' Trainer."""
+"""Trainers whose step is that of transformers' Trainer."""
 
 _SAME_MODEL = (
     "to", "cuda", "train", "eval", "half", "bfloat16", "float", "cpu", "requires_grad_", "apply",
 )  # fmt: skip
-"""Methods that return their model."""
+"""Methods that return the model on which they are called."""
 
 _WRAPPERS = (
     "get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training", "compile",
     "DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard", "DataParallel",
     "replace_lora_weights_loftq", "unwrap_model", "convert_to_float8_training", "prepare_model",
 )  # fmt: skip
-"""Functions that return the model of their first argument."""
+"""Functions that return the model given as their first argument."""
 
 _TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor", "ImageProcessor")
 
@@ -51,11 +51,11 @@ _LISTS = (
     "getattr",
     "chain",
 )
-"""Functions of Python whose result has the parts of the objects that they take."""
+"""Functions of Python whose result contains the parts of their arguments."""
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of an object; empty for any other value."""
+    """Return the kind of a script's object, such as `model` or `trainer`; empty for any other value."""
     if isinstance(value, ForeignCall):
         if isinstance(value.function, Name) and value.function.last in _LISTS:
             return PART if any(kind_of(one) in (MODEL, PART) for one in value.positional) else ""
@@ -66,7 +66,8 @@ def kind_of(value: Any) -> str:
 
 
 def may_be_part(value: Any) -> bool:
-    """Return True for a value that a script computes, or takes from a list or an unknown object."""
+    """Return True for a value that may be a part of the model: computed, or from a list or an unknown
+    object."""
     while isinstance(value, Member | ForeignCall):
         value = value.of if isinstance(value, Member) else value.function
     return isinstance(value, Unknown | list | tuple | dict)
@@ -149,7 +150,7 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def calls_in(value: Any) -> Iterator[ForeignCall]:
-    """Yield the calls that made an object, the outermost first."""
+    """Yield the calls that created an object, the outermost first."""
     while True:
         if isinstance(value, ForeignCall):
             yield value
