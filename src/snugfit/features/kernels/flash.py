@@ -26,7 +26,7 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Flash(Technique):
-    """Computes attention by the package flash-attn, and leaves padding out of it."""
+    """The technique `flash`: computes attention by the package flash-attn, and leaves padding out of it."""
 
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)
@@ -36,11 +36,11 @@ class Flash(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Choose transformers' implementation by name."""
+        """Set the Setup's attention to FlashAttention-2, by its name in transformers."""
         return setup.with_fields(attention="flash_attention_2")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require 16 bits, and a model for which transformers calls the package."""
+        """Yield objections to a dtype other than 16 bits, and to a model that cannot call the package."""
         # Only these slots decide about the dtype of attention and about recomputation.
         setup = Setup()
         for slot in (Slot.PRECISION, Slot.CHECKPOINTING):
@@ -55,7 +55,7 @@ class Flash(Technique):
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the substitute that was predicted, and an equivalent choice."""
+        """Yield a warning that names the predicted substitute of the package and an equivalent technique."""
         yield (
             "it was predicted by torch's own FlashAttention-2, whose tensors are the same; to run it, the "
             "package flash-attn must be installed."

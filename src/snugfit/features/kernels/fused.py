@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
-"""Model types of transformers that `encoders.py` supports."""
+"""Model types of transformers whose encoders (and GPT-2) `encoders.py` supports."""
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
 """Model types that `decoders.py` supports."""
@@ -47,7 +47,8 @@ KNOWN = (*ENCODERS, *DECODERS)
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Technique):
-    """Runs snugfit's Triton kernels for norms, activations and dropout, and attention's products as one."""
+    """The technique `fused`: runs snugfit's Triton kernels for norms, activations and dropout, and
+    attention's products as one."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("triton>=3.0",)
@@ -65,7 +66,7 @@ class Fused(Technique):
     pass."""
 
     def install(self, setup: Setup) -> Setup:
-        """Request our kernels in place of code of the model's modules."""
+        """Set the Setup's `fused` field, so that snugfit's kernels replace code of the model's modules."""
         return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
 
     def is_searched(self) -> bool:
@@ -108,7 +109,8 @@ class Fused(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why it has no effect on this job's model; empty if it has one."""
+        """Return why no plan chooses this technique: it has no effect on this job's model. Empty if it has
+        one."""
         module = job.model.module
         if module is None:
             model_type = str(job.model.config.get("model_type"))
@@ -122,5 +124,6 @@ class Fused(Technique):
 
 
 def _is_decoder(job: Job) -> bool:
-    """Return True if a decoder's MLPs are gated; a user's own module is checked when it is built."""
+    """Return True if the job's model is a decoder with gated MLPs; a user's own module is checked when
+    built."""
     return job.model.module is not None or job.model.config.get("model_type") in DECODERS

@@ -20,7 +20,7 @@ from snugfit.features.kernels.operations.philox import keep_mask, scale, thresho
 from snugfit.features.kernels.operations.seeds import CARRIED
 
 TILE = 4096
-"""Elements in a tile of the backward kernel (chosen)."""
+"""Number of elements in a tile of the backward kernel (chosen)."""
 
 add_norm_forward = define(
     "add_norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor shift, Tensor? bias, Tensor? seed, "
@@ -38,11 +38,11 @@ add_norm_backward = define(
 
 
 class Form(NamedTuple):
-    """Constants of a call."""
+    """Settings of one call of `add_norm`."""
 
     eps: float
     drops: int = 0
-    """Numbers, out of 65,536, that drop an element."""
+    """Number of 16-bit draws, of 65,536, that drop an element."""
     site: int = 0
     drops_last: bool = False
     gives_sum: bool = False
@@ -81,7 +81,7 @@ def add_norm(
 
 
 class Slopes(NamedTuple):
-    """Incoming gradients of a backward pass."""
+    """Incoming gradients of a backward pass of `AddNorm`."""
 
     of_result: torch.Tensor  # (..., H)
     of_stream: torch.Tensor | None  # (..., H)
@@ -89,7 +89,7 @@ class Slopes(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Requested gradients of a backward pass."""
+    """Flags: the gradients that a backward pass of `AddNorm` has to compute."""
 
     residual_dtype: torch.dtype
     x_dtype: torch.dtype
@@ -99,7 +99,7 @@ class Wanted(NamedTuple):
 
 
 class AddNorm(torch.autograd.Function):
-    """Forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
+    """Autograd function of `add_norm`: kernels on a GPU, plain torch elsewhere."""
 
     @staticmethod
     def forward(
@@ -112,7 +112,7 @@ class AddNorm(torch.autograd.Function):
         seed: torch.Tensor | None,
         form: Form,
     ) -> Any:
-        """Return the result, and the sum if requested."""
+        """Return the norm, and if requested the sum or the fp32 stream."""
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
@@ -170,7 +170,8 @@ class AddNorm(torch.autograd.Function):
 
 
 def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
-    """Return an empty tensor for the result in fp32; None where the result has that many bits."""
+    """Return an empty fp32 tensor for the stream (see `gives_stream`); None if the result has 32 bits or
+    more."""
     return torch.empty_like(y, dtype=torch.float32) if y.element_size() < 4 else None
 
 
@@ -200,7 +201,7 @@ def _backward_by_kernel(
 
 
 def rows_at_once(columns: int) -> int:
-    """Return the number of rows that a program of the backward kernel loads at once."""
+    """Return the number of rows of this width that a program of the backward kernel loads at once."""
     # A tile has whole rows, whose width is rounded up to a power of two.
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 
@@ -222,7 +223,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mask(seed: torch.Tensor, form: Form, like: torch.Tensor) -> torch.Tensor:
-    """Return the factors of dropout: (rows, columns), zeros and the scale."""
+    """Return dropout's factors (rows, columns): zero for dropped elements, the scale for others."""
     rows, columns = like.shape
     return keep_mask(seed, form.site, rows, columns, form.drops).to(like.dtype) * scale(form.drops)
 
@@ -236,7 +237,8 @@ def forward_in_torch(
     seed: torch.Tensor | None,
     form: Form,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return the result, the stream, the sum, and statistics (2, rows): means and inverse deviations.
+    """Compute the forward pass in plain torch: the norm, the stream, the sum, and statistics (2, rows): means
+    and inverse deviations.
 
     The first three are shaped as `x`. The stream is None where it is the result.
     """
@@ -268,7 +270,8 @@ def backward_in_torch(
     form: Form,
     kinds: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of the residual, of `x`, and of weight, shift and bias (2 or 3, columns).
+    """Compute the backward pass in plain torch: gradients of the residual, of `x`, and of weight, shift and
+    bias (2 or 3, columns).
 
     The first two have the shape of `x`. That of the residual is not yet summed where the residual repeats.
     """
