@@ -30,7 +30,7 @@ _VENDOR_WORDS = frozenset(
 COMMON = (
     "RTX4090", "H100-SXM", "A100-SXM-80", "V100-SXM2-16", "T4", "L40S", "A100-SXM-40", "H200-SXM", "A10",
 )  # fmt: skip
-"""GPUs that an ambiguous name or a memory size stands in for, by how common they are in training machines."""
+"""Candidates for an ambiguous GPU name or a memory size, the most common in training machines first."""
 
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:g|gb|gib)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z])(sxm|pcie|nvl)\d?(?![a-z0-9])")

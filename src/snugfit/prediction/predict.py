@@ -77,8 +77,7 @@ def predict(
 ) -> Prediction:
     """Return the prediction for `job` under `recipe` on `gpu`, made without a GPU.
 
-    Recipe and GPU may be given as text. On several such `gpus` the global batch stays, and each takes its
-    share.
+    Recipe and GPU may be text. Several `gpus` of this kind share the global batch.
 
     `memory_bytes` is the usable memory, when it is not all of the GPU's. A step that fits and leaves less of
     it than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's

@@ -18,7 +18,7 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Slot, Technique
 
 REPLICATE = "replicate"
-"""The word for copies of weights that are sharded over GPUs."""
+"""Word of a mesh for copies of weights that are sharded over GPUs."""
 
 COUNT = "n"
 """Name of the setting for the number of GPUs along a technique's axis."""
@@ -50,7 +50,7 @@ def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
 
 
 def _read(text: str) -> dict[str, int]:
-    """Return the axes and their numbers, as they are written."""
+    """Return the number of GPUs along each axis that the text names."""
     counts: dict[str, int] = {}
     for part in text.split(","):
         word, equals, number = (piece.strip() for piece in part.partition("="))
@@ -76,7 +76,7 @@ def _kind(word: str, text: str) -> type[Technique]:
 
 
 def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, text: str) -> Technique:
-    """Return the technique of one axis, with the settings that the recipe gives it."""
+    """Return the technique of one axis for `count` GPUs, with the recipe's settings for it."""
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")
@@ -93,9 +93,8 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
 
 
 def _in_copies(sharing: Technique, data: list[int], copies: int, text: str) -> Technique:
-    """Return the technique that shards each of several copies of the weights, in place of one that shards
-    one.
-    """
+    """Return a technique that keeps `copies` sharded copies of the weights, in place of one that keeps
+    one."""
     spread = next(
         kind
         for kind in roster.techniques()

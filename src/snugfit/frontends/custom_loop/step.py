@@ -23,8 +23,8 @@ LossOf = Callable[[Any, dict[str, Any]], Any]
 items."""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""The type of a function of a batch that returns the number of items over which its loss is a mean, or the
-sum of their weights."""
+"""The type of a function of a batch. It returns the number of items over which the batch's loss is a mean, or
+the sum of their weights."""
 
 
 @final

@@ -23,7 +23,7 @@ PEAK_SHARE = 0.01
 """Share by which a step's bytes may be below the extrapolation (chosen): workspaces grow in steps."""
 
 MISSING = -1
-"""Stands for the number of a candidate that is not in the space."""
+"""Number in place of a candidate's, for a recipe that is not in the space."""
 
 MOST_SAVED = 3
 """Limit of the seconds that fewer micro-batches save with recomputing, in multiples of the savings without

@@ -224,11 +224,7 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 @functools.cache
 def _flex_function() -> Any:
-    """Return `flex_attention`'s kernels as an autograd function, which saves operands, output and one number
-    per row.
-
-    Backward allocates the gradients and one number per row, and no 32-bit copy.
-    """
+    """Return `flex_attention`'s kernels as an autograd function, which saves operands, output and row sums."""
     import torch
     from torch.utils.flop_counter import register_flop_formula
 

@@ -154,8 +154,7 @@ def missing_message(error: Exception) -> str:
 def bindings(
     policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None], notes: PolicyNotes
 ) -> Iterator[None]:
-    """Context in which each loaded module's name for a device-dependent function refers to its
-    replacement."""
+    """Context in which all loaded modules use replacements of device-dependent functions."""
     import torch
     import torch.optim.optimizer
     import torch.utils._foreach_utils as foreach

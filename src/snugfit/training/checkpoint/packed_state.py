@@ -29,7 +29,7 @@ PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
 """Tags in the JSON tree for values without a JSON form."""
 
 ARRAY = "array"
-"""Stands for a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
+"""Word in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
 
 
 def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:

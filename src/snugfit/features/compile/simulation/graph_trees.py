@@ -62,7 +62,7 @@ class _Node:
 
 
 class _State(Enum):
-    """How a program ran last in this step: with kernels, recorded, or replayed."""
+    """State of a program after its last run in this step: run with kernels, recorded, or replayed."""
 
     NOTHING = auto()
     FIRST_RUN = auto()

@@ -1,8 +1,8 @@
-"""Comparison of two ways to spread a model over GPUs, by memory and by speed.
+"""Comparison of two ways to distribute a model over GPUs, by memory and by speed.
 
 Sharing the batch alone is always tried. Along the other axes of a mesh, groups of GPUs work on the same
-samples. They share matrices, and with these the experts if there are some, or sequences, or they form
-stages. The techniques propose the sizes of such groups, at most the GPUs of a host.
+samples. They share matrices, and with these the experts if there are some, or sequences, or they form stages.
+The techniques propose the sizes of such groups, at most the GPUs of a host.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ MOST_AXES = 2
 
 
 def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[Technique, ...]]:
-    """Yield techniques for each slot of several GPUs, by which so many can share the job's batch.
+    """Yield combinations of techniques, one for each slot of several GPUs, that divide the job's batch over
+    `gpus`.
 
-    They have `axes` axes in addition to the batch's, without fixed ones. If there are several hosts,
-    groups over which copies of the weights are sharded are whole hosts.
+    They have `axes` axes in addition to the batch's, without fixed ones. If there are several hosts, groups
+    over which copies of the weights are sharded are whole hosts.
     """
     along = axis_settings(job)
     free = [slot for slot, settings in along.items() if settings and slot not in fixed.slots]
@@ -74,14 +75,14 @@ def _choices(
 
 
 def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
-    """Return the same kinds of techniques without settings, for meshes that refuse those that plans
+    """Return the same techniques with default settings, for meshes that refuse the settings which plans
     choose."""
     kinds = dict.fromkeys(map(type, usual))
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
 
 
 def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique]) -> bool:
-    """Return whether so many GPUs make whole groups that divide the batch evenly.
+    """Return True if `gpus` GPUs form whole groups that divide the batch evenly.
 
     If experts are spread, all GPUs of a group must share them.
     """
@@ -97,19 +98,20 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
 
 
 KEPT = "none"
-"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
+"""Value of `ParallelWish.reshard` under which gathered weights are kept until the backward pass."""
 
 AXES = ("tensor", "context", "stages")
 """Fields of `ParallelWish` that count the GPUs working on the same samples."""
 
 
 class MeshSpreading(Spreading):
-    """The ways of the techniques for several GPUs."""
+    """Ways to distribute a job over several GPUs, by this feature's techniques."""
 
     most_axes = MOST_AXES
 
     def sharings(self, job: Job, gpus: int, fixed: Kept, axes: int) -> Iterator[Sharing]:
-        """Yield one technique for each slot of several GPUs."""
+        """Yield combinations of techniques that distribute the job, one technique for each slot of several
+        GPUs."""
         usual = list(of_slot(job, Slot.SHARDING, fixed))
         # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
         rest = [one for one in stopgaps(usual) if one not in usual]
@@ -118,17 +120,17 @@ class MeshSpreading(Spreading):
             yield Sharing(techniques, kinds, is_stopgap=any(one in rest for one in techniques))
 
     def way(self, gpus: int, recipe: Recipe) -> Shared:
-        """Return the way of a recipe to share the work among so many GPUs."""
+        """Return the way in which a recipe divides the work among this many GPUs."""
         return SharedByMesh(gpus, recipe)
 
 
 @dataclass(frozen=True)
 class SharedByMesh(Shared):
-    """A way to share the work among GPUs that form a mesh, or of one GPU alone."""
+    """A way to divide the work among GPUs that form a mesh, or one GPU alone."""
 
     @functools.cached_property
     def wish(self) -> ParallelWish | None:
-        """Wish for several processes, regardless of their number; None on one GPU."""
+        """Value of the field `parallel`, regardless of the number of processes; None on one GPU."""
         wish = PARALLEL.of(self.setup)
         # The number of GPUs is compared apart.
         return wish and replace(wish, ranks=0)
@@ -155,29 +157,30 @@ class SharedByMesh(Shared):
 
     @property
     def spreads_over_all(self) -> bool:  # type: ignore[override]
-        """True if each GPU holds less on a larger number of them."""
+        """True if each GPU needs less memory when there are more of them."""
         wish = self.wish
         if wish is None:
             return False
         return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
 
     def gathers_what_is_kept(self, other: Shared) -> bool:
-        """Return whether the other way is this one, except that it keeps weights that this one gathers."""
+        """Return True if the other way equals this one, except that it keeps weights which this one gathers
+        again."""
         own, rival = self.wish, _wish_of(other)
         if own is None or rival is None:
             return False
         return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
 
     def spreads_no_less_than(self, other: Shared) -> bool:
-        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
+        """Return True if a GPU holds no more weights, states and samples than in the other way."""
         return _spreads_no_less(self.wish, _wish_of(other))
 
     def cuts_as(self, other: Shared) -> bool:
-        """Return whether each group of GPUs consists of one or several of the other's groups."""
+        """Return True if each group of GPUs consists of one or several of the other way's groups."""
         return _cuts_as(self._axes, _wish_of(other) or ParallelWish())
 
     def is_wider_than(self, other: Shared) -> bool:
-        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
+        """Return True if larger groups of GPUs work on the same samples, and all else is equal."""
         own, rival = self.wish, _wish_of(other)
         if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
             return False
@@ -192,11 +195,11 @@ class SharedByMesh(Shared):
         return alike == rival and bool(own.shards) is bool(rival.shards) and self.differs_only_in(other)
 
     def shares_sequences_with(self, other: Shared, times: float) -> bool:
-        """Return whether `times` as many GPUs share each sequence as in the other way."""
+        """Return True if `times` as many GPUs share each sequence as in the other way."""
         return times == self._axes.context / (_wish_of(other) or ParallelWish()).context
 
     def groups(self) -> Iterator[str]:
-        """Yield the work of its groups of GPUs as sentences."""
+        """Yield a sentence for each kind of group: the work that its GPUs share."""
         wish = self._axes
         if wish.tensor > 1:
             experts = f", each GPU with 1/{wish.experts} of its experts" if wish.experts > 1 else ""
@@ -212,7 +215,7 @@ def _wish_of(shared: Shared) -> ParallelWish | None:
 
 
 def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
-    """Return whether each group of GPUs consists of one or several of the rival's groups, with the same cuts.
+    """Return True if each group of GPUs consists of one or several of the rival's groups, with the same cuts.
 
     If both share matrices, experts must be spread in both or in neither.
     """
@@ -222,13 +225,12 @@ def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
 
 
 def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
-    """Return the same with groups as large as the rival's."""
+    """Return `own` with groups as large as those of `rival`."""
     return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
 
 
 def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
-    """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
-    rival's way."""
+    """Return True if a GPU holds no more weights, states and samples than in the rival's way."""
     if own is None or rival is None or own == rival:
         return own == rival
     if not _cuts_as(own, rival):

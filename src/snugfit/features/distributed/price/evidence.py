@@ -1,4 +1,4 @@
-"""Figures of exchanges that were read off runs, data sheets or nothing (guesses): rows of `evidence.json`.
+"""Figures of exchanges from runs, from data sheets, or guessed: rows of `evidence.json`.
 
 A row adds `value` times the count that its `formula` names, for its quantity and operator. Its condition must
 be among those that hold. An empty operator or condition fits all.

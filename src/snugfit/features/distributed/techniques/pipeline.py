@@ -57,7 +57,7 @@ class Pipeline(Technique):
     searched: ClassVar = False
 
     n: int = between(2, 512)
-    """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
+    """Number of stages that the layers are cut into, as evenly as possible. The longer ones come first."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Order of a GPU's micro-batches: `gpipe` all forward, then all backward; `1f1b` a backward pass as soon
@@ -67,10 +67,11 @@ class Pipeline(Technique):
     """
 
     chunks: int = between(1, 64, default=2)
-    """Parts of the layers, far from each other, on each GPU under `interleaved` and `zero_bubble`."""
+    """Number of parts of the layers on each GPU, far from each other, under `interleaved` and
+    `zero_bubble`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cut the layers into stages."""
+        """Set the Setup's `parallel` field to cut the layers into stages."""
         schedule = SCHEDULES[self.schedule]
         return several_gpus.along(setup, stages=self.n, schedule=schedule, chunks=self._chunks)
 
@@ -109,7 +110,7 @@ class Pipeline(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield as many stages as a host may have GPUs."""
+        """Yield settings with as many stages as a host may have GPUs."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def _about_model(self, job: Job) -> Iterator[str]:

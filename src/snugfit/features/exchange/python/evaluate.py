@@ -66,7 +66,7 @@ PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 
 
 CHOSEN = "[if "
-"""Prefix of names of values that stand for those elements of an object which meet a condition."""
+"""Prefix of the names of values that represent only some elements of an object, by a condition."""
 
 
 class _Return(Exception):

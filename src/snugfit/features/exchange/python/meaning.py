@@ -108,8 +108,7 @@ class Script:
 
 
 def read_meaning(done: Evaluation, where: str) -> Script:
-    """Return the arguments and facts of an evaluated script. Raises `UsageError` for a script that snugfit
-    cannot read."""
+    """Return the arguments and facts of a script. Raises `UsageError` for one that snugfit cannot read."""
     return _Meaning(done, where).read()
 
 
@@ -341,8 +340,7 @@ class _Meaning:
         return facts
 
     def _of_config(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the facts of a model that a config's arguments change. Other sizes are listed as not
-        read."""
+        """Return the facts that a config's arguments change. Other sizes are listed as not read."""
         configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
         facts: dict[str, Any] = {}
         for one in configs:
@@ -529,8 +527,7 @@ class _Meaning:
         return {"job.vocab_size": str(-(-rows // step) * step)}
 
     def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the arguments for a call of torch.compile: on layers, on a model's forward pass, or on the
-        model."""
+        """Return the arguments for torch.compile: on layers, on a model's forward pass, or on the model."""
         first = call.function.of if isinstance(call.function, Member) else [*call.positional, None][0]
         kind = kind_of(first)
         if isinstance(first, Member) and first.name == "forward" and kind == PART:

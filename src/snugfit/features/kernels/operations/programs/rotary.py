@@ -129,8 +129,7 @@ def turn_back(  # type: ignore[no-untyped-def]
     value_batch, value_head, value_token, QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
     NORMS: tl.constexpr, FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: write rows of the product's gradient from those of queries, keys and values, each with
-    its own strides.
+    """Triton kernel: write rows of the product's gradient from strided ones of queries, keys and values.
 
     With `NORMS`, also write a row of sums for the gradients of both scales (4, HALF).
     """
