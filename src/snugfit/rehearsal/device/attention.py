@@ -224,7 +224,7 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 @functools.cache
 def _flex_function() -> Any:
-    """Return `flex_attention`'s kernels as an autograd function, which saves operands, output and row sums."""
+    """Return `flex_attention`'s kernels as an autograd function. It saves operands, output and row sums."""
     import torch
     from torch.utils.flop_counter import register_flop_formula
 
