@@ -226,7 +226,7 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
 
     result, name = read(file), gpu_here()
     if name is None:
-        raise GpuError("This machine has no GPU to measure on.")
+        raise GpuError("This machine has no GPU to measure on. Use a machine with a GPU.")
     if find_gpu(name).key != find_gpu(result.gpu).key:
         raise GpuError(
             f"{file} has predictions for {result.gpu}, but the GPU of this machine is {name}. Measure on a "
@@ -277,5 +277,7 @@ def _read(path: Path) -> list[Accuracy]:
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"--show {path}: found no accuracy-*.json file.")
+        raise UsageError(
+            f"--show {path}: found no accuracy-*.json file. Name a folder into which snugfit accuracy wrote."
+        )
     return [read(file) for file in files]

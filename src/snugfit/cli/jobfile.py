@@ -148,7 +148,7 @@ def _may_be_none(key: str) -> bool:
 def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
     """Return a line about an unknown key: another trainer's, a typing mistake, or neither."""
     if not isinstance(key, str):
-        return f"the key {key!r} is not text."
+        return f"the key {key!r} is not text. Put it in quotes."
     if key in advice:
         return f"{key} is a name from another trainer: {advice[key]}.{_about_value(key, value)}"
     near = nearest(key, [*kinds(), *advice], count=1)

@@ -72,7 +72,9 @@ class StandardOutput(io.TextIOWrapper):
         forget(self)
         if isinstance(refusal, BrokenPipeError):
             raise refusal from None
-        raise SnugfitError(f"The output cannot be written: {refusal.strerror}.") from None
+        raise SnugfitError(
+            f"The output cannot be written: {refusal.strerror}. Free space, or write it elsewhere."
+        ) from None
 
 
 class StandardError(StandardOutput):

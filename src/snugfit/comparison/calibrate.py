@@ -314,7 +314,9 @@ def _measure_on(gpus: int) -> MeasureSeconds:
             ledger=None,
         )
         if run.timing is None:
-            raise SnugfitError(f"The probe's run ended with {run.outcome}: {run.message}")
+            raise SnugfitError(
+                f"The probe's run ended with {run.outcome}: {run.message} Run snugfit calibrate again."
+            )
         return ProbeSeconds(run.timing.step_seconds, run.disturbed, run.fabric_seconds)
 
     return seconds

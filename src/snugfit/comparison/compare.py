@@ -120,7 +120,9 @@ def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
             "gpu=..., gpus=measurement.gpus)."
         )
     if measurement.footprint is None:
-        raise MeasurementError(f"Nothing to compare: the run ended with {measurement.outcome}.")
+        raise MeasurementError(
+            f"Nothing to compare: the run ended with {measurement.outcome}. Measure again."
+        )
     lines = error_lines(prediction.footprint, measurement.footprint)
     pace = step_seconds_line(
         prediction.timing.step_seconds if prediction.timing else None,

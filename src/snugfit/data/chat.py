@@ -99,7 +99,10 @@ def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> 
     except Exception as error:  # the template's error names no conversation: try them one by one
         for chat, of in zip(chats, where, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
-        raise UsageError(f"The chat template fails ({one_line(error)}).") from error
+        raise UsageError(
+            f"The chat template fails ({one_line(error)}). Correct it in the tokenizer's folder "
+            "(chat_template.jinja)."
+        ) from error
     masks = encoding.get("assistant_masks") or [None] * len(chats)
     return [
         ChatTokens(ids, mask and list(map(bool, mask)))
@@ -118,5 +121,6 @@ def _apply_alone(tokenizer: Any, chat: Chat, where: str, marked: bool) -> None:
         _apply(tokenizer, [chat], marked)
     except Exception as error:
         raise UsageError(
-            f"{where}: the chat template refuses this conversation ({one_line(error)})."
+            f"{where}: the chat template refuses this conversation ({one_line(error)}). Correct this "
+            "row, or remove it."
         ) from error

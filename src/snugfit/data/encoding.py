@@ -104,7 +104,10 @@ class Encoder:
             labels = self.rows.value(row, self.columns["label"], index)
             if not isinstance(labels, list) or len(labels) != len(words):
                 count = len(labels) if isinstance(labels, list) else "no list of"
-                raise UsageError(f"{self.rows.where(index)}: {len(words)} words and {count} labels.")
+                raise UsageError(
+                    f"{self.rows.where(index)}: {len(words)} words and {count} labels. Give one label "
+                    "for each word."
+                )
             firsts = [
                 IGNORED if word is None or word == before else word
                 for before, word in pairwise([None, *tokens.words])
@@ -149,7 +152,10 @@ class Encoder:
         """Return the row's own token ids, labels and types, without the padded positions."""
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
-            raise UsageError(f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not.")
+            raise UsageError(
+                f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not. Give it in "
+                "all rows, or in none."
+            )
         beside = {name: self._numbers(row, name, index) for name in _BESIDE if name in self.rows.columns}
         labels = None
         if "label" in self.columns and self.job.task is not Task.SEQUENCE_CLASSIFICATION:
@@ -234,7 +240,8 @@ class Encoder:
         # `Ragged` stores values in 32 bits.
         if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token."
+                f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token. "
+                "Tokens are whole numbers from 0."
             )
         checked: list[int] = numbers.tolist()
         return checked

@@ -53,7 +53,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not self.counts:
-            raise UsageError(f"{self.source}: it contains no lengths.")
+            raise UsageError(f"{self.source}: it contains no lengths. Give one or more.")
 
     @classmethod
     def read(cls, path: Path | str, *, column: str | None = None) -> Self:

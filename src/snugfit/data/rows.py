@@ -122,7 +122,10 @@ class Rows(Indexed[Row]):
         # A column's own name may contain a dot.
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
-                raise UsageError(f"{self.where(index)}: it has no {column!r}, but other rows do.")
+                raise UsageError(
+                    f"{self.where(index)}: it has no {column!r}, but other rows do. Add it, or remove "
+                    "the row."
+                )
             value = value[key]
         return value
 
@@ -142,8 +145,8 @@ def as_text(value: Any, where: str, column: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which is "
-                "not valid text."
+                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which "
+                "is not valid text. Correct this row, or remove it."
             ) from None
     return value
 

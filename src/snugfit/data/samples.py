@@ -121,7 +121,10 @@ def samples_of(
     columns = columns_of(rows, job)
     if pack and (job.task is not Task.CAUSAL_LM or set(columns) & {"prompt", "messages", "label"}):
         what = job.task if job.task is not Task.CAUSAL_LM else "prompts, messages or separate labels"
-        raise UsageError(f"Packing works for causal-lm on plain text. With {what}, texts must not be joined.")
+        raise UsageError(
+            f"Packing works for causal-lm on plain text. With {what}, texts must not be joined. Leave "
+            "packing out."
+        )
     words = None if tokenizer is None else Tokenizer(tokenizer)
     if pack and (words is None or words.end is None):
         raise UsageError(
@@ -225,7 +228,7 @@ def refuse_unknown_tokens(
         position = int(wrong.argmax())
         raise UsageError(
             f"{where(int(lists.lists_of(position)))}: token {lists.values[position]}; {job.model.name} "
-            f"knows tokens 0 to {vocabulary - 1:,}. Is the tokenizer from another model?"
+            f"knows tokens 0 to {vocabulary - 1:,}. Use the model's own tokenizer."
         )
 
 
@@ -233,7 +236,10 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
     """Return the samples that have a token in the loss. Raises `UsageError` if there are none."""
     empty = samples.lengths == 0
     if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.SEQ2SEQ_LM) and empty.any():
-        raise UsageError(f"{where(int(empty.argmax()))}: its text is empty, without a single token.")
+        raise UsageError(
+            f"{where(int(empty.argmax()))}: its text is empty, without a single token. Add text, or "
+            "remove the row."
+        )
     if samples.label is not None:
         return samples
     if samples.masking is not None:
@@ -250,7 +256,8 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
     if not (in_loss > 0).any():
         raise UsageError(
             f"{where(0)} and every other row: there is nothing to learn (all labels are {IGNORED}, the "
-            "text is empty, or a prompt fills the whole sequence length)."
+            "text is empty, or a prompt fills the whole sequence length). Correct the data, or set a "
+            "longer sequence length."
         )
     return samples if (in_loss > 0).all() else samples.filter(in_loss > 0)
 
@@ -287,7 +294,8 @@ class Masking:
         """Build the settings from the tokenizer. Raises `UsageError` if it has no mask token."""
         if tokenizer is None or tokenizer.mask_token_id is None:
             raise UsageError(
-                "masked-lm needs a mask token, but this tokenizer has none. Is it the model's tokenizer?"
+                "masked-lm needs a mask token, but this tokenizer has none. Use the model's own "
+                "tokenizer, or another task."
             )
         return cls(
             seed=seed,

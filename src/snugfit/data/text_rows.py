@@ -132,9 +132,11 @@ class TableRows(Rows):
 def _head(cells: list[str], source: str) -> tuple[str, ...]:
     heads = tuple(cell.strip() for cell in cells)
     if "" in heads:
-        raise UsageError(f"{source}: column {heads.index('') + 1} of the first line has no name.")
+        raise UsageError(
+            f"{source}: column {heads.index('') + 1} of the first line has no name. Name it there."
+        )
     if twice := next((head for head in heads if heads.count(head) > 1), None):
-        raise UsageError(f"{source}: two columns are called {twice!r}.")
+        raise UsageError(f"{source}: two columns are called {twice!r}. Rename one of them.")
     return heads
 
 

@@ -44,7 +44,7 @@ def write(result: Accuracy, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_document(file, result.to_json())
     except OSError as error:
-        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
+        raise SnugfitError(f"{file}: cannot be written ({error.strerror}). Name another folder.") from None
 
 
 def read_rates(file: Path, gpu: Gpu) -> Rates:

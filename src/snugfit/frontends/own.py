@@ -172,7 +172,10 @@ def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOp
     """Return the options after a check of their requirements, before any data is read."""
     chosen = options_of(given)
     if evaluation is None and chosen.eval_strategy != "no":
-        raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, but there is no evaluation data.")
+        raise UsageError(
+            f"eval_strategy is {chosen.eval_strategy!r}, but there is no evaluation data. Add "
+            "eval_dataset (--eval-dataset), or leave eval_strategy out."
+        )
     if chosen.reports and not hooks("trackers"):
         raise UsageError(
             f"report_to is {chosen.report_to!r}, but no feature here has trackers. Leave it out."

@@ -53,8 +53,9 @@ def refuse_another_run(
     note = ""
     if FACTS not in before:
         note = (
-            f"{checkpoint.folder.name} was written by an earlier snugfit, which did not save all settings. "
-            "It is not known whether data, learning rate, schedule and dropout are the same."
+            f"{checkpoint.folder.name} was written by an earlier snugfit, which did not save all "
+            "settings. It is not known whether data, learning rate, schedule and dropout are the same. "
+            "Check that they are."
         )
     manager.refuse_another_run(checkpoint, wrong, [*same_states, *changed], cure=cure, note=note)
 

@@ -86,8 +86,9 @@ class BatchLayout:
             # A multiple of the samples has several rows for each (the patches of a picture).
             if size % count:
                 raise JobError(
-                    f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows there, "
-                    f"which is not a multiple of the {count} samples of the example batch."
+                    f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows "
+                    f"there, which is not a multiple of the {count} samples of the example batch. Name "
+                    "another dimension, or None for a tensor that is never cut."
                 )
         rows = {name: SampleRows(at, named_sizes[name] // count) for name, at in dimensions.items()}
         holds = {name for name, size in sizes.items() if size == count}

@@ -250,15 +250,18 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
         raise error
     if isinstance(error, KeyError) and (key := _key_of(error.args[0], model.config)):
         says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
-        raise ModelError(f"{model.name}: {says} does not know.") from error
+        raise ModelError(
+            f"{model.name}: {says} does not know. Correct that value in the config.json, or install "
+            "another version of transformers."
+        ) from error
     if lacking := lacks_package(model.name, error):
         raise ModelError(lacking) from error
     kind = type(error).__name__
     if _is_from("deepspeed", error):
         raise ModelError(
             f"{model.name}: DeepSpeed failed while it was built ({kind}): {one_line(error, 1000)}. It "
-            "compiles operators when they are first used: see to a compiler, and to TORCH_CUDA_ARCH_LIST, of "
-            "which it reads versions such as 9.0 and no 9.0a."
+            "compiles operators when they are first used: install a compiler, and set "
+            "TORCH_CUDA_ARCH_LIST to versions such as 9.0, not 9.0a."
         ) from error
     raise ModelError(
         f"{model.name}: transformers cannot build it ({kind}): {one_line(error, 1000)} Correct the value in "

@@ -101,7 +101,9 @@ def read_config(path: Path) -> Facts:
         # A regular file only, opened without blocking: a pipe would never end.
         content = read_limited(path, LARGEST_FILE)
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({_cause(path, error)}).") from None
+        raise ModelError(
+            f"{path}: cannot be read ({_cause(path, error)}). Name a file that can be read."
+        ) from None
     except BadDocument as fault:
         raise ModelError(f"{path}: {fault}. A config.json must not be larger than 4 MiB.") from None
     return parse_config(content, where=str(path))
@@ -113,10 +115,14 @@ def parse_config(content: bytes, *, where: str) -> Facts:
         # `constants` allows `Infinity`, which Python's JSON writes.
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
-        raise ModelError(f"{where}: this is not UTF-8 text. A config.json is JSON in UTF-8.") from None
+        raise ModelError(
+            f"{where}: this is not UTF-8 text. A config.json is JSON in UTF-8. Save it in UTF-8."
+        ) from None
     # Deep nesting exceeds Python's own limit before `_depth` can count it.
     except RecursionError:
-        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.") from None
+        raise ModelError(
+            f"{where}: nested more than {DEEPEST} levels deep. Give a model's own config.json."
+        ) from None
     except ValueError as error:
         cause = error if content.strip() else "it is empty"
         raise ModelError(f"{where}: not a config.json: {cause}.") from None
@@ -132,7 +138,7 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
         lacks = "has no" if model_type is None else f"{_show(model_type)} is not a"
         raise ModelError(f'{where}: {lacks} "model_type", the name of an architecture such as "bert".')
     if _depth(document) > DEEPEST:
-        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.")
+        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep. Give a model's own config.json.")
     # A nested config can choose code and sizes too (CVE-2026-5241).
     for config in _configs(document):
         for complaint in _complaints(config):

@@ -250,15 +250,19 @@ class Job:
     def from_json(cls, document: dict[str, Any]) -> Self:
         """Return the job that `to_json` wrote. Raises `JobError` when the model existed only in Python."""
         if not isinstance(document, dict):
-            raise JobError(f"This is not a job document of snugfit, but of type {type(document).__name__}.")
+            raise JobError(
+                f"This is not a job document of snugfit, but of type {type(document).__name__}. Give "
+                "what Job.to_json() returned."
+            )
         if lacking := {"model", "task"} - set(document):
             raise JobError(
-                f"This is not a job document of snugfit: it has no {' and no '.join(sorted(lacking))}."
+                f"This is not a job document of snugfit: it has no {' and no '.join(sorted(lacking))}. "
+                "Give what Job.to_json() returned."
             )
         if unknown := set(document) - {entry.name for entry in fields(cls) if entry.compare}:
             raise JobError(
                 "This job was written by another version of snugfit. Unknown keys: "
-                f"{', '.join(sorted(unknown))}."
+                f"{', '.join(sorted(unknown))}. Read it with that version."
             )
         earlier = {"dtype": "float32"}  # before jobs had a dtype, weights were made in this one
         return cls(**{**earlier, **document, "model": Model.from_json(document["model"])})

@@ -108,7 +108,10 @@ class Model:
 
         if not isinstance(module, torch.nn.Module):
             what = f"the class {module.__name__}" if isinstance(module, type) else f"{module!r}"[:80]
-            raise ModelError(f"from_module takes an instance of nn.Module, not {what}.")
+            raise ModelError(
+                f"from_module takes an instance of nn.Module, not {what}. Give an instance of a class "
+                "derived from it."
+            )
         if not isinstance(example, Mapping) or not example:
             raise ModelError(
                 "The example batch must map the arguments of forward to tensors, and must not be empty."
@@ -202,7 +205,8 @@ class Model:
         """
         if not isinstance(document, Mapping):
             raise ModelError(
-                f"This is not a model document of snugfit, but of type {type(document).__name__}."
+                f"This is not a model document of snugfit, but of type {type(document).__name__}. Give "
+                "what Model.to_json() returned."
             )
         if lacking := {"name", "origin", "config"} - set(document):
             raise ModelError(
@@ -231,7 +235,8 @@ class Model:
             config = AutoConfig.for_model(facts.pop("model_type"), **facts, **head)
         except Exception as error:
             raise ModelError(
-                f"{self.name}: transformers cannot use this config: {one_line(error, 1000)}"
+                f"{self.name}: transformers cannot use this config: {one_line(error, 1000)} Correct the "
+                "config.json, or try another version of transformers."
             ) from error
         # If an architecture has two heads for one task (DeiT), from_config reads the choice here.
         config.architectures = config.architectures or []
@@ -244,7 +249,7 @@ class Model:
         if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "
-                f"targets of another length, so they do not fit it in {task}."
+                f"targets of another length, so they do not fit it in {task}. Choose another task."
             )
         if config.is_encoder_decoder and (has_target(task) or task == "sequence-classification"):
             _name_a_start_token(config)
@@ -258,8 +263,8 @@ class Model:
         if task == "sequence-classification" and (end is None or (rows and not 0 <= end < rows)):
             raise ModelError(
                 f'{self.name}: "eos_token_id" is {json.dumps(end)}. The classifier of '
-                f"{self.architecture} reads each sequence at its end token, so this must be a token of the "
-                "vocabulary."
+                f"{self.architecture} reads each sequence at its end token, so this must be a token of "
+                "the vocabulary. Correct it in the config.json."
             )
 
 

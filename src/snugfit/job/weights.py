@@ -44,7 +44,9 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
     files = list(_files(folder))
     for file in files:
         if not file.is_file():
-            raise ModelError(f"{folder}: {file.name} is named by {INDEX} but is missing.")
+            raise ModelError(
+                f"{folder}: {file.name} is named by {INDEX} but is missing. Give a complete folder."
+            )
         # transformers follows `../` out of the folder, so links are resolved and compared.
         if file.name != SINGLE and not _is_of(folder, file):
             raise ModelError(
@@ -125,11 +127,14 @@ def _shards(index: Path) -> list[str]:
     try:
         if index.stat().st_size > LARGEST_INDEX:
             raise ModelError(
-                f"{index} is larger than {LARGEST_INDEX:,} bytes, which is too large for an index."
+                f"{index} is larger than {LARGEST_INDEX:,} bytes, which is too large for an index. Save "
+                "the model again with save_pretrained."
             )
         document = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
-        raise ModelError(f"{index} is not an index of weights: {fault}") from None
+        raise ModelError(
+            f"{index} is not an index of weights: {fault} Save the model again with save_pretrained."
+        ) from None
     for name in ("metadata", "weight_map"):  # transformers reads both
         if not isinstance(document, dict) or not isinstance(document.get(name), dict):
             raise ModelError(
@@ -145,7 +150,10 @@ def _shards(index: Path) -> list[str]:
             or shard != os.path.basename(shard)
             or shard in (".", "..")
         ):
-            raise ModelError(f"{index} names {shard!r}: an index may only name files in its own folder.")
+            raise ModelError(
+                f"{index} names {shard!r}: an index may only name files in its own folder. Put the file "
+                "there, and correct the index."
+            )
     return sorted(set(shards))
 
 
@@ -194,7 +202,9 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
     missing = set(info["missing_keys"])
     # Without any weight in common, the folder belongs to another model.
     if len(missing) >= len(list(model.parameters())):
-        raise ModelError(f"{folder} has no weights of {type(model).__name__}. Are they of another model?")
+        raise ModelError(
+            f"{folder} has no weights of {type(model).__name__}. Give the folder of this model's own weights."
+        )
     # transformers would draw missing weights at random.
     if lost := sorted(missing - _new_heads(model, missing)):
         raise ModelError(

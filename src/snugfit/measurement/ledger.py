@@ -74,7 +74,9 @@ def write(root: Path, measurement: Measurement, output: str) -> Path:
         draft.rename(root / name)
     except OSError as refusal:
         shutil.rmtree(draft, ignore_errors=True)
-        raise SnugfitError(f"The measurement could not be saved in {root}: {refusal.strerror}.") from None
+        raise SnugfitError(
+            f"The measurement could not be saved in {root}: {refusal.strerror}. Name another folder, or none."
+        ) from None
     return root / name
 
 

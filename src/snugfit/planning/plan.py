@@ -380,10 +380,10 @@ class Plan(Tabular):
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "plan" or document.get("schema") != SCHEMA:
-            raise UsageError("This is not a plan of this version of snugfit.")
+            raise UsageError("This is not a plan of this version of snugfit. Plan again.")
         try:
             plan = decode_fields(cls, document)
             # The document lists fitting recipes first; a front begins with the fastest, which may not fit.
             return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))
         except (KeyError, TypeError) as damaged:
-            raise UsageError(f"This plan is damaged: {damaged}.") from None
+            raise UsageError(f"This plan is damaged: {damaged}. Plan again.") from None

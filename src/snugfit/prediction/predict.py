@@ -287,7 +287,14 @@ def _seconds(
     # Without rates the bytes are still predicted.
     except GpuError as unknown:
         return None, (), (str(unknown),)
-    doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
+    doubts = (
+        ()
+        if rates.measured
+        else (
+            f"For this GPU no rates were measured: seconds are {rates.source}. "
+            "snugfit calibrate on such a GPU measures them.",
+        )
+    )
     doubts += tuple(sentence for further in hooks("timing_doubts") for sentence in further(setup))
     trace, workers = shown.trace, setup.loader.workers
     doubts = (*doubts, *exchanges().doubts(trace, gpu, rates))

@@ -372,8 +372,8 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
     """Scale the rates `known`, measured on the GPU `of`, to the data sheet of another GPU."""
     if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
-            f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its seconds "
-            "are not known. Its memory is predicted."
+            f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its "
+            "seconds are not known. Its memory is predicted. For seconds, run snugfit calibrate on it."
         )
     best = gpu.achieved.get("torch_matmul_best_tflops") or {}
     products: dict[str, MatmulRate] = {}

@@ -213,7 +213,10 @@ def _left_on_the_host(model: Any) -> str:
     left = {name: buffer.nbytes for name, buffer in model.named_buffers() if buffer.device.type == "cpu"}
     if (nbytes := sum(left.values())) < LEAST_LEFT:
         return ""
-    return f"{nbytes:,} bytes of buffers are made on the host and are not counted: {next(iter(left))} ..."
+    return (
+        f"{nbytes:,} bytes of buffers are made on the host and are not counted: {next(iter(left))} ... "
+        "Create them on the device of the model's weights."
+    )
 
 
 def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:

@@ -174,7 +174,8 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         share = f"{100 * measurement.disturbed:.0f} %"
         notes.append(
             (
-                f"Other processes disturbed the CPU core that launches kernels, in {share} of the samples.",
+                f"Other processes disturbed the CPU core that launches kernels, in {share} of the "
+                "samples. Measure again when the machine is idle.",
                 "yellow",
             )
         )
@@ -182,7 +183,13 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         notes.append((f"The GPU lowered its clock: {measurement.clock.fall}.", "yellow"))
     if measurement.footprint and measurement.footprint.retries:
         times = measurement.footprint.retries
-        notes.append((f"It fits but thrashes: the allocator released its cache {times} times.", "yellow"))
+        notes.append(
+            (
+                f"It fits but thrashes: the allocator released its cache {times} times. A recipe that "
+                "needs less is faster: snugfit plan finds one.",
+                "yellow",
+            )
+        )
     if measurement.contaminated:
         notes.append((f"Other processes used the GPU: {measurement.contaminated}", "yellow"))
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:

@@ -148,7 +148,10 @@ def build_optimizer(
             f"adapters, or use {roster.plain(Slot.ADAPTERS).name!r}."
         )
     if weight_decay and not wish.weight_decay:
-        raise UsageError(f"{wish.factory.path} has no weight decay, but weight_decay is {weight_decay}.")
+        raise UsageError(
+            f"{wish.factory.path} has no weight decay, but weight_decay is {weight_decay}. Set "
+            "weight_decay to 0, or choose another optimizer."
+        )
     more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)

@@ -145,7 +145,10 @@ class Recipe:
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
             if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:
-                yield f"{technique}: an evaluation has no optimizer step, so this changes nothing."
+                yield (
+                    f"{technique}: an evaluation has no optimizer step, so this changes nothing. Leave "
+                    "it out."
+                )
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:
@@ -187,8 +190,8 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
             word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
         if word.name == AUTO:
             word.refuse(
-                f"{AUTO!r} asks for a search, but here a recipe is needed. snugfit predict, measure and "
-                "train take it, with a GPU, and say what they found: write that here. From Python: "
+                f"{AUTO!r} starts a search, but here a finished recipe is needed. snugfit predict with "
+                "a GPU searches, and prints the recipe. Give that recipe here. From Python: "
                 f"snugfit.predict(job, 'bf16 + {AUTO}', gpu='h200').recipe."
             )
         technique = word.technique()

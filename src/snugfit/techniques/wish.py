@@ -149,7 +149,7 @@ def wishes() -> tuple[Wish[Any], ...]:
     # The fields form one dataclass, where a second name would replace the first.
     names = [wish.name for wish in fields]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")
+        raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}. Rename one.")
     return tuple(fields)
 
 

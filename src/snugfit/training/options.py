@@ -185,7 +185,10 @@ class TrainOptions:
                         " evaluation data."
                     )
         if self.load_best_model_at_end and self.save_strategy == "no":
-            raise UsageError("load_best_model_at_end needs checkpoints, but save_strategy is 'no'.")
+            raise UsageError(
+                "load_best_model_at_end needs checkpoints, but save_strategy is 'no'. Set "
+                "save_strategy to 'steps' or 'epoch', or leave load_best_model_at_end out."
+            )
 
     @property
     def order_seed(self) -> int:

@@ -232,7 +232,9 @@ def talking() -> Iterator[None]:
     except RuntimeError as fault:
         if not is_broken_exchange(fault):
             raise
-        text = "Another process of this run has ended, so this one ends too."
+        text = (
+            "Another process of this run has ended, so this one ends too. That process has printed the cause."
+        )
         raise ToldElsewhere(text) from fault
 
 
@@ -276,7 +278,9 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
     except RuntimeError as fault:
         if not is_broken_exchange(fault):
             raise
-        raise ToldElsewhere("Another process of this run has ended, so this one ends too.") from fault
+        raise ToldElsewhere(
+            "Another process of this run has ended, so this one ends too. That process has printed the cause."
+        ) from fault
     ranks.wait()  # the first may still be writing: a process that leaves sooner would break its exchange
     if is_ours:
         dist.destroy_process_group()

@@ -116,7 +116,10 @@ def _of_layers(model: Any, names: Sequence[str], last: int) -> set[str]:
     text = config.get_text_config() if config is not None else None
     layers = getattr(text, "num_hidden_layers", None)
     if not isinstance(layers, int) or not 0 < abs(last) <= layers:
-        raise RecipeError(f"frozen: last is {last}, and the model has {layers or 'no counted'} layers.")
+        raise RecipeError(
+            f"frozen: last is {last}, and the model has {layers or 'no counted'} layers. Give at most "
+            "that number."
+        )
     chosen = range(layers - last, layers) if last > 0 else range(-last)
     inside = re.compile(rf".*\.(?:{'|'.join(map(str, chosen))})\.")
     return {name for name in names if inside.match(name)}

@@ -107,8 +107,8 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     # A script has no pass that keeps random numbers (`memory_budget.py`).
     if wish.budget < 1 and job.stated_dropout():
         raise RecipeError(
-            "the layers have dropout, for which torch draws other random numbers in the backward pass where "
-            "a budget is set (pytorch issue 190758); snugfit keeps them, which a script without it does not"
+            "the layers have dropout. With a budget torch draws other random numbers for it in the "
+            "backward pass (pytorch issue 190758). snugfit keeps them, but a script cannot"
         )
     bounded = (
         "from torch._functorch import config as functorch",

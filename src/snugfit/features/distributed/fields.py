@@ -172,7 +172,8 @@ class ParallelWish(SeveralProcesses):
         if gpus % together:
             named = " x ".join(f"{count} for {axis}" for axis, count in self.axes.items())
             raise UsageError(
-                f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were named."
+                f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were "
+                f"named. Set --gpus to a multiple of {together}."
             )
         # The recipe fixes all axes but the data axis, which takes the rest of the GPUs.
         data = gpus // together

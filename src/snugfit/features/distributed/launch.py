@@ -155,7 +155,7 @@ def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
         name = signal.Signals(-code).name
         why = " The system does this when the machine's memory runs out." if -code == signal.SIGKILL else ""
         raise RankFailed(f"rank {rank}: its process was ended by {name}.{why} {NEXT}", 1)
-    raise RankFailed(f"rank {rank}: its process ended with exit code {code}, without a word. {NEXT}", code)
+    raise RankFailed(f"rank {rank}: its process ended with exit code {code}, without a message. {NEXT}", code)
 
 
 def _can_start_again(failures: Mapping[int, Any]) -> bool:

@@ -43,8 +43,8 @@ def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
         raise UsageError(f"--mesh {text!r} has no axis along which GPUs share the work. {EXAMPLE}")
     if wish.weights != "alone" and not data:
         raise UsageError(
-            f"--mesh {text!r}: the recipe has {recipe[Slot.SHARDING]}, and the mesh does not say over how "
-            f"many GPUs. Add '{recipe[Slot.SHARDING].name}=2' or another number."
+            f"--mesh {text!r}: the recipe has {recipe[Slot.SHARDING]}, and the mesh has no number of "
+            f"GPUs for it. Add '{recipe[Slot.SHARDING].name}=2' or another number."
         )
     return recipe, (data[0] if data else 1) * copies * wish.ranks_of_one_part
 
@@ -59,7 +59,7 @@ def _read(text: str) -> dict[str, int]:
                 f"--mesh {text!r}: {part.strip()!r} is not an axis with a number of GPUs. {EXAMPLE}"
             )
         if word in counts:
-            raise UsageError(f"--mesh {text!r}: {word} is there twice.")
+            raise UsageError(f"--mesh {text!r}: {word} is there twice. Keep one.")
         counts[word] = int(number)
     return counts
 
@@ -86,7 +86,9 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
     if isinstance(before, kind):
         named = getattr(before, COUNT)
         if named != count:
-            raise UsageError(f"--mesh {text!r}: {word} is {count} there and {named} in the recipe.")
+            raise UsageError(
+                f"--mesh {text!r}: {word} is {count} there and {named} in the recipe. Leave one of them out."
+            )
         return before
     number: dict[str, Any] = {COUNT: count}
     return kind(**number)

@@ -34,8 +34,8 @@ class AdamWCompact(Technique):
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = (
-        "Dettmers et al., arXiv 2110.02861, on moments in 8 bits with a scale for each block; moments of "
-        "weights in two halves: FlashOptim, arXiv 2602.23349; its kernels and its codes are our own"
+        "moments in 8 bits with a scale for each block: Dettmers et al., arXiv 2110.02861. Moments of "
+        "weights in two halves: FlashOptim, arXiv 2602.23349. Kernels and codes are our own"
     )
     elsewhere: ClassVar = ("compact_adamw", "flash_adamw")
 
@@ -72,6 +72,7 @@ class AdamWCompact(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning about the limits of the comparison with AdamW."""
         yield (
-            "what it learns was compared with AdamW in 5,000 steps of a GPT-2 on a made language and in 300 "
-            "of BERT-large (dev/log.md), and in no longer run."
+            "its training was compared with AdamW's only in short runs (dev/log.md): 5,000 steps of a "
+            "GPT-2 on a made language, and 300 of BERT-large. Compare it on your own data before a "
+            "long run."
         )

@@ -77,10 +77,10 @@ class Bf16Master(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield warnings about the limits of measurements, and the costs of bfloat16."""
         if compute_capability and compute_capability < (8, 0):
-            yield "this GPU does not support bfloat16 and emulates it slowly."
+            yield "this GPU does not support bfloat16 and emulates it slowly. Try 'fp16'."
         yield (
-            "its steps were measured on H200s: requested bytes were exact; recorded, BERT-large, "
-            "RoBERTa-large, GPT-2 and a ViT took within 6 % of what was predicted, and Llama-3.2-1B 8 to "
-            "11 % more, at the GPU's power limit, which lowers its clock. Gradients of micro-batches are "
-            "added up in bfloat16."
+            "its steps were measured on H200s: requested bytes were exact. Recorded steps of "
+            "BERT-large, RoBERTa-large, GPT-2 and a ViT took within 6 % of the predicted seconds. "
+            "Those of Llama-3.2-1B took 8 to 11 % longer, at the GPU's power limit, which lowers its "
+            "clock. Gradients of micro-batches are added up in bfloat16."
         )

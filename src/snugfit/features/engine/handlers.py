@@ -132,7 +132,7 @@ class ReleaseHandler(Handler):
     )
 
     def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the runner of passes that update weights, recorded as CUDA graphs if the Setup is captured."""
+        """Return the runner of passes that update weights, as CUDA graphs if the Setup is captured."""
         if not value:
             return runner
         from snugfit.features.engine.updates.passes import ReleasedPasses

@@ -139,7 +139,9 @@ def _split(line: str, where: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise UsageError(f"{where}: a line is not a shell command ({error}): {line.strip()[:60]}") from None
+        raise UsageError(
+            f"{where}: a line is not a shell command ({error}): {line.strip()[:60]} Correct that line."
+        ) from None
 
 
 def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:

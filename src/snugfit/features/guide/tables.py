@@ -243,8 +243,10 @@ def without_figures_grid(result: GuideResult) -> Grid:
         title="What the guide names and gives no figure of",
         heads=("Named", "Here", "The guide", "Today", "Recipes today<"),
         rows=rows,
-        note="What is predicted is one of the experiments above, or with --modern a large model. No figure "
-        "is made up for the rest.",
+        note=(
+            "A prediction is that of an experiment above, or with --modern of a large model. The rest "
+            "has no figure."
+        ),
     )
 
 

@@ -83,16 +83,22 @@ class Fused(Technique):
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.lowering is not None:
-            yield f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with it."
+            yield (
+                f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with "
+                "it. Leave one of them out."
+            )
         if recipe[Slot.ATTENTION].alone.attention not in ("sdpa", PADDING_FREE):
-            yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
+            yield f"it needs torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if the model has fewer layers than recompute their product."""
         if (layers := job.model.layers) and self.recomputed_mlps > layers:
-            yield f"{job.model.name} has {layers} layers, and all of them make the product again."
+            yield (
+                f"{job.model.name} has {layers} layers, so all of them recompute the product. Give a "
+                "smaller number to recompute fewer."
+            )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -98,10 +98,16 @@ class Liger(Technique):
         if why or not job.trains:
             return
         if recipe[Slot.ENGINE].install(Setup()).lowering is not None:
-            yield f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it."
+            yield (
+                f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it. "
+                "Leave one of them out."
+            )
         parts = liger_table.parts_by_model_type()[_model_type(job)]
         for part in sorted(self.set_parts.keys() - parts):
-            yield f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}."
+            yield (
+                f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}.. Leave "
+                f"{part} out"
+            )
         adapted = recipe[Slot.ADAPTERS].adapted_modules(job)
         names = [adapted] if isinstance(adapted, str) else adapted
         if self._replaces_experts(job) and not {ALL_LINEAR, *EXPERT_WEIGHTS}.isdisjoint(names):

@@ -49,7 +49,10 @@ class PicturePreprocessor:
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
         except Exception as error:  # a user's processor may raise any exception
-            raise UsageError(f"{entry.name}: the image processor fails on it ({one_line(error)}).") from error
+            raise UsageError(
+                f"{entry.name}: the image processor fails on it ({one_line(error)}). Replace the file, "
+                "or remove its row."
+            ) from error
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
                 f"{entry.name}: the image processor makes {shape_text(pixels.shape)} of it, but the job "
@@ -95,7 +98,9 @@ def _open(entry: MediaEntry) -> Image:
         return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # each of Pillow's formats has its own
         said = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
-        raise UsageError(f"{entry.name}: this image cannot be read ({said}).") from None
+        raise UsageError(
+            f"{entry.name}: this image cannot be read ({said}). Replace the file, or remove its row."
+        ) from None
 
 
 def _array(entry: MediaEntry) -> np.ndarray:

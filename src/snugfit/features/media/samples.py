@@ -262,7 +262,8 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     labels = lists.build()
     if (empty := labels.lengths == 0).any():
         raise UsageError(
-            f"{rows.where(int(empty.argmax()))}: {column!r} is empty, so there is nothing to learn."
+            f"{rows.where(int(empty.argmax()))}: {column!r} is empty, so there is nothing to learn. Add "
+            "text, or remove the row."
         )
     refuse_unknown_tokens(labels, config.get_text_config().vocab_size, job, rows.where)
     return {"labels": labels, "cut": cut, "cut_tokens": lost}

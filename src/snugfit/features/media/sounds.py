@@ -62,12 +62,13 @@ class SoundPreprocessor:
             features: np.ndarray = extracted[self.input_name][0]
         except Exception as error:  # a user's extractor may raise any exception
             raise UsageError(
-                f"{entry.name}: the feature extractor fails on it ({one_line(error)})."
+                f"{entry.name}: the feature extractor fails on it ({one_line(error)}). Replace the "
+                "file, or remove its row."
             ) from error
         if self.shape is not None and features.shape != self.shape:
             raise UsageError(
                 f"{entry.name}: the feature extractor makes {shape_text(features.shape)} of it, but the "
-                f"model takes {shape_text(self.shape)}. Is the feature extractor from another model?"
+                f"model takes {shape_text(self.shape)}. Use the model's own feature extractor."
             )
         return features.astype("float32", copy=False)
 
@@ -90,7 +91,7 @@ class SoundPreprocessor:
                 f"does not resample. Do it once for all files: ffmpeg -i IN -ac 1 -ar {model_rate} OUT.wav."
             )
         if not count:
-            raise UsageError(f"{entry.name}: the audio is empty.")
+            raise UsageError(f"{entry.name}: the audio is empty. Replace the file, or remove its row.")
         most = getattr(self.extractor, "n_samples", None)
         if most and count > most:
             raise UsageError(
@@ -153,10 +154,10 @@ def _read(content: bytes, entry: MediaEntry) -> Sound:
     except (wave.Error, EOFError) as error:
         said = str(error) or "it ends too early"
     if not content:
-        raise UsageError(f"{entry.name}: the file is empty.")
+        raise UsageError(f"{entry.name}: the file is empty. Replace it, or remove its row.")
     # A RIFF file of a known format is broken; other formats may be soundfile's.
     if content.startswith(b"RIFF") and not said.startswith("unknown format"):
-        raise UsageError(f"{entry.name}: this .wav is broken ({said}).")
+        raise UsageError(f"{entry.name}: this .wav is broken ({said}). Replace it, or remove its row.")
     return _by_soundfile(content, entry, said)
 
 
@@ -167,8 +168,8 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
     content = file.readframes(count)
     if len(content) != count * channels * width:
         raise UsageError(
-            f"{entry.name}: the file ends too early: {len(content) // (channels * width):,} of {count:,} "
-            "samples."
+            f"{entry.name}: the file ends too early: {len(content) // (channels * width):,} of "
+            f"{count:,} samples. Replace it, or remove its row."
         )
     if width == 3:  # as the upper three bytes of four
         wide = np.zeros((len(content) // 3, 4), dtype=np.uint8)
@@ -193,5 +194,8 @@ def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
     try:
         sound, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except Exception as error:  # libsndfile's
-        raise UsageError(f"{entry.name}: this audio cannot be read ({one_line(error)}).") from None
+        raise UsageError(
+            f"{entry.name}: this audio cannot be read ({one_line(error)}). Replace the file, or remove "
+            "its row."
+        ) from None
     return Sound(sound.mean(axis=1), int(rate))

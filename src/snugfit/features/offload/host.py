@@ -74,15 +74,21 @@ class Host(Technique):
         The compiler decides which tensors its layers save. A layer that is not recomputed has no saved input.
         """
         if recipe[Slot.ENGINE].install(Setup()).lowering is not None:
-            yield f"what layers of {recipe[Slot.ENGINE]} keep is not moved. Try 'uncompiled'."
+            yield f"activations of layers under {recipe[Slot.ENGINE]} are not moved. Try 'uncompiled'."
         if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].install(Setup()).checkpoint is None:
-            yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
+            yield (
+                "no layer is recomputed, so there are no inputs of recomputed layers to move. Try "
+                "'host(all)', or 'every_layer'."
+            )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if `layers` is at least the model's number of layers."""
         most = job.model.layers
         if self.layers and most and self.layers >= most:
-            yield f"{job.model.name} has {most} layers, so all of them send what they keep."
+            yield (
+                f"{job.model.name} has {most} layers, so the activations of all move to the host. Give "
+                "a smaller number to move fewer."
+            )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -22,7 +22,7 @@ class OfMatrices(Technique):
 
     fidelity: ClassVar = Fidelity.LEARNS
     unplanned: ClassVar = (
-        "it is for what a step learns, which is not predicted, so no plan chooses it by itself"
+        "it changes the training result, which is not predicted, so no plan chooses it by itself"
     )
 
 

@@ -90,7 +90,7 @@ class PagedStates(OfBitsandbytes):
     """Base class of techniques with moments in managed memory."""
 
     unplanned: ClassVar = (
-        "how much of its states goes to the host and back is not predicted, so no plan chooses it"
+        "the bytes of its states that go to the host and back are not predicted, so no plan chooses it"
     )
     on_cpu: ClassVar = "pages nothing: its states are in the host's memory already"
 

@@ -60,7 +60,7 @@ class QuantizeHandler(Handler):
         widens = weights == "float32" != computed
         if not widens and weights != computed:
             raise context.refusal(
-                self.slot, f"peft widens what is not quantized to float32, and not to {weights}"
+                self.slot, f"peft casts unquantized weights to float32, and not to {weights}"
             )
         options = {
             "load_in_4bit": "True", "bnb_4bit_quant_type": '"nf4"',

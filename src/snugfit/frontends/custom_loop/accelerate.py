@@ -260,7 +260,10 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
             f"{type(plan).__name__}."
         )
     if plan.best is None:
-        raise NothingFits(f"This plan found nothing that fits. Its nearest miss is '{plan.nearest.recipe}'.")
+        raise NothingFits(
+            f"This plan found nothing that fits. Its nearest miss is '{plan.nearest.recipe}'. Plan with "
+            "a smaller batch or a larger GPU, or give a recipe."
+        )
     if plan.job.batch_size != job.batch_size:
         raise UsageError(
             f"The plan is for a global batch of {plan.job.batch_size}, but the loader gives "
@@ -416,7 +419,10 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
         )
     if another and (lost := _lost_decay(optimizer, setup)):
         name = live.technique(Slot.OPTIMIZER)
-        yield f"{name} has no weight decay, but a group of the optimizer has {lost:g}."
+        yield (
+            f"{name} has no weight decay, but a group of the optimizer has {lost:g}. Set it to 0, or "
+            "choose another optimizer."
+        )
     if _changed_arguments(loader, setup, live.device) and not is_plain(loader):
         yield (
             f"{live.technique(Slot.LOADING)}: the loader is {_kind(loader)}, which snugfit cannot rebuild. "

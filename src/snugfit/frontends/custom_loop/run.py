@@ -252,7 +252,10 @@ class HandRun:
         dims = self.job.model.batch_dims
         whole, count = self.job.batch_size, samples_in(batch, dims)
         if count > whole:
-            raise UsageError(f"The batch has {count} samples, but the global batch of this run is {whole}.")
+            raise UsageError(
+                f"The batch has {count} samples, but the global batch of this run is {whole}. Give at "
+                f"most {whole} samples."
+            )
         # A smaller last batch is cut into pieces of the usual size, so that it fits as others do.
         micro_batches = self.recipe.setup().micro_batches
         pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None, dims)

@@ -69,7 +69,10 @@ def meta_copy(trainer: Any) -> Any:
 def _first_batch(trainer: Any) -> dict[str, Any]:
     """Return the first micro-batch of the trainer's own loader, on the host."""
     if trainer.train_dataset is None:
-        raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
+        raise UsageError(
+            "The trainer has no train_dataset, so there is nothing to train on. Give one: "
+            "Trainer(train_dataset=...)."
+        )
     if count_of(trainer.train_dataset) == 0:
         raise UsageError("The trainer's train_dataset is empty. Training needs at least one sample.")
     with without_loader_record(trainer):

@@ -39,8 +39,8 @@ class AllocatorPeaks(NamedTuple):
 
 Request = tuple[int, Any]
 """The type of an allocator request. It has the number of a stack of blocks. The second entry is the bytes to
-allocate, or the position of the block to free. The position counts from the stack's top: -1 and down. The number -1
-precedes the name of an action of the driver, or the mark of an emptied cache."""
+allocate, or the position of the block to free. The position counts from the stack's top: -1 and down. The
+number -1 precedes the name of an action of the driver, or the mark of an emptied cache."""
 
 
 class Requests:

@@ -154,7 +154,7 @@ class CardPlans:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != WHAT or document.get("schema") != SCHEMA:
-            raise UsageError("These are not plans by number of GPUs of this version of snugfit.")
+            raise UsageError("These are not plans by number of GPUs of this version of snugfit. Plan again.")
         return decode_fields(cls, document)
 
 

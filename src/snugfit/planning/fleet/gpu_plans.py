@@ -150,8 +150,8 @@ class GpuPlans:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "plans for many GPUs" or document.get("schema") != SCHEMA:
-            raise UsageError("These are not plans of this version of snugfit.")
+            raise UsageError("These are not plans of this version of snugfit. Plan again.")
         try:
             return decode_fields(cls, document)
         except (KeyError, TypeError) as damaged:
-            raise UsageError(f"These plans are damaged: {damaged}.") from None
+            raise UsageError(f"These plans are damaged: {damaged}. Plan again.") from None

@@ -63,7 +63,9 @@ def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
     """
     policy = policy_for(gpu, Software())
     if gpu.memory_bytes is None:
-        raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
+        raise GpuError(
+            f"{gpu.name}: the table has no figure for the memory that a process can use. Leave this GPU out."
+        )
     allowed = tuple(
         technique.name
         for technique in looked_at

@@ -131,7 +131,10 @@ def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[st
             policy_for(gpu, Software())
             rates_for(gpu)
             if gpu.memory_bytes is None:
-                raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
+                raise GpuError(
+                    f"{gpu.name}: the table has no figure for the memory that a process can use. Leave "
+                    "this GPU out."
+                )
             if why := fixed.too_new(gpu.compute_capability):
                 raise GpuError(f"{gpu.name}: {why}")
             known.append(gpu)

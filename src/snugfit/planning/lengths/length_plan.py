@@ -140,11 +140,11 @@ class LengthPlan:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
-            raise UsageError("This is not an answer about lengths of this version of snugfit.")
+            raise UsageError("This is not an answer about lengths of this version of snugfit. Plan again.")
         try:
             return decode_fields(cls, document)
         except (KeyError, TypeError, ValueError) as damaged:
-            raise UsageError(f"This answer about lengths is damaged: {damaged}.") from None
+            raise UsageError(f"This answer about lengths is damaged: {damaged}. Plan again.") from None
 
 
 def _best(ways: Sequence[Way]) -> Way | None:

@@ -155,7 +155,10 @@ def _cut(lengths: Lengths, shorter: Lengths, ways: tuple[Way, ...]) -> Cut:
 
 def _doubts(profiler: LengthProfiler, lengths: Lengths) -> Iterable[str]:
     if not profiler.rates.measured:
-        yield f"For this GPU no rates were measured: seconds are {profiler.rates.source}."
+        yield (
+            f"For this GPU no rates were measured: seconds are {profiler.rates.source}. snugfit "
+            "calibrate on such a GPU measures them."
+        )
     if profiler.lines:
         yield (
             "Seconds: this model runs other kernels at other lengths, so seconds between the simulated "

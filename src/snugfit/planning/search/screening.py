@@ -62,7 +62,9 @@ def screen(
         screening.excluded += noted.excluded
     if numbers is None and not screening.bounds:
         why = screening.excluded[0].why if screening.excluded else "there is none"
-        raise SnugfitError(f"No recipe could be simulated: {why}")
+        raise SnugfitError(
+            f"No recipe could be simulated: {why} Predict the job alone first: snugfit predict."
+        )
     return screening
 
 

@@ -202,7 +202,9 @@ def front_of(state: SearchState) -> list[int]:
     if front := state.front():
         return front
     why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
-    raise RehearsalError(f"No recipe could be simulated. The first: {why}")
+    raise RehearsalError(
+        f"No recipe could be simulated. The first: {why} Predict the job alone first: snugfit predict."
+    )
 
 
 def best_of(

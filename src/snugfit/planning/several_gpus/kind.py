@@ -132,7 +132,10 @@ class SearchOfKind:
         gpus = max([count for count in counts if job.batch_size % count == 0] or counts)
         shared = next(_all_ways(job, gpus, fixed), None)
         if shared is None:
-            raise UsageError(f"No technique shares this job among {gpus} GPUs.")
+            raise UsageError(
+                f"No technique shares this job among {gpus} GPUs. Try another number of GPUs, or a "
+                "larger batch."
+            )
         base = shared.cut(cuts(job, shared, fixed)[-1]) if shared.stages > 1 else shared.recipe
         for slot in DECIDED_ONCE:
             choices = [base.with_(one) for one in fillings(job, slot, fixed, fidelity)]

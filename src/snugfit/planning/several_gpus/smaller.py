@@ -59,7 +59,10 @@ def smaller_on_several(
         return None
     make = partial(Judge, job, gpu)
     if not is_picklable(make):
-        raise SnugfitError("A model that was made in Python cannot be sent to the processes that simulate.")
+        raise SnugfitError(
+            "A model that was made in Python cannot be sent to the processes that simulate. Give a "
+            "model by its name or folder."
+        )
     slots = {slot: (recipe[slot],) for slot in Slot if slot not in searched}
     # A scheduler or a container may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 COMPILED = (
-    "The model's code uses torch.compile. The prediction is for the uncompiled code. Compiled kernels need "
-    "other memory, mostly less, and other times."
+    "The model's code uses torch.compile. The prediction is for the uncompiled code. Compiled kernels "
+    "need other memory, mostly less, and other times. To get both, measure the step: snugfit measure."
 )
 
 FLEX = (
@@ -141,7 +141,8 @@ def without_package(package: str, *, installed: bool) -> str:
     state = "is installed here, but does not run without data" if installed else "is not installed here"
     return (
         f"The model has faster kernels in {package}, which {state}. The prediction is for the PyTorch "
-        "code. With the faster kernels a GPU needs other memory, mostly less, and other times."
+        "code. With the faster kernels a GPU needs other memory, mostly less, and other times. To get "
+        "both, measure the step: snugfit measure."
     )
 
 

@@ -43,7 +43,10 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
     import torch
 
     if _ACTIVE:
-        raise RehearsalError("A simulation is already running in this process. Only one can run at a time.")
+        raise RehearsalError(
+            "A simulation is already running in this process. Only one can run at a time. Wait for it, "
+            "or start another process."
+        )
     notes = notes or PolicyNotes()
     cache = WeightCache(notes.claim)
     with contextlib.ExitStack() as undo:
@@ -136,7 +139,7 @@ def _expect(what: str, holds: bool) -> None:
         )
 
 
-TESTED = "snugfit is tested with torch 2.11 to 2.15."
+TESTED = "snugfit is tested with torch 2.11 to 2.15. Install one of these."
 
 
 def missing_message(error: Exception) -> str:

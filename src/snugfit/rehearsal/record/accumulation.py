@@ -59,7 +59,8 @@ class SoleOwner:
         except AttributeError as error:
             raise RehearsalError(
                 f"torch {torch.__version__} does not report how often a tensor is used ({error}), so "
-                "gradient accumulation cannot be predicted."
+                "gradient accumulation cannot be predicted. Leave micro_batches out, or install "
+                "another torch."
             ) from error
         for operator, example in SCATTERS.items():
             counts = _counts_in_backward(operator, example)
@@ -149,6 +150,7 @@ def _addition_counts() -> UseCounts:
     if len(alone) != 1 or len(shared) != 1 or not alone[0][:2] < shared[0][:2]:
         raise RehearsalError(
             f"torch {torch.__version__} counts references in a way that snugfit does not know ({alone}, "
-            f"{shared}), so gradient accumulation cannot be predicted."
+            f"{shared}), so gradient accumulation cannot be predicted. Leave micro_batches out, or "
+            "install another torch."
         )
     return alone[0]

@@ -124,7 +124,10 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
 
     def bytes_in_use(*arguments: Any, **keywords: Any) -> int:
         # The memory in use is unknown in a simulation.
-        notes.doubt("The model's code asks how much GPU memory is in use. The prediction answers 0.")
+        notes.doubt(
+            "The model's code reads the GPU memory in use, which is 0 in a prediction. If memory "
+            "depends on it, measure the step: snugfit measure."
+        )
         return 0
 
     answers: dict[str, Any] = {

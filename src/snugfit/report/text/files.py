@@ -17,7 +17,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
     try:
         write_whole(path, content)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}).") from None
+        raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from None
     return path
 
 
@@ -54,7 +54,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror}).") from None
+        raise UsageError(f"{folder}: cannot be written ({error.strerror}). Name another folder.") from None
 
 
 def writable_folder(folder: Path) -> Path:

@@ -77,7 +77,7 @@ class AttentionHandler(Handler):
         """Yield an objection if a user's own model has no switch for its attention."""
         if not live.is_plain(self.slot) and not hasattr(live.model, "set_attn_implementation"):
             name = type(live.model).__name__
-            yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention."
+            yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention. Leave it out."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
         """Set the attention by the model's own switch. A model without torch's attention keeps its own, as
@@ -97,7 +97,8 @@ class AttentionHandler(Handler):
                 return
             line = " ".join(str(refusal).split())
             raise RecipeError(
-                f"{type(live.model).__name__} cannot use the attention {value!r}: {line}"
+                f"{type(live.model).__name__} cannot use the attention {value!r}: {line} Try 'sdpa' or "
+                "'eager'."
             ) from None
         self.wrap(value, live.model)
         yield f"attention was {now} and is {value}"
@@ -127,7 +128,10 @@ class WeightsDtypeHandler(Handler):
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """Yield an objection if the live model has quantized weights, which cannot be cast."""
         if value and getattr(live.model, "is_quantized", False):
-            yield f"{live.technique(self.slot)}: the model's weights are quantized and cannot be changed."
+            yield (
+                f"{live.technique(self.slot)}: the model's weights are quantized and cannot be changed. "
+                "Leave it out."
+            )
 
     def change(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """Cast all weights of the live model to the dtype, if one is set."""

@@ -73,7 +73,10 @@ def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
             "The recipe's optimizer takes no sparse gradients. Try sparse=False, or 'bf16 + sgd'."
         )
     if gradient.dtype is not weight.dtype:
-        raise RecipeError(f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}.")
+        raise RecipeError(
+            f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}. Cast the "
+            "gradient to the weight's dtype."
+        )
     # The strides of a single element have no meaning.
     if gradient.stride() == weight.stride() or weight.numel() < 2:
         return gradient

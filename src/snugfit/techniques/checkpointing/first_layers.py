@@ -43,14 +43,17 @@ class FirstLayers(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Warn if the model has fewer than k layers: then every layer is recomputed."""
         if (layers := job.model.layers) and self.k >= layers:
-            yield f"{job.model.name} has {layers} layers, so every layer is recomputed."
+            yield (
+                f"{job.model.name} has {layers} layers, so every layer is recomputed. Give a smaller "
+                "number to recompute fewer."
+            )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Return why no plan can choose k: the number of layers is unknown. Empty if it is known."""
         if job.model.layers > 1:
             return ""
-        return f"its config says of no layers (--keep '{cls.name}(2)' plans with two)"
+        return f"its config has no number of layers (--keep '{cls.name}(2)' plans with two)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:

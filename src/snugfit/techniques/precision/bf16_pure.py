@@ -42,4 +42,4 @@ class Bf16Pure(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Warn on a GPU before Ampere, which emulates bfloat16."""
         if compute_capability and compute_capability < (8, 0):
-            yield "this GPU does not support bfloat16 and emulates it slowly."
+            yield "this GPU does not support bfloat16 and emulates it slowly. Try 'fp16'."

@@ -263,8 +263,8 @@ class Store:
                 sync(self.root)
         except OSError as refusal:
             raise SnugfitError(
-                f"{self.root}: old checkpoints could not be removed ({refusal.strerror}). The newer ones "
-                "are complete."
+                f"{self.root}: old checkpoints could not be removed ({refusal.strerror}). The newer "
+                "ones are complete. Remove them yourself."
             ) from None
         for hidden in gone:
             _remove(hidden)

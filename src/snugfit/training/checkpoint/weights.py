@@ -252,7 +252,10 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
         RuntimeError, LookupError, ValueError, TypeError, AttributeError, OSError, MemoryError,
         SafetensorError,
     ) as fault:  # fmt: skip
-        raise SnugfitError(f"{folder} has no weights of this model: {fault}") from None
+        raise SnugfitError(
+            f"{folder} has no weights of this model: {fault} Resume with the model that wrote it, or "
+            "start a new run."
+        ) from None
 
 
 def _load_module(model: torch.nn.Module, folder: Path) -> None:

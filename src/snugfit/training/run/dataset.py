@@ -63,7 +63,7 @@ def data_of(
     if options.train_sampling_strategy == "group_by_length":
         raise UsageError(
             "group_by_length needs the lengths of samples, which are not known with your own collate "
-            "function."
+            "function. Leave one of them out."
         )
     return Data(samples=_map_style(source), collate=collate)
 
@@ -75,7 +75,8 @@ def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, opti
         pad_token, lengths = padding_token(job, as_tokenizer(tokenizer)), samples.lengths.tolist()
     elif options.train_sampling_strategy == "group_by_length":
         raise UsageError(
-            f"group_by_length is for samples of tokens. Those of {job.task} have no lengths here."
+            f"group_by_length is for samples of tokens. Those of {job.task} have no lengths here. Leave "
+            "it out."
         )
     collate = samples.collate_with(Collate(job, pad_token, pad_to_multiple_of=options.pad_to_multiple_of))
     notes = (*samples.notes, *_notes_on_cuts(samples))

@@ -148,7 +148,10 @@ def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     arguments.warmup_steps = warmup
     warmup_steps = arguments.get_warmup_steps(steps)
     if warmup_steps > steps:
-        raise UsageError(f"warmup_steps is {warmup:g}, but the run has only {steps} step{'s' * (steps > 1)}.")
+        raise UsageError(
+            f"warmup_steps is {warmup:g}, but the run has only {steps} step{'s' * (steps > 1)}. Set "
+            f"warmup_steps to at most {steps}."
+        )
     try:
         return get_scheduler(
             options.lr_scheduler_type,

@@ -83,11 +83,14 @@ class SampleOrder:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}: {value!r} is not allowed; it must be a whole number from 1.")
         if self.batch_size % self.ranks:
-            raise UsageError(f"A batch of {self.batch_size} cannot be shared evenly by {self.ranks} GPUs.")
+            raise UsageError(
+                f"A batch of {self.batch_size} cannot be shared evenly by {self.ranks} GPUs. Choose a "
+                f"multiple of {self.ranks}."
+            )
         if self.batch_size // self.ranks % self.micro_batches:
             raise UsageError(
-                f"A batch of {self.batch_size // self.ranks} cannot be cut into {self.micro_batches} equal "
-                "micro-batches."
+                f"A batch of {self.batch_size // self.ranks} cannot be cut into {self.micro_batches} "
+                "equal micro-batches. Choose another batch size, or another number of micro-batches."
             )
         if not self.steps_per_epoch:
             raise UsageError(
@@ -95,7 +98,9 @@ class SampleOrder:
                 "leaves out incomplete batches. Turn it off, or use a smaller batch."
             )
         if self.bucket and (self.lengths is None or len(self.lengths) != self.samples):
-            raise UsageError("Grouping by length needs the length of every sample.")
+            raise UsageError(
+                "Grouping by length needs the length of every sample. Leave group_by_length out."
+            )
 
     @property
     def steps_per_epoch(self) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 IRREGULAR = (
-    "A program of this step would be recorded as a CUDA graph again and again: its inputs have other "
+    "A program of this step would be recorded as a CUDA graph in each step. Its inputs have other "
     "addresses each time, or it is new while others are replayed. Leave the mode out of 'compiled'."
 )
 

@@ -35,8 +35,8 @@ HALF = 2
 """Bytes of a number in 16 bits."""
 
 PADDED = (
-    "Compiled products with sizes that are no multiple of 16 bytes: Inductor times on the GPU whether to pad "
-    "them. Where one H200 padded them, they are predicted padded."
+    "Compiled products have sizes that are no multiple of 16 bytes. Inductor decides on the GPU, by "
+    "timing, if it pads them. The prediction pads those that one H200 padded."
 )
 
 

@@ -49,9 +49,9 @@ NOT_COMPILED = (
 )
 
 PARTLY_COMPILED = (
-    "torch compiled only parts of {name}: {operator}{where} ran outside its programs{why}. What runs there "
-    "on a GPU may be something else, so nothing is predicted. Try 'compiled', which compiles layers, or "
-    "measure it with snugfit measure."
+    "torch compiled only parts of {name}: {operator}{where} ran outside its programs{why}. A GPU may "
+    "run other code there, so nothing is predicted. Try 'compiled', which compiles layers, or measure "
+    "it with snugfit measure."
 )
 
 NOT_SIMULATED = (

@@ -62,9 +62,10 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
         "TrainingArguments have no word for gradients in buckets. Try ddp without bucket_views": (
             wish.bucket_views and front_end == "trainer"
         ),
-        f"{library} keeps what is in no layer until it was used. Try reshard=layers or reshard=none": (
-            wish.weights == "sharded" and wish.reshard == "all"
-        ),
+        (
+            f"{library} keeps weights outside of layers gathered until their use. Try reshard=layers or "
+            "reshard=none"
+        ): (wish.weights == "sharded" and wish.reshard == "all"),
         f"shards on the host are simulated by snugfit's own loop alone. {TRY} without offload": wish.on_host,
     }
     return next((why for why, is_so in whys.items() if is_so), "")

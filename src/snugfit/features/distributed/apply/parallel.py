@@ -356,10 +356,11 @@ def give_back_whole_weights(device: str) -> None:
 
 
 ACCELERATE_S_FSDP = (
-    "accelerate's FSDP2 makes the embedding a group of its own, and the last norm with the head another one, "
-    "which stays gathered after the forward pass. Under bf16 it trains weights in float32, sums gradients in "
-    "bf16 and casts what the model gives to bf16, where snugfit's own loop sums in float32 and casts no "
-    "output. So its bytes and losses are those of --loop accelerate or trainer, not of the plain loop"
+    "accelerate's FSDP2 makes the embedding a group of its own, and the last norm with the head "
+    "another one, which stays gathered after the forward pass. Under bf16 it trains weights in "
+    "float32, sums gradients in bf16 and casts the model's output to bf16. snugfit's own loop sums in "
+    "float32 and casts no output. So its bytes and losses are those of --loop accelerate or trainer, "
+    "not of the plain loop"
 )
 """`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15."""
 
@@ -417,7 +418,7 @@ def _why_not(wish: ParallelWish, target: str) -> str:
     if wish.states == "sharded":
         return "accelerate does not place the states of torch's ZeroRedundancyOptimizer"
     if wish.weights == "sharded" and wish.reshard == "all":
-        return "accelerate keeps what is in no layer gathered until it was used. Try reshard=layers"
+        return "accelerate keeps weights outside of layers gathered until their use. Try reshard=layers"
     return ""
 
 

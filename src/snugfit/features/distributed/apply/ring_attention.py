@@ -102,8 +102,8 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
     """Raise `RecipeError` for a batch that cannot be cut."""
     if (mask := batch.get("attention_mask")) is not None and not bool(mask.all()):
         raise RecipeError(
-            f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does not "
-            "know. Fill them to one length (pack: true)."
+            f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does "
+            "not support. Fill them to one length (pack: true)."
         )
     length = batch["input_ids"].size(1)
     # Two pieces a rank balance the work of a causal mask.
@@ -162,7 +162,7 @@ def attend(
         asked.append("dropout")
     if asked or not causal:
         raise RecipeError(
-            f"{type(module).__name__}: ring attention is causal and knows nothing else, and this one has "
+            f"{type(module).__name__}: ring attention supports plain causal attention, but this one has "
             f"{' and '.join(asked) or 'no such order'}. Leave the technique that cuts sequences out."
         )
     for passes in _PASSES:

@@ -396,7 +396,10 @@ def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
         lost = sorted(name for name in known if name.startswith(_MODEL) and name not in values)
     if lost:
         name = lost[0].removeprefix(_MODEL)
-        raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
+        raise SnugfitError(
+            f"{folder} has the weights of another model: {name} is in one of them alone. Resume with "
+            "the model that wrote it, or start a new run."
+        )
     return known
 
 

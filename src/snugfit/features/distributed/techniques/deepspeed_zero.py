@@ -31,11 +31,12 @@ TRAINED = "deepspeed>=0.19.8"
 that gradients are finite."""
 
 UNCERTAIN = (
-    "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
-    "hosts others shared: the bytes as predicted, the seconds of zero2 27 to 81 % more. What zero3's hooks "
-    "take the host is fitted to its own, which took 2 % less and 8 % more than predicted. Other steps that "
-    "such a host bounds took up to 60 % longer there. On several GPUs no step of ours was measured; the "
-    "memory that was published of DeepSpeed's own example is predicted within 0.01 GiB."
+    "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s "
+    "whose hosts others shared. Bytes were as predicted; zero2 took 27 to 81 % longer. The host's "
+    "seconds of zero3's hooks are fitted to its two steps, which took 2 % less and 8 % more than "
+    "predicted. Other steps that such a host bounds took up to 60 % longer there. On several GPUs no "
+    "step of ours was measured; the memory that was published of DeepSpeed's own example is predicted "
+    "within 0.01 GiB."
 )
 
 OF_DISKS = (
@@ -44,8 +45,8 @@ OF_DISKS = (
 )
 
 TREE = (
-    "Where a step fits without DeepSpeed, leave it out: on one GPU it only makes steps slower. Where it does "
-    "not, begin with zero2, which puts optimizer states, gradients and the update on the host; zero3 puts "
+    "If a step fits without DeepSpeed, leave it out: on one GPU it only makes steps slower. Otherwise "
+    "begin with zero2, which puts optimizer states, gradients and the update on the host. zero3 puts "
     "the weights there too, and is slower still"
 )
 """Source: the decision tree of Hugging Face's guide, for one GPU."""

@@ -34,11 +34,11 @@ SCHEDULES = {
 """torch's names of the schedules (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
 
 HOW_MEASURED = (
-    "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were exact or "
-    "up to 0.3 % more than predicted. Reserved ones of two were 2,004 and 1,002 MiB more (7.4 and 6.0 %), "
-    "of one GPU where another with the same stage reserved what was predicted: what was sent is free again "
-    "when it has arrived, and what is needed before that comes from elsewhere. Steps took from 13 % less to "
-    "41 % longer, with tensor and with zero_bubble up to 50 % longer."
+    "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were "
+    "exact or up to 0.3 % more than predicted. In two of them one GPU reserved 2,004 and 1,002 MiB "
+    "more than predicted (7.4 and 6.0 %). Another GPU with the same stage reserved the predicted "
+    "bytes. A sent tensor is free again after its arrival, and earlier requests take other memory. "
+    "Steps took from 13 % less to 41 % longer, with tensor and with zero_bubble up to 50 % longer."
 )
 
 
@@ -93,7 +93,10 @@ class Pipeline(Technique):
         if SHARDING.of(setup) is not None or wish.states == "sharded" or wish.on_host:
             yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
         if wish.context * wish.experts > 1:
-            yield "stages are not simulated together with sequences or experts that GPUs share."
+            yield (
+                "stages are not simulated together with sequences or experts that GPUs share. Leave "
+                "one of them out."
+            )
         # torch's `replicate`, for copies of cut matrices, is FSDP2's code too.
         by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)
         if self.schedule == "zero_bubble" and by_fsdp:
@@ -118,7 +121,10 @@ class Pipeline(Technique):
             return  # which several_gpus.objections refuses
         config = job.config_to_read()
         if job.task != "causal-lm" or getattr(config, "is_encoder_decoder", False):
-            yield f"only decoders that train as causal-lm are cut into stages, and the task is {job.task}."
+            yield (
+                "only decoders that train as causal-lm are cut into stages, and the task is "
+                f"{job.task}. Leave it out."
+            )
             return
         if self.n * self._chunks > job.model.layers:
             of_each = f" of {self._chunks} parts each" if self._chunks > 1 else ""
@@ -149,7 +155,10 @@ class Pipeline(Technique):
         pieces, rounds = setup.micro_batches, max(1, setup.micro_batches // self.n)
         if not self._interleaves:
             if self.chunks != Pipeline(n=self.n).chunks:
-                yield f"schedule={self.schedule} has one part of the layers on each GPU, not {self.chunks}."
+                yield (
+                    f"schedule={self.schedule} has one part of the layers on each GPU, not "
+                    f"{self.chunks}. Leave chunks out."
+                )
             return
         if self._chunks == 1 and self.schedule == "interleaved":
             yield "one part of the layers on each GPU is schedule=1f1b. Take chunks=2, or that."

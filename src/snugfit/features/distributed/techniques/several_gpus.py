@@ -84,7 +84,10 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     for technique in untried_techniques(recipe):
         yield f"it is not simulated together with {technique}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
-        yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
+        yield (
+            "weights are gathered in bf16 or as they are, so it does not go with "
+            f"{recipe[Slot.PRECISION]}. Try 'bf16'."
+        )
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
     if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."

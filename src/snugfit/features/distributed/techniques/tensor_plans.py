@@ -69,7 +69,10 @@ def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
         return
     experts = next((size for key in EXPERTS if (size := _size(config, key)) is not None), None)
     if experts is None or experts % parts:
-        yield f"{experts or 'an unknown number of'} experts cannot be shared evenly by {parts} GPUs."
+        yield (
+            f"{experts or 'an unknown number of'} experts cannot be shared evenly by {parts} GPUs. "
+            "Choose a divisor, or leave it out."
+        )
 
 
 def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:

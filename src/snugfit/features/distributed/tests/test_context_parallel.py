@@ -219,7 +219,7 @@ def test_samples_per_second_are_of_all_and_nothing_is_said_to_be_measured() -> N
     made = predicted("bf16 + context(2)", 2)
     assert made.timing is not None
     assert made.timing.samples_per_second == pytest.approx(JOB.batch_size / made.timing.step_seconds)
-    assert any("Three steps with it were measured" in doubt for doubt in made.doubts)
+    assert any("three steps with it were measured" in doubt for doubt in made.doubts)
 
 
 def test_nothing_stays_replaced_after_a_step_that_fails() -> None:

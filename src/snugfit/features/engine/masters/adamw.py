@@ -123,7 +123,7 @@ class MasterAdamW(OwnAdamW):
     def step(self, closure: Any = None) -> Any:
         """Make one step of all weights that have a gradient."""
         if closure is not None:
-            raise ValueError("It takes no closure: it computes no loss")
+            raise ValueError("It takes no closure: it computes no loss. Call step() without arguments")
         self.prepare()
         self.launch()
 

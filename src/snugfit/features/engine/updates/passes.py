@@ -52,7 +52,9 @@ class ReleasedPasses(StepRunner):
         losses are kept. Afterwards `norm` is set, or all weights are updated.
         """
         if len(pieces) > 1:
-            raise UsageError("Gradients of micro-batches are sums, which 'released' does not keep.")
+            raise UsageError(
+                "Gradients of micro-batches are sums, which 'released' does not keep. Try 'whole_batch'."
+            )
         updates = self._updates or self._attach(built)
         self.norm, self.has_begun, self._repeat = None, False, None
         # Without clipping, one pass computes and updates.

@@ -176,7 +176,8 @@ def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], lo
 def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
     """Return a function's result for whole logits, with a warning that names it."""
     warnings.warn(
-        f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing.",
+        f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing. "
+        "Leave 'chunked_loss' out.",
         LogitsComputedWhole,
         stacklevel=4,
     )
