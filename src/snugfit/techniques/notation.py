@@ -139,7 +139,7 @@ def parse(text: str) -> list[Word]:
             raise error_at(
                 text,
                 *_around(text, position),
-                ("The name of a technique is missing here. Write one, such as bf16, or remove the '+'."),
+                "The name of a technique is missing here. Write one, such as bf16, or remove the '+'.",
             )
         # The match has spaces at its end, which belong to no word.
         start, end = match.start("name"), match.start() + len(match[0].rstrip())
@@ -178,7 +178,7 @@ def _refuse_unbalanced(text: str) -> None:
                     text,
                     position,
                     position + 1,
-                    ("Parentheses cannot contain other parentheses. Remove the inner ones."),
+                    "Parentheses cannot contain other parentheses. Remove the inner ones.",
                 )
             opened = position
         elif char == ")":
