@@ -112,7 +112,9 @@ def accuracy(
     # In the other formats, stdout has the document alone.
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
-        raise OutsideBand(f"{len(result.outside)} of {len(result.runs)} runs are outside the band.")
+        raise OutsideBand(
+            f"{len(result.outside)} of {len(result.runs)} runs are outside the band. The table marks them."
+        )
 
 
 def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot: Path | None) -> None:

@@ -65,7 +65,10 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
         typer.echo()
     print_as(form, document(plan, verified), render(verified))
     if verified.outside:
-        raise OutsideBand(f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band.")
+        raise OutsideBand(
+            f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band. The table "
+            "marks them."
+        )
 
 
 def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:

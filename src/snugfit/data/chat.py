@@ -63,7 +63,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         message = {"role": SHAREGPT[message["from"]], "content": message["value"]}
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise UsageError(
-            f"{where}: it has {', '.join(map(repr, message))}; a message needs a role and a content."
+            f"{where}: it has {', '.join(map(repr, message))}; a message needs a role and a content. "
+            "Add them, or remove the row."
         )
     content = message["content"]
     # A message that only calls tools has no content.

@@ -166,8 +166,8 @@ class Encoder:
         for name, numbers in beside.items():
             if len(numbers) != len(ids):
                 raise UsageError(
-                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each token "
-                    "needs one."
+                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
+                    "token needs one. Correct this row, or remove it."
                 )
         # Padding is dropped, because the collate function pads each batch anew.
         mask = beside.pop("attention_mask", [1] * len(ids))

@@ -51,7 +51,9 @@ def class_numbers(
     most = np.iinfo(np.int64).max
     for index, value in enumerate(classes):
         if abs(value) > most:
-            raise UsageError(f"{where(index)}: label {_bit_count(value)}; {_class_range(labels)}")
+            raise UsageError(
+                f"{where(index)}: label {_bit_count(value)}; {_class_range(labels)} Correct the label."
+            )
     numbers = np.array(classes, dtype=np.int64)
     _refuse_out_of_range(numbers, where, labels, ignored)
     return numbers, names or tuple(str(number) for number in range(labels))

@@ -63,7 +63,8 @@ class Lengths:
         suffix = path.suffix.lower()
         if suffix not in FORMS:
             raise UsageError(
-                f"{path}: lengths can be read from {', '.join(FORMS)}, by the end of the file's name."
+                f"{path}: lengths can be read from {', '.join(FORMS)}, by the end of the file's name. "
+                "Rename the file, or write it in one of these forms."
             )
         if column is not None and suffix in (".txt", ".json"):
             raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
@@ -72,7 +73,9 @@ class Lengths:
             pairs = _of_document(path) if suffix == ".json" else _of_rows(path, column)
             return cls._count(pairs, str(path))
         except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+            raise UsageError(
+                f"{path}: cannot be read ({error.strerror}). Check its name and its permissions."
+            ) from None
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
@@ -180,7 +183,10 @@ def _length(value: object, where: str) -> int:
             f"{where}: {_short(value)} is not a length; it must be a whole number of tokens.{hint}"
         )
     if not 1 <= value <= LARGEST_LENGTH:
-        raise UsageError(f"{where}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens.")
+        raise UsageError(
+            f"{where}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens. Correct "
+            "it, or remove it."
+        )
     return value
 
 
@@ -233,7 +239,8 @@ def _column(heads: list[str], asked: str | None, where: str) -> str:
         known = heads[0]
         if _NUMBER.fullmatch(known):
             raise UsageError(
-                f"{where}: the first line is {known}; a table must begin with the names of its columns."
+                f"{where}: the first line is {known}; a table must begin with the names of its columns. "
+                "Add that line."
             )
     if known is None or known not in heads:
         listed = ", ".join(heads[:12]) or "none"

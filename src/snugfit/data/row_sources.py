@@ -83,19 +83,24 @@ def _rows_at(path: Path) -> Rows:
             return _join(_matching_files(path), str(path))
         return _file(path)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}).") from None
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror or error}). Check its permissions."
+        ) from None
 
 
 def _file(path: Path) -> Rows:
     form = path.suffix.lower()
     if not path.exists():
-        raise UsageError(f"{path}: there is no such file.{_similar_names(path)}")
+        raise UsageError(f"{path}: there is no such file.{_similar_names(path)} Correct the path.")
     if form not in FORMS:
         raise UsageError(
-            f"{path}: samples can be read from {', '.join(FORMS)}, by the end of the file's name."
+            f"{path}: samples can be read from {', '.join(FORMS)}, by the end of the file's name. "
+            "Rename the file, or write it in one of these forms."
         )
     if not path.is_file():
-        raise UsageError(f"{path}: this is not a regular file, so samples cannot be read from it.")
+        raise UsageError(
+            f"{path}: this is not a regular file, so samples cannot be read from it. Give a regular file."
+        )
     return ParquetRows(path) if form == ".parquet" else READERS[form](path)
 
 
@@ -110,7 +115,9 @@ def _matching_files(pattern: Path) -> list[Path]:
         raise UsageError(
             f"{pattern}: the pattern matches only folders, such as {paths[0]}. Add /*.jsonl to it."
         )
-    raise UsageError(f"{pattern}: no file matches this pattern.{_similar_names(pattern)}")
+    raise UsageError(
+        f"{pattern}: no file matches this pattern.{_similar_names(pattern)} Correct the pattern."
+    )
 
 
 def _folder(folder: Path) -> Rows:
@@ -138,7 +145,7 @@ def _folder(folder: Path) -> Rows:
     among = f" Is it one of {_first_paths(folders)}?" if folders else ""
     raise UsageError(
         f"{folder}: this folder has no files of samples ({', '.join(FORMS)}), no dataset written by "
-        f"save_to_disk, and no images in folders by class.{among}"
+        f"save_to_disk, and no images in folders by class.{among} Give a folder with one of these."
     )
 
 

@@ -102,7 +102,9 @@ class Rows(Indexed[Row]):
                     f"{', '.join(roles)}."
                 )
             if not isinstance(column, str) or not self.has(column):
-                raise UsageError(f"{self.source}: no column {column!r}. {self.column_list(str(column))}")
+                raise UsageError(
+                    f"{self.source}: no column {column!r}. {self.column_list(str(column))} Name one of them."
+                )
         self.named = dict(named)
 
     def has(self, column: str) -> bool:

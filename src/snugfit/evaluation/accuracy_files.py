@@ -60,7 +60,10 @@ def read_rates(file: Path, gpu: Gpu) -> Rates:
             "calibrate` wrote."
         ) from None
     if rates.gpu != gpu.key:
-        raise UsageError(f"{file} has the rates of {rates.gpu}, but the runs are of {gpu.key}.")
+        raise UsageError(
+            f"{file} has the rates of {rates.gpu}, but the runs are of {gpu.key}. Give a calibration of "
+            "that GPU."
+        )
     return rates
 
 

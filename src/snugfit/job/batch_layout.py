@@ -173,7 +173,7 @@ def _dimension(tensors: Mapping[str, Any], name: str, dimension: int) -> int:
     if name not in tensors:
         raise JobError(
             f"batch_dims names {name!r}, which is not a tensor with dimensions in the example batch. It "
-            f"has: {', '.join(tensors) or 'none'}."
+            f"has: {', '.join(tensors) or 'none'}. Name one of these."
         )
     ndim = getattr(tensors[name], "ndim", 1)
     if not isinstance(dimension, int) or isinstance(dimension, bool) or not -ndim <= dimension < ndim:

@@ -125,7 +125,7 @@ def parse_config(content: bytes, *, where: str) -> Facts:
         ) from None
     except ValueError as error:
         cause = error if content.strip() else "it is empty"
-        raise ModelError(f"{where}: not a config.json: {cause}.") from None
+        raise ModelError(f"{where}: not a config.json: {cause}. Give a model's own config.json.") from None
     if not isinstance(document, dict):
         raise ModelError(f"{where}: this is {_kind(document)}; a config.json must be one JSON object.")
     return check_facts(document, where=where)
@@ -147,9 +147,9 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
     if model_type not in model_types():
         own_code = ' Its "auto_map" names custom code, and snugfit does not run code from a config.'
         raise ModelError(
-            f"{where}: the installed transformers {transformers_version()} does not know the architecture "
-            f"{model_type!r}.{did_you_mean(model_type, model_types())}"
-            f"{own_code if document.get('auto_map') else ''}"
+            f"{where}: the installed transformers {transformers_version()} does not know the "
+            f"architecture {model_type!r}; another version may have "
+            f"it.{did_you_mean(model_type, model_types())}{own_code if document.get('auto_map') else ''}"
         )
     dtype = config_dtype(document)
     return _sizes_of(document) | ({"dtype": dtype} if dtype else {})

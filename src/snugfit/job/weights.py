@@ -96,7 +96,10 @@ def _files(folder: Path) -> Iterator[Path]:
             f"this command writes safetensors next to it: {_conversion(folder)}"
         )
     more = " It has only an adapter: merge that into its model." if (folder / ADAPTER).exists() else ""
-    raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.{more}")
+    raise ModelError(
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX}.{more} Give a folder that "
+        "save_pretrained wrote."
+    )
 
 
 def _conversion(folder: Path) -> str:

@@ -121,8 +121,8 @@ class Watch:
                 raise GpuError(f"gpus is {self._gpus!r}; it must be a list of CUDA indices, such as [0, 1].")
             if self._in_use() and max(indices) >= self._cuda.device_count():
                 raise GpuError(
-                    f"gpus is {indices}, but this process sees {self._cuda.device_count()} GPUs, counted "
-                    "from 0."
+                    f"gpus is {indices}, but this process sees {self._cuda.device_count()} GPUs, "
+                    "counted from 0. Name some of them."
                 )
             return list(dict.fromkeys(indices))
         if torch_cuda() is None:

@@ -209,8 +209,9 @@ def _about_memory(gpu: WatchedGpu) -> Iterator[str]:
 def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
     if gpu.utilization is None:
         yield (
-            "It is not known if the GPU waited: its utilization was not read"
-            f"{f' ({gpu.utilization_fault})' if gpu.utilization_fault else ''}."
+            "It is not known if the GPU waited: its utilization was not "
+            f"read{f' ({gpu.utilization_fault})' if gpu.utilization_fault else ''}. Install "
+            "nvidia-ml-py, or read nvidia-smi."
         )
         return
     if gpu.utilization >= IDLE:

@@ -64,7 +64,7 @@ def largest(
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     if of not in FIELDS:
-        raise UsageError(f"largest of {of!r}: {' or '.join(FIELDS)}.")
+        raise UsageError(f"largest of {of!r} is unknown. Allowed: {' and '.join(FIELDS)}.")
     if of == "sequence-length" and not has_sequence(job.task):
         raise UsageError(f"largest of {of!r}: the task {job.task} has no sequences. Try 'batch'.")
     if gpu is None and memory_bytes is None:

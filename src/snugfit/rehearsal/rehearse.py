@@ -223,7 +223,9 @@ def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
     import transformers
 
     if loop != "trainer":
-        raise UsageError(f"trainer_class works only with the loop 'trainer', not with {loop!r}.")
+        raise UsageError(
+            f"trainer_class works only with the loop 'trainer', not with {loop!r}. Add loop='trainer'."
+        )
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
         raise UsageError(
             f"trainer_class is {trainer_class!r}; it must be a subclass of transformers.Trainer."

@@ -180,7 +180,14 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
             )
         )
     if measurement.clock and measurement.clock.fall:
-        notes.append((f"The GPU lowered its clock: {measurement.clock.fall}.", "yellow"))
+        notes.append(
+            (
+                (
+                    f"The GPU lowered its clock: {measurement.clock.fall}. At full clock its steps are shorter."
+                ),
+                "yellow",
+            )
+        )
     if measurement.footprint and measurement.footprint.retries:
         times = measurement.footprint.retries
         notes.append(
@@ -191,7 +198,12 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
             )
         )
     if measurement.contaminated:
-        notes.append((f"Other processes used the GPU: {measurement.contaminated}", "yellow"))
+        notes.append(
+            (
+                (f"Other processes used the GPU: {measurement.contaminated}. End them and measure again."),
+                "yellow",
+            )
+        )
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
         apart = measurement.smi_bytes - measurement.smi_nvml_bytes
         # nvidia-smi reports whole MiB.

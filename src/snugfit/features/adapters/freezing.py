@@ -85,7 +85,7 @@ def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str]
             modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
             raise RecipeError(
                 f"frozen: no parameter of the model matches {word!r}.{_about_tied(model, expression)} "
-                f"Modules: {some_of([*modules])}."
+                f"Modules: {some_of([*modules])}. Name one of them."
             )
         names_of_words |= of_word
     return names_of_words

@@ -131,7 +131,8 @@ class LowRank(Technique):
             words = getattr(self, name) or ()
             if len(words) > 1 and not all(map(is_word, words)):
                 raise RecipeError(
-                    f"{self.name}: {name} is a quoted pattern, or names joined by |, and not both."
+                    f"{self.name}: {name} is a quoted pattern, or names joined by |, and not both. "
+                    "Write one of the two."
                 )
         if self.layers and (not self.targets or not is_word(self.targets[0]) or ALL_LINEAR in self.targets):
             raise RecipeError(

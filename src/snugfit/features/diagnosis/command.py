@@ -103,7 +103,7 @@ def _content(log: str | None) -> tuple[bytes, str]:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+            raise UsageError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from None
         where = str(path)
     else:
         if log is None and sys.stdin.isatty():

@@ -108,12 +108,15 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     if len(commands) != 1:
         many = f"{len(commands)}; keep one" if commands else "none"
         raise UsageError(
-            f"{where}: a shell file must have one command that starts training ({', '.join(LAUNCHERS)}), "
-            f"but this one has {many}."
+            f"{where}: a shell file must have one command that starts training "
+            f"({', '.join(LAUNCHERS)}), but this one has {many}. Give a file with one, or the arguments "
+            "themselves."
         )
     if commands[0][0].endswith("trl") and commands[0][1:2] != ["sft"]:
         job = " ".join(commands[0][:2])
-        raise UnsupportedJobError(f"{where}: of TRL's commands only trl sft is predicted, not {job}.")
+        raise UnsupportedJobError(
+            f"{where}: of TRL's commands only trl sft is predicted, not {job}. Give the script of an sft run."
+        )
     return _read_command(commands[0], variables.get("CUDA_VISIBLE_DEVICES", ""))
 
 

@@ -158,7 +158,7 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
         shown = f"Name one of its files: {', '.join(names[:8])}" if names else "Name a file"
         raise UsageError(f"{path}: this is a folder, and one configuration file is read. {shown}.")
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{path}: its name must end in one of {', '.join(FORMATS)}.")
+        raise UsageError(f"{path}: its name must end in one of {', '.join(FORMATS)}. Rename the file.")
     kind = FORMATS[path.suffix.lower()]
     text = read_text(path, largest=LARGEST_NOTEBOOK if kind == "notebook" else LARGEST_FILE)
     if kind == "shell":
@@ -191,5 +191,8 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
             for name in DIALECTS
             if dialect(name).known_by
         )
-        raise UsageError(f"{path}: none of its keys belongs to a known configuration ({known}, ...).")
+        raise UsageError(
+            f"{path}: none of its keys belongs to a known configuration ({known}, ...). Give a file of "
+            "TrainingArguments, accelerate, DeepSpeed or another known tool."
+        )
     return Document(path=path, format=kind, dialect=name, values=values)

@@ -75,7 +75,10 @@ def check_target(job: Job, to: str) -> None:
     if not job.trains:
         raise UsageError("phase is evaluate, but an export is for training. Leave phase out.")
     if job.model.module is not None:
-        raise UsageError(f"{job.model.name} exists only in Python, so a script could not build it.")
+        raise UsageError(
+            f"{job.model.name} exists only in Python, so a script could not build it. Give a model by "
+            "its name or folder."
+        )
     if job.model.resized:
         raise UsageError(
             "The embeddings have other rows than those of the checkpoint, which an export does not change. "

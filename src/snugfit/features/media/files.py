@@ -76,7 +76,7 @@ class MediaEntry:
 
     def missing_error(self) -> UsageError:
         """Return the error for a path without a file."""
-        return UsageError(f"{self.name}: no such file.{self._hint()}")
+        return UsageError(f"{self.name}: no such file; correct the path.{self._hint()}")
 
     def _hint(self) -> str:
         path = str(self.value.get("path") if isinstance(self.value, Mapping) else self.value)

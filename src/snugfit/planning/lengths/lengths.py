@@ -35,7 +35,10 @@ def job_of(job: Job, lengths: Lengths) -> Job:
     Raises `JobError` for a task without sequences, and for a sample longer than the model's positions.
     """
     if not has_sequence(job.task):
-        raise JobError(f"Lengths are for sequences of tokens, but the task {job.task} has none.")
+        raise JobError(
+            f"Lengths are for sequences of tokens, but the task {job.task} has none. Leave the lengths "
+            "out, or choose another task."
+        )
     padding = 1 - lengths.mean / lengths.longest
     try:
         return replace(job, sequence_length=lengths.longest, padding=padding)

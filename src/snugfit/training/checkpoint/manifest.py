@@ -178,7 +178,9 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
         with open(descriptor, "rb", buffering=0) as file:
             while True:
                 if stop():
-                    raise SaveStopped(f"The save of {folder.name} was stopped.")
+                    raise SaveStopped(
+                        f"The save of {folder.name} was stopped. Earlier checkpoints are unchanged."
+                    )
                 if not (count := file.readinto(piece) or 0):
                     break
                 digest.update(piece[:count])

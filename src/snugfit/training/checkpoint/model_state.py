@@ -321,7 +321,10 @@ def _refuse_another_base(
         f"the active adapters were {document['active']} and are {active}": active != document["active"],
     }
     if wrong := [text for text, applies in faults.items() if applies]:
-        raise SnugfitError(f"{folder} has the weights of another model: {'; '.join(wrong)}.")
+        raise SnugfitError(
+            f"{folder} has the weights of another model: {'; '.join(wrong)}. Resume with the model that "
+            "wrote it, or start a new run."
+        )
 
 
 def _first(names: Sequence[str]) -> str:

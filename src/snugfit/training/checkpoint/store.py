@@ -144,7 +144,7 @@ class Store:
             fill(draft)
             files = seal(draft, step, about, stop)
             if stop():
-                raise SaveStopped(f"The save of step {step} was stopped.")
+                raise SaveStopped(f"The save of step {step} was stopped. Earlier checkpoints are unchanged.")
             self._show(draft, step)
         # torch's CheckpointException is a BaseException, and no draft may be left over.
         except BaseException as fault:

@@ -86,7 +86,10 @@ def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, opti
 def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
     """Yield notes for the user on truncated and omitted rows."""
     if samples.cut:
-        yield (f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut off.")
+        yield (
+            f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut "
+            "off. A longer sequence length keeps more."
+        )
     if samples.left_out:
         yield f"{samples.left_out:,} rows were left out, because there is nothing to learn in them."
 

@@ -381,7 +381,10 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
     support."""
     cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
     if cuts_more:
-        raise context.refusal(cuts_more[0], "scripts for several GPUs share the batch among them alone")
+        raise context.refusal(
+            cuts_more[0],
+            ("a script for several GPUs only shares the batch among them (ddp, fsdp, hsdp, zero1)"),
+        )
     if why := _why_not(wish, context.target):
         raise context.refusal(Slot.SHARDING, why)
     more: dict[str, Any] = {"mixed": MIXED[wish.dtype]} if wish.dtype else {}
