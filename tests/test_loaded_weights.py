@@ -125,7 +125,8 @@ def test_a_new_head_stands_in_the_journal_once(tmp_path: Path) -> None:
     train(run)
     notes = [event["text"] for event in events(tmp_path / "run", "note")]
     assert [note for note in notes if "newly initialised" in note] == [
-        f"{folder} has no classifier.bias, classifier.weight, so they are newly initialised."
+        f"{folder} has no classifier.bias, classifier.weight, so they are newly initialised and must be "
+        "trained."
     ]
 
 

@@ -107,7 +107,7 @@ class ProbeReading:
     factor: float | None
     """Overestimate of the rate (old rate / corrected rate); None without a correction."""
     why: str = ""
-    """Reason for a missing correction."""
+    """Reason why the probe corrected no rate."""
     disturbed: float | None = None
     """Share of checks that found the launching core disturbed by other processes."""
 

@@ -269,7 +269,7 @@ def divide(traits: Traits, chosen: Sequence[int], size: int) -> Parts:
 
 
 def _unlike(traits: Traits, count: int) -> list[int]:
-    """Choose samples, each as far as possible from the previous ones."""
+    """Return the indices of `count` samples that differ most from each other by their traits."""
     chosen = [0]
     nearest = [_distance(traits[0], other) for other in traits]
     while len(chosen) < count:

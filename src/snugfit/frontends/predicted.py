@@ -87,7 +87,8 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
     make = functools.partial(Judge, job, find_gpu(gpu))
     if not is_picklable(make):
         raise SnugfitError(
-            "A model that was made in Python cannot be sent to another process, which would simulate it."
+            "A model that was made in Python cannot be sent to another process, which would simulate "
+            "it. Give a model by its name or folder."
         )
     with worker_pool(make, workers=1, apart=True, preload=modules_of(job)) as pool:
         (answer,) = pool.answers_to([Question(0, "predict", (gpus, recipe))])

@@ -184,9 +184,10 @@ class LoadedWeights:
     def lines(self, folder: Path) -> Iterator[str]:
         """Yield a sentence on each difference."""
         if self.new:
-            yield f"{folder} has no {some_of(self.new)}, so they are newly initialised."
+            yield f"{folder} has no {some_of(self.new)}, so they are newly initialised and must be trained."
         if self.unused:
-            yield f"This model does not use {some_of(self.unused)} of {folder}."
+            unused = some_of(self.unused)
+            yield f"This model does not use {unused} of {folder}. If it should, choose another task."
 
 
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:

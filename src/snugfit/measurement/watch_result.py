@@ -218,7 +218,7 @@ def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
         return
     idle = f"For {1 - gpu.utilization:.0%} of the time no kernel ran on the GPU"
     if thread_share is None:
-        yield f"{idle}; why is not known."
+        yield f"{idle}; the cause is not known. torch.profiler shows it."
     elif thread_share < WAITING:
         yield (
             f"{idle}, and Python waited too ({1 - thread_share:.0%} of the time): for data, a disk or a "

@@ -287,7 +287,7 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
-    """Yield the events before which the blocks with these numbers are allocated."""
+    """Yield the indices of `events` that are among `numbers`: allocations of these blocks."""
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 

@@ -182,9 +182,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
     if measurement.clock and measurement.clock.fall:
         notes.append(
             (
-                (
-                    f"The GPU lowered its clock: {measurement.clock.fall}. At full clock its steps are shorter."
-                ),
+                f"The GPU lowered its clock: {measurement.clock.fall}. At full clock steps are shorter.",
                 "yellow",
             )
         )

@@ -34,7 +34,7 @@ class PredictedRun:
     """Seconds that the model's arithmetic of such a step would take at the GPU's peak."""
 
     samples: int
-    """Samples of such a step."""
+    """Number of samples in one predicted step."""
 
     tokens: int
     """Tokens of such a step; 0 for a job without tokens."""

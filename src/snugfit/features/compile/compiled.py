@@ -197,9 +197,10 @@ class Compiled(Technique):
             yield (
                 # With transformers 5.17, BERT-large (4 x 512 tokens) took 8.3 GB with an explicit mask, 6.6
                 # GB uncompiled.
-                "a whole model takes a minute to compile, and attention in it may store every score, where "
-                "transformers makes a mask in it. 'compiled' takes seconds and keeps attention fused. A "
-                "Llama-3.2-1B on an H200 took the bytes that were predicted, and 11 % more time."
+                "a whole model takes a minute to compile, and attention in it may store every score, "
+                "where transformers makes a mask in it. Try 'compiled', which takes seconds and keeps "
+                "attention fused. A Llama-3.2-1B on an H200 took the bytes that were predicted, and 11 "
+                "% more time."
             )
 
         if self.backend in ("aot_eager", "eager"):

@@ -82,5 +82,5 @@ class Bf16Master(Technique):
             "its steps were measured on H200s: requested bytes were exact. Recorded steps of "
             "BERT-large, RoBERTa-large, GPT-2 and a ViT took within 6 % of the predicted seconds. "
             "Those of Llama-3.2-1B took 8 to 11 % longer, at the GPU's power limit, which lowers its "
-            "clock. Gradients of micro-batches are added up in bfloat16."
+            "clock. Gradients of micro-batches are added up in bfloat16. snugfit measure shows yours."
         )

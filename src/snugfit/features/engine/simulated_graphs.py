@@ -63,11 +63,17 @@ class RehearsedGraphs(Graphs):
             with self.own_memory():
                 work()
         except NotRecorded as fault:
-            recorder.doubt(f"The step is not recorded, and runs as it is written: {fault}.")
+            recorder.doubt(
+                f"The step is not recorded, and runs as it is written: {fault}. Leave 'captured' out, "
+                "or remove the cause."
+            )
             raise
         # A wait inside of a recording is an error on a GPU.
         if recorder.times_waited != waited:
-            recorder.doubt(f"The step is not recorded, and runs as it is written: {WAITS}.")
+            recorder.doubt(
+                f"The step is not recorded, and runs as it is written: {WAITS}. Leave 'captured' out, "
+                "or remove the cause."
+            )
             raise NotRecorded(WAITS)
 
         def play() -> None:

@@ -87,15 +87,15 @@ class WithoutFigure:
     """A method that the guide names without a figure."""
 
     chapter: str
-    """Its chapter there: `torch.compile` or `DeepSpeed`."""
+    """Chapter of the guide: `torch.compile` or `DeepSpeed`."""
     name: str
     """The guide's name for it."""
     guide: str
-    """The guide's claim about it."""
+    """The guide's claim about the technique."""
     status: str
     """`predicted`, `not predicted`, or `gone` if torch no longer has it."""
     today: str
-    """Its state today, and the reason for a missing prediction."""
+    """Present state of the technique, and the reason for a missing prediction."""
     instead: str = ""
     """Recipes that replace it today; empty where it does not concern training."""
     experiment: str = ""
@@ -109,7 +109,7 @@ class LargeModel:
     name: str
     """Model and way of training."""
     job: Mapping[str, Any]
-    """Its fields, as `job_of` takes them."""
+    """Fields of the job, as `job_of` takes them."""
     gpu: str
     """GPU that it should fit."""
     recipe: str

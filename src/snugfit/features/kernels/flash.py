@@ -62,11 +62,14 @@ class Flash(Technique):
         )
         if not job.padding:
             # torch prefers cuDNN's attention on Hopper.
-            yield "without padding 'sdpa' takes the same kernels, or cuDNN's on Hopper, and needs no package."
+            yield (
+                "try 'sdpa': without padding it takes the same kernels, or cuDNN's on Hopper, and "
+                "needs no package."
+            )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield nothing: no plan searches it."""
+        """Yield nothing: no plan uses `flash`."""
         # It was measured on no GPU (`unplanned`).
         return iter(())
 

@@ -87,7 +87,7 @@ class PaddingFree(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if it gains nothing."""
         if not job.padding:
-            yield "batches have no padding, so there is none to drop. 'sdpa' is as small."
+            yield "batches have no padding, so there is none to drop. Try 'sdpa', which is as small."
 
 
 def _why_not(job: Job) -> str:

@@ -109,5 +109,6 @@ class Galore(Projected):
             f"its singular value decompositions run in the first step and every {self.update_proj_gap} "
             "steps. Their seconds (minutes for large models) and cuSOLVER's workspace are not "
             "predicted; their results and a copy of the matrix are. On an H100 the first step of "
-            "BERT-large (rank 64) took 10.0 s. Others took 112.3 ms, where 109.0 are predicted."
+            "BERT-large (rank 64) took 10.0 s. Others took 112.3 ms, where 109.0 are predicted. "
+            "Measure a few steps before a long run."
         )

@@ -26,7 +26,7 @@ class Quantized(Feature):
     needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters"}
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of both fields."""
+        """Return the handlers of the fields `quantize` and `float8`."""
         from snugfit.features.quantized.float8 import Float8Handler
         from snugfit.features.quantized.quantize import QuantizeHandler
 

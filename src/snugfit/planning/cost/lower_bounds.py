@@ -79,7 +79,7 @@ class StepBounds(NamedTuple):
     """Lower bound of the bytes and seconds of a step, without the context."""
 
     live_bytes: int
-    """Bytes at the worst moment."""
+    """Live bytes of the allocator at their largest moment."""
     seconds: Sequence[float]
     """Seconds of the step, by GPU."""
     resting_bytes: int

@@ -165,12 +165,15 @@ def _doubts(profiler: LengthProfiler, lengths: Lengths) -> Iterable[str]:
     if profiler.lines:
         yield (
             "Seconds: this model runs other kernels at other lengths, so seconds between the simulated "
-            "lengths are interpolated linearly."
+            "lengths are interpolated linearly. snugfit measure shows them."
         )
     if lengths.shortest < lengths.longest and not profiler.recipe.setup().expandable_segments:
         yield (
             "Bytes are for a run in which every batch is the longest. Batches of many lengths fragment the "
-            "memory, so a run can reserve more. Expandable segments keep that low."
+            "memory, so a run can reserve more. Add 'expandable' to keep that low."
         )
     if has_target(profiler.job.task):
-        yield f"The lengths are those of the inputs; every target has {profiler.job.target_length} tokens."
+        yield (
+            f"The lengths are those of the inputs; every target has {profiler.job.target_length} tokens. "
+            "Set target_length for others."
+        )

@@ -129,7 +129,8 @@ def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
 
 
 def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
-    """Return the candidates with another technique in this slot, without those that must be lowered first."""
+    """Return the numbers of candidates that differ in this slot, without those still to be compiled
+    ("lowered")."""
     alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
     return [number for number in state.space.others(alike, slot) if not state.must_be_lowered(number)]
 

@@ -211,7 +211,13 @@ class CheckpointManager:
         except Exception as fault:  # without this the error would be lost in its thread
             self._failure = fault
             reason = str(fault) or type(fault).__name__
-            self._journal.tell("warning", text=f"A checkpoint was not saved: {reason}. The run continues.")
+            self._journal.tell(
+                "warning",
+                text=(
+                    f"A checkpoint was not saved: {reason}. The run continues. Remove the cause before the "
+                    "next save."
+                ),
+            )
         else:
             self._journal.tell(
                 "saved",

@@ -355,7 +355,7 @@ def restore(state: TrainState, folder: Path) -> int:
 
 
 def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
-    """Restore only which parameters train."""
+    """Set which parameters train as the checkpoint has it, and load nothing else."""
     set_frozen(model, dict(_read(folder)[0][PAIRS]).get("frozen"))
 
 

@@ -148,7 +148,10 @@ class ActiveRun:
         runner = self.step.runner
         if runner is not None and runner.why_not and not self._is_told:
             self._is_told = True
-            self._journal.tell("warning", text=f"Steps run as they are written: {runner.why_not}.")
+            self._journal.tell(
+                "warning",
+                text=(f"Steps run as they are written: {runner.why_not}. To record them, remove the cause."),
+            )
 
     def _count(self, updated: bool) -> None:
         """Count a step. Raises `SnugfitError` after too many steps in a row without an update."""

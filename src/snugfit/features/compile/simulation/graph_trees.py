@@ -135,7 +135,7 @@ class GraphTrees:
 
     @property
     def _last(self) -> _Node:
-        """The last program of this step."""
+        """Return the program that ran last in this step."""
         return self._path[-1] if self._path else self._roots
 
     def _try_to_end(self) -> None:

@@ -67,7 +67,7 @@ _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward
 
 @dataclass
 class _Program:
-    """A compiled program of one graph."""
+    """One program of those that torch.compile makes of a graph."""
 
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]

@@ -37,9 +37,8 @@ def is_of_engine(optimizer: Any) -> bool:
 
 
 def group_bytes(wish: ShardingWish, loop: str) -> int:
-    """Return the NVML bytes of one process's group in this loop; 0 on several GPUs,
-    whose groups are counted by their exchanges.
-    """
+    """Return the bytes that NCCL adds in NVML's count for a group of one process; 0 on several GPUs, whose
+    exchanges count them."""
     if wish.ranks > 1:
         return 0
     if wish.stage == 3 and loop != "plain":

@@ -141,13 +141,14 @@ def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = 
     if gpu.key not in devices("bus_share") and not (rates and rates.bus):
         how = "PCIe, of which a guess is taken" if connected.is_pcie else "their link's data sheet"
         doubts.append(
-            f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's memory "
-            "is an H200's."
+            f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's "
+            "memory is an H200's. snugfit calibrate --gpus on such GPUs measures them."
         )
     # A group whose last rank is outside of the first host.
     if any((count - 1) * abs(stride) >= connected.gpus_per_host for count, stride in peers):
         doubts.append(
             f"Hosts are taken to have {connected.gpus_per_host} GPUs and a network of "
-            f"{8 * connected.network / 1e9:.0f} Gb/s for each. No exchange between hosts was measured."
+            f"{8 * connected.network / 1000000000.0:.0f} Gb/s for each. No exchange between hosts was "
+            "measured. Measure there before you rely on it."
         )
     return doubts

@@ -16,7 +16,7 @@ from typing import Any
 
 @cache
 def evidence() -> tuple[Mapping[str, Any], ...]:
-    """Return the rows of the table."""
+    """Return the rows of `evidence.json`: figures of exchanges between GPUs."""
     text = resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     return tuple(json.loads(text))
 

@@ -46,7 +46,7 @@ class WeightUpdates(Protocol):
         """Update one weight by its gradient."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Count an update of these weights."""
+        """Increment the step counts of these weights."""
 
 
 class TorchUpdates:

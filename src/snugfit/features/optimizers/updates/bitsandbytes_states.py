@@ -100,11 +100,7 @@ def _let_go(kind: Any, instance: Any) -> None:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Context in which bitsandbytes' step runs on meta tensors.
-
-    bitsandbytes has managers of its own, and its step synchronizes a `meta` device like a GPU. With `on_gpu`,
-    paged states are in memory that no trace counts.
-    """
+    """Context in which code sees tensors on `meta` as tensors of a GPU, or of a CPU without `on_gpu`."""
     from unittest.mock import patch
 
     managers = _managers()
