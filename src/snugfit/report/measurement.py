@@ -182,7 +182,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
     if measurement.clock and measurement.clock.fall:
         notes.append(
             (
-                f"The GPU lowered its clock: {measurement.clock.fall}. At full clock steps are shorter.",
+                f"The GPU lowered its clock: {measurement.clock.fall}. Check its cooling and power limit.",
                 "yellow",
             )
         )

@@ -50,7 +50,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Context in which a step on `meta` is that of a GPU, or else of a CPU."""
+    """Context in which code sees tensors on `meta` as tensors of a GPU, or of a CPU without `on_gpu`."""
     global _KERNEL_ON_META
     before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
     try:
