@@ -17,7 +17,7 @@ from snugfit.units import show_bytes, show_seconds
 
 TOLERANCE = 1.2
 """Factor between a measured step and its prediction above which a line reports the difference. Nine in ten
-predictions of the newest drawn jobs are nearer (docs/accuracy.md, seed 20261124)."""
+predictions of the newest drawn jobs are nearer (dev/accuracy.md, seed 20261124)."""
 
 
 @dataclass(frozen=True, kw_only=True)
