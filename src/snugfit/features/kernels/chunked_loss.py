@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLoss(Technique):
-    """The technique `chunked_loss`: computes logits, loss and gradient for some tokens at a time, and never
+    """Computes logits, loss and gradient for some tokens at a time, and never
     all logits at once."""
 
     # With 16-bit products, the head's gradient is rounded once a chunk, also for fp32 weights under autocast.

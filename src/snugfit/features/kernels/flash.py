@@ -26,7 +26,7 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Flash(Technique):
-    """The technique `flash`: computes attention by the package flash-attn, and leaves padding out of it."""
+    """Computes attention by the package flash-attn, and leaves padding out of it."""
 
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)

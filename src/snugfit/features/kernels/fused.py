@@ -47,7 +47,7 @@ KNOWN = (*ENCODERS, *DECODERS)
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Technique):
-    """The technique `fused`: runs snugfit's Triton kernels for norms, activations and dropout, and
+    """Runs snugfit's Triton kernels for norms, activations and dropout, and
     attention's products as one."""
 
     fidelity: ClassVar = Fidelity.ROUNDS

@@ -43,7 +43,7 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Liger(Technique):
-    """The technique `liger`: runs Liger's fused Triton kernels in place of the model's own code, and its loss
+    """Runs Liger's fused Triton kernels in place of the model's own code, and its loss
     without logits."""
 
     fidelity: ClassVar = Fidelity.ROUNDS

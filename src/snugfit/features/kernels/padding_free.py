@@ -40,7 +40,7 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingFree(Technique):
-    """The technique `padding_free`: drops the padding of a batch and concatenates its sequences, with
+    """Drops the padding of a batch and concatenates its sequences, with
     attention within each."""
 
     fidelity: ClassVar = Fidelity.SAME

@@ -31,7 +31,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Expert(Technique):
-    """The technique `expert`: each of n GPUs that share layers by `tensor(n)` has some of the experts."""
+    """Each of n GPUs that share layers by `tensor(n)` has some of the experts."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     caveat: ClassVar = HOW_MEASURED
