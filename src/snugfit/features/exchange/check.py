@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -98,42 +98,21 @@ class Finding:
 class Checked:
     """A configuration file with its findings."""
 
-    document: Document
-    """File that was checked."""
+    path: str
+    """Path of the file."""
+
+    kind: str
+    """Library and class that the file configures."""
 
     findings: tuple[Finding, ...]
-    """Findings in the order of the kinds above, and of the file."""
+    """Findings in the order of their kinds, and of the file."""
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Arguments that a script computes while it runs: they are not checked."""
-        return tuple(
-            key if key.startswith("**") else f"{key}={value}"
-            for key, value in flatten(self.document.values)
-            if isinstance(value, Unknown)
-        )
+    unread: tuple[str, ...]
+    """Arguments that a script computes while it runs: they are not checked."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as the document of `snugfit check --json`."""
-        return {
-            "schema": 1,
-            "what": "check",
-            "path": str(self.document.path),
-            "kind": dialect(self.document.dialect).title,
-            "findings": [
-                {
-                    "kind": one.kind,
-                    "keys": list(one.keys),
-                    "says": one.says,
-                    "fix": None if one.fix is None else {
-                        "set": dict(one.fix.set), "remove": list(one.fix.remove),
-                        "rename": dict(one.fix.rename),
-                    },
-                }
-                for one in self.findings
-            ],
-            "unread": list(self.unread),
-        }  # fmt: skip
+        return {"schema": 1, "what": "check", **asdict(self)}
 
 
 def check(path: Path) -> Checked:
@@ -158,7 +137,16 @@ def check_document(document: Document) -> Checked:
     ):  # other rules are about a file, not a call
         findings += _apply_rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
-    return Checked(document=document, findings=tuple(sorted(findings, key=lambda one: kinds.index(one.kind))))
+    return Checked(
+        path=str(document.path),
+        kind=dialect(document.dialect).title,
+        findings=tuple(sorted(findings, key=lambda one: kinds.index(one.kind))),
+        unread=tuple(
+            key if key.startswith("**") else f"{key}={value}"
+            for key, value in flatten(values)
+            if isinstance(value, Unknown)
+        ),
+    )
 
 
 @cache
@@ -367,8 +355,7 @@ def _in_file(key: str, own: Mapping[str, str]) -> str:
 
 def render_check(checked: Checked) -> RenderableType:
     """Return the findings, the most severe first, each with its fix."""
-    title = dialect(checked.document.dialect).title
-    head = f"{checked.document.path} ({title})"
+    head = f"{checked.path} ({checked.kind})"
     unread = [
         words(f"Not checked, because the script computes it while it runs: {', '.join(checked.unread)}.")
     ]

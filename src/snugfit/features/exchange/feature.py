@@ -33,9 +33,10 @@ class Exchange(Feature):
 
     def documents(self) -> Mapping[str, type]:
         """Return the class of each command's `--json` document, for `snugfit schema`."""
+        from snugfit.features.exchange.check import Checked
         from snugfit.features.exchange.export import Export
 
-        return {"export --json": Export}
+        return {"export --json": Export, "check --json": Checked}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
         """Return `--arguments` and the gathered flags of transformers, and `--export` of one answer."""
