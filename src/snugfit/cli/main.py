@@ -116,16 +116,16 @@ def run(arguments: Sequence[str]) -> int:
     except ToldElsewhere as told:
         return told.exit_code
     except SnugfitError as error:
-        return _tell(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except _TypingMistake as mistake:
-        return _tell_mistake(mistake, arguments)
+        return _print_mistake(mistake, arguments)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # typer's of a broken pipe, or after it completed a word
         if "_SNUGFIT_COMPLETE" not in os.environ:
             forget(sys.stdout)
     if code == INTERRUPTED:  # typer makes a number of Ctrl-C
-        return _tell("interrupted", INTERRUPTED)
+        return _print_error("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
@@ -144,7 +144,7 @@ def main() -> None:
     os._exit(code)
 
 
-def _tell(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     """Print an error message and return the exit code. Further lines are indented below the first, so that a
     recipe's marker stays under its word."""
     name = "snugfit: "
@@ -176,7 +176,7 @@ REMOVED_OPTIONS = {
 """Options of earlier versions, with what to use instead."""
 
 
-def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
+def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     """Print a mistake in the command line, with the help on how to write it, and return the exit code."""
     context: Any = getattr(mistake, "ctx", None)
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
@@ -202,7 +202,7 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
         message, path = f"No such command {arguments[0]!r}. {NO_COMMANDS[arguments[0]]}", "snugfit"
     message = _number_mistake(mistake) or message.replace("Value error, ", "")  # of pydantic's checks
     message = message.rstrip(".")
-    return _tell(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
+    return _print_error(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
 
 
 def _similar_options(given: str, context: Any) -> list[str]:

@@ -28,13 +28,13 @@ class MissingGradients:
         """Context in which the first optimizer step is inspected."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_pre_hook(self._look)
+        handle = register_optimizer_step_pre_hook(self._find_missing)
         try:
             yield
         finally:
             handle.remove()
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _find_missing(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._missing is None:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
             self._missing = {one for one in parameters if one.requires_grad and one.grad is None}

@@ -88,7 +88,7 @@ class StepLogger:
             answer = self._predict(job, recipe)
             self._awaited = answer if isinstance(answer, Future) else None
             if not isinstance(answer, Future):
-                self._hear(answer)
+                self._log_prediction(answer)
         self._noted: dict[str, Any] = {}
         self._steps = 0
         self._seconds.clear()
@@ -98,7 +98,7 @@ class StepLogger:
             torch.cuda.reset_peak_memory_stats(self._device)
         self.ignore_retries()
 
-    def _hear(self, answer: RunAnswer) -> None:
+    def _log_prediction(self, answer: RunAnswer) -> None:
         """Write the prediction of this recipe into the journal, or the reason for its absence."""
         self._awaited = None
         self._predicted = answer if isinstance(answer, PredictedRun) else None
@@ -114,7 +114,7 @@ class StepLogger:
         """Store a finished step (the first is 1); `write` writes it."""
         # The prediction is computed while the run trains, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
-            self._hear(self._awaited.result())
+            self._log_prediction(self._awaited.result())
         self._steps += 1
         if self._steps > WARMUP:
             self._seconds.append(seconds)
@@ -143,7 +143,7 @@ class StepLogger:
         one does not.
         """
         if self._awaited is not None and outcome == "finished":
-            self._hear(self._awaited.result())
+            self._log_prediction(self._awaited.result())
         steady = {"step_seconds": statistics.median(self._seconds)} if self._seconds else {}
         measured = {**self._memory_peaks(), **steady}
         lines = compare_with_prediction(self._predicted_figures, measured) if in_words else []

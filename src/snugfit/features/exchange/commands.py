@@ -108,7 +108,7 @@ def export(
     if output is not None:
         files = {output / name: text for name, text in exported.files.items()}
         write_new(files, force=force)
-        _tell(exported, output)
+        _print_written(exported, output)
     if as_json:
         show_json(exported.to_json())
     elif output is None:
@@ -175,10 +175,10 @@ def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: i
     _check_folder(job, target, folder)
     # Existing files are of an earlier export for this target (`_check_folder`).
     write_new({folder / name: text for name, text in exported.files.items()}, force=True)
-    _tell(exported, folder)
+    _print_written(exported, folder)
 
 
-def _tell(exported: Export, folder: Path) -> None:
+def _print_written(exported: Export, folder: Path) -> None:
     """Print the written files on stderr, and the differences to the prediction."""
     for name in exported.files:
         given.say_written(folder / name)

@@ -356,11 +356,11 @@ class _Reader:
                 self.refused += self._unmet(slot)
                 continue
             techniques.append(slot.technique)
-            self._tell(slot, slot.technique, own)
+            self._add_taken(slot, slot.technique, own)
         self.settings["recipe"] = str(Recipe(tuple(techniques)))
         return decided
 
-    def _tell(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
+    def _add_taken(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
         # A default has no line of its own, unless it decides a technique that is not plain.
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:

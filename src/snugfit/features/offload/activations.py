@@ -41,7 +41,7 @@ CHECKPOINTS = "torch.utils.checkpoint"
 """Name of the module that saves the inputs of checkpoints."""
 
 
-class Arrival:
+class PendingCopy:
     """A pending copy from the host to the device, which later launches wait for once."""
 
     __slots__ = ("event", "link", "over")
@@ -56,10 +56,10 @@ class Arrival:
             self.over = True
 
 
-class Travelling:
+class OffloadedStorage:
     """A storage that is offloaded to the host; `base` is its tensor while it is on the device."""
 
-    __slots__ = ("__weakref__", "arrival", "base", "dtype", "extent", "link", "version")
+    __slots__ = ("__weakref__", "base", "dtype", "extent", "link", "pending", "version")
 
     def __init__(self, link: Link, base: torch.Tensor) -> None:
         self.link = link
@@ -67,20 +67,20 @@ class Travelling:
         self.dtype, self.version = base.dtype, base._version
         self.extent: Extent | None = None
         """Memory on the host; None before the first copy."""
-        self.arrival: Arrival | None = None
+        self.pending: PendingCopy | None = None
         """The copy to the device that created `base`; None without one."""
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor on the device, to be read by later launches."""
         assert self.base is not None
-        if self.arrival is not None:
-            self.arrival.wait()
+        if self.pending is not None:
+            self.pending.wait()
         return self.base
 
     def __del__(self) -> None:
         """Free the extent on the host, and the memory on the device once nothing is written there."""
-        if self.arrival is not None:
-            self.arrival.wait()
+        if self.pending is not None:
+            self.pending.wait()
         # The allocator may reuse the memory, so a pending copy into it must have ended.
         if self.extent is not None:
             self.link.slabs.give_back()
@@ -93,11 +93,11 @@ class Region:
         self.before = before
         """Regions to fetch when the backward pass reaches this one."""
         # Weak references: autograd alone decides how long a storage is needed.
-        self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
+        self.members: dict[int, weakref.ref[OffloadedStorage]] = {}  # by identity
         self.sent: Any = None
         """Event to await before the region's storages may leave the device."""
 
-    def alive(self) -> list[Travelling]:
+    def alive(self) -> list[OffloadedStorage]:
         """Return the storages that autograd still needs."""
         return [one for member in self.members.values() if (one := member()) is not None]
 
@@ -114,7 +114,7 @@ class Region:
 class SavedTensor(NamedTuple):
     """Autograd's record of an offloaded tensor: its storage, and the geometry of the tensor in it."""
 
-    travelling: Travelling
+    offloaded: OffloadedStorage
     region: Region
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -318,7 +318,7 @@ class ActivationOffload:
         if self._region is None:
             self._region = Region(self._before())
         saved = SavedTensor(
-            self._travelling(tensor, self._region),
+            self._storage_of(tensor, self._region),
             self._region,
             tuple(tensor.shape),
             tensor.stride(),
@@ -340,7 +340,7 @@ class ActivationOffload:
             return saved  # type: ignore[no-any-return]
         for region in (saved.region, *saved.region.before):
             self._bring(region)
-        base = saved.travelling.tensor()
+        base = saved.offloaded.tensor()
         # A storage is copied whole, and each tensor returns with its old strides.
         return base.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -353,22 +353,22 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._weights
 
-    def _travelling(self, tensor: torch.Tensor, region: Region) -> Travelling:
+    def _storage_of(self, tensor: torch.Tensor, region: Region) -> OffloadedStorage:
         """Return this tensor's storage as an offloaded storage of this region; its copy may have started
         already."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
         held, known = self._known.get(key, (_nothing, _nothing))
         # A tensor saved by several operators is copied once.
-        travelling: Travelling | None = known()
+        offloaded: OffloadedStorage | None = known()
         # The address may belong to a newer storage, and a write makes an earlier copy stale.
-        if travelling is None or held() is not storage or travelling.version != tensor._version:
+        if offloaded is None or held() is not storage or offloaded.version != tensor._version:
             # A tensor with a gradient would keep its graph alive.
             base = tensor.detach() if tensor.requires_grad else tensor
-            travelling = Travelling(self._link(tensor.device), base)
-            self._known[key] = weakref.ref(storage), weakref.ref(travelling)
-        region.members[id(travelling)] = weakref.ref(travelling)
-        return travelling
+            offloaded = OffloadedStorage(self._link(tensor.device), base)
+            self._known[key] = weakref.ref(storage), weakref.ref(offloaded)
+        region.members[id(offloaded)] = weakref.ref(offloaded)
+        return offloaded
 
     def _link(self, device: torch.device) -> Link:
         if device not in self._links:
@@ -420,9 +420,9 @@ class ActivationOffload:
         link = away[0].link
         extents = [one.extent for one in away if one.extent is not None]
         bases, event = link.fetch(extents, [one.dtype for one in away])
-        arrival = Arrival(link, event)
+        pending = PendingCopy(link, event)
         for one, base in zip(away, bases, strict=True):
-            one.base, one.arrival = base, arrival
+            one.base, one.pending = base, pending
 
 
 def _nothing() -> None:

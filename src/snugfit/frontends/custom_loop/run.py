@@ -399,14 +399,14 @@ class EvaluationWatch:
         self._loss = loss
         self._left = self._numbers(), _settings(self._state.optimizer)
         self._generators = all_rng_states(self._state.device)
-        self._checkpoints.interrupts.watch_modules(self._look)
+        self._checkpoints.interrupts.watch_modules(self._end_on_signal)
 
     def end(self) -> None:
         """Stop watching, before the next step."""
         if self._checkpoints is not None:
             self._checkpoints.interrupts.watch_modules(None)
 
-    def _look(self, module: Any) -> None:
+    def _end_on_signal(self, module: Any) -> None:
         checkpoints = self._checkpoints
         if checkpoints is None or not is_evaluation(module):
             return

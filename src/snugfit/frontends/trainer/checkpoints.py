@@ -418,7 +418,7 @@ def _finished_run(
         document = read_document(root / FINISHED_RUN)
         before, step = document["about"], document["checkpoint"]
         if (
-            not _asks_for_it(root, resume_from)
+            not _is_newest_requested(root, resume_from)
             or differences(with_global_batch(before), with_global_batch(now), SAME)
             or compare_facts(before, now)
         ):
@@ -431,7 +431,7 @@ def _finished_run(
         return None
 
 
-def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
+def _is_newest_requested(root: Path, resume_from: str | bool | None) -> bool:
     """Return True if the user requests the folder's newest state; by default only in a new process."""
     from transformers.trainer_utils import get_last_checkpoint
 

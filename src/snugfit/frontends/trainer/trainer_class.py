@@ -280,7 +280,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             repeat_evaluation(self, run)
         loader = run.data.begin_epoch(loader, epoch, skipped, saved)
         if saved is not None and self._is_at_its_end():
-            self._say_nothing_is_left()
+            self._report_finished()
             self.control.should_training_stop = True
             run.data.resume(saved)  # no batch is created again before the work of an epoch's end
             return ()
@@ -365,7 +365,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             run.data.watch(self.callback_handler.train_dataloader)
             run.data.resume(saved)
             repeat_evaluation(self, run)
-            self._say_nothing_is_left()
+            self._report_finished()
         run.checkpoints.wait()
         average_losses_over_all_steps(self)
         if run.checkpoints.interrupts.stopping is None:
@@ -376,7 +376,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.is_in_train = False
         return None
 
-    def _say_nothing_is_left(self) -> None:
+    def _report_finished(self) -> None:
         done = f"all {self.state.global_step:,} steps of this run are done. None is repeated."
         self.snugfit.journal.tell("note", text=f"Nothing is left to train: {done}")
 

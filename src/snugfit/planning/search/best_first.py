@@ -69,14 +69,14 @@ class BestFirst:
     def run(self, pool: WorkerPool) -> None:
         """Run the search until no candidate is needed. Raises `BelowLowerBound`."""
         self.tell(f"estimating {len(self._unbounded)} kinds of steps")
-        for answer in pool.answers(self._ask, helped=True):
+        for answer in pool.answers(self._next_question, helped=True):
             self._learn(answer)
             state = self.state
             self.tell(f"{state.kinds} kinds of steps estimated, {len(state.judged)} recipes checked")
 
     # ---- the next question -------------------------------------------------------------------------------
 
-    def _ask(self, worker: int) -> Question | None:
+    def _next_question(self, worker: int) -> Question | None:
         task = self._unbounded_task(worker) or self._fastest_task(worker)
         if task is None:
             return None

@@ -64,7 +64,7 @@ NEVER_SEEN = 0.25
 of a step's products."""
 
 
-class _Between(NamedTuple):
+class _UnfitAndRecomputed(NamedTuple):
     """A recipe that recomputes nothing and does not fit, next to the same recipe with each layer
     recomputed."""
 
@@ -114,7 +114,7 @@ def find_grades(
             tried.add(state.space.candidates[between.number].sized)
             tell(f"looking for {technique.name} that fits")
             if mixture is not None:  # mostly makes grades unnecessary
-                _look_for_mixture(state, pool, between, mixture)
+                _evaluate_mixtures(state, pool, between, mixture)
             # The mixture may fit now, and grades must be faster than it.
             if between.seconds_within(state.memory_bytes) >= state.fastest_that_fits * (1 - AS_FAST):
                 continue
@@ -130,7 +130,9 @@ def find_grades(
     return state.space
 
 
-def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, mixture: Mixture) -> None:
+def _evaluate_mixtures(
+    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, mixture: Mixture
+) -> None:
     """Evaluate recipes with some of their layers on the host, and add those that are faster.
 
     They may be faster than every recipe that fits, and than recomputing as few layers as possible.
@@ -175,7 +177,9 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         if least is None or not state.fits(least[1].needed_bytes):
             continue
         known = state.judged.get(number) or state.bounds[number]
-        between = _Between(number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds)
+        between = _UnfitAndRecomputed(
+            number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds
+        )
         enough = _least_that_fits(state, pool, between, settings) or least
         if enough[1].seconds < state.fastest_that_fits:
             add_candidate(state, *enough)
@@ -223,7 +227,7 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
                 low = middle
 
 
-def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between | None:
+def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _UnfitAndRecomputed | None:
     """Return the recipe with the least estimated seconds, the simplest of equally fast ones, with other
     passes than those `tried`.
 
@@ -245,7 +249,7 @@ def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between
     )
 
 
-def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
+def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
     """Yield the recipes that recompute nothing and do not fit, but may fit with each layer recomputed."""
     space, plain = state.space, roster.plain(slot)
     every = next((one for one in space.offers(slot) if one.install(Setup()).checkpoint == EVERY_LAYER), None)
@@ -262,11 +266,11 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
         least = full.needed_bytes if full else bound.resting_bytes
         if state.fits(least):
             most = max(full.seconds, known.seconds) if full else known.seconds * (1 + NEVER_SEEN)
-            yield _Between(number, known.needed_bytes, known.seconds, least, most)
+            yield _UnfitAndRecomputed(number, known.needed_bytes, known.seconds, least, most)
 
 
 def _least_that_fits(
-    state: SearchState, pool: WorkerPool, between: _Between, grades: Sequence[Technique]
+    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, grades: Sequence[Technique]
 ) -> tuple[Recipe, Figures] | None:
     """Return the first of these grades with which the recipe fits, with its figures.
 

@@ -149,7 +149,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
-    looked_at = _look_further(asked, state, pool, tell)
+    looked_at = _try_outside_space(asked, state, pool, tell)
     space = state.space
     front = front_of(state)
     best = best_of(state, pool, front, memory, smallest=smallest)
@@ -222,7 +222,7 @@ def best_of(
     return fitting[-1] if smallest else prefer_simple(state, pool, fitting[0])
 
 
-def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
+def _try_outside_space(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
     """Evaluate better recipes from outside the space and add them. Return the name of a tried technique that
     no space contains."""
     smallest = asked.objective == "memory"
@@ -267,7 +267,7 @@ def search(
     Raises `BelowLowerBound`.
     """
     recomputing = kinds or RecomputingKinds([state], pool, tell, budgets=every_bound)
-    _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
+    _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
         most = state.smallest * (1 - state.nearly)
@@ -276,12 +276,12 @@ def search(
         state.judge_smallest(pool, tell)
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + state.beyond)
-        _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
+        _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
     state.excluded += recomputing.left_out()
     return recomputing
 
 
-def _judge_front(
+def _evaluate_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
     """Evaluate all candidates that may be on the Pareto front, up to its end."""

@@ -112,7 +112,7 @@ class FastestOnGpus:
         Evaluate until no other recipe may be faster than the first.
         """
         while asked := self._questions(limit):
-            self._ask(asked)
+            self._evaluate(asked)
         fitting = sorted(self._fitting(), key=lambda one: one.judged.step_seconds)
         if fitting or limit < math.inf:
             fast = [one for one in fitting if one.judged.step_seconds < limit]
@@ -130,7 +130,7 @@ class FastestOnGpus:
             # Ways come in the order of their recomputing, so the last one recomputes most.
             most = [way for way in left if way.shared.recomputing == left[-1].shared.recomputing]
             asked = self._holding_least(most)
-            self._ask(asked)
+            self._evaluate(asked)
             # Ways that cannot be simulated leave no figures; then the next ones are tried.
             simulated = any(self._evidence.judgment(way.shared, way.sizes[at]) for way, at in asked)
         return True
@@ -138,12 +138,12 @@ class FastestOnGpus:
     def _is_any_known_to_fit(self) -> bool:
         return any(self._smallest_that_fits(way) is not None for way in self._ways)
 
-    def _ask(self, asked: Sequence[_Question]) -> None:
+    def _evaluate(self, asked: Sequence[_Question]) -> None:
         judged = self._judge([(self._gpus, way.recipe(at)) for way, at in asked])
         for (way, at), answer in zip(asked, judged, strict=True):
-            self._hear(way, at, answer)
+            self._store(way, at, answer)
 
-    def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
+    def _store(self, way: _WayToShare, at: int, judged: Judged) -> None:
         if judged.why_not:
             what = refusable(way.shared)
             self._refused[what] = judged.why_not
@@ -339,7 +339,7 @@ class FastestOnGpus:
         if self._ways and not any(True for _ in self._misses()):
             # `max` returns the first of equal ones, which recomputes most in this order.
             leanest = max(reversed(self._ways), key=self._held_more)
-            self._ask([(leanest, len(leanest.sizes) - 1)])
+            self._evaluate([(leanest, len(leanest.sizes) - 1)])
         return smaller_miss(*self._misses())
 
     def _misses(self) -> Iterator[Screened]:

@@ -207,7 +207,7 @@ def bindings(
         patch.object(torch, "get_autocast_dtype", _of_the_switch(torch.get_autocast_dtype)),
         patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(SWITCH)),
     ):
-        _look_for(replaced.keys())
+        _reset_if_new(replaced.keys())
         _rebind(replaced)
         try:
             yield
@@ -254,7 +254,7 @@ def _rebind(replacements: dict[Any, Any]) -> None:
     """
     by_id = {id(old): new for old, new in replacements.items()}
     if not _are_as_looked_through():
-        _look_through(by_id)
+        _record_names(by_id)
     for (_, name), names in _FOUND.items():
         if (new := by_id.get(id(names.get(name)))) is not None:
             names[name] = new
@@ -269,7 +269,7 @@ def _are_as_looked_through() -> bool:
     return [*map(len, (names for names, _ in known))] == [count for _, count in known]
 
 
-def _look_through(ids: Collection[int]) -> None:
+def _record_names(ids: Collection[int]) -> None:
     """Record the names that refer to objects with one of these ids, in modules that are new or have other
     names."""
     own_names = {original.__name__ for original in _ORIGINALS}
@@ -285,7 +285,7 @@ def _look_through(ids: Collection[int]) -> None:
                 _FOUND[id(names), name] = names
 
 
-def _look_for(originals: Collection[Any]) -> None:
+def _reset_if_new(originals: Collection[Any]) -> None:
     """Clear the recorded positions if these functions are new."""
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return

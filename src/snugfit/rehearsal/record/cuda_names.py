@@ -80,7 +80,7 @@ class CudaNames(TorchFunctionMode):
     def _answers(self, frame: Any) -> bool:
         if self._phase() not in ("forward", "backward"):
             return False
-        return frame.f_globals.get("__name__") == self._only if self._only else _asked_by_the_user(frame)
+        return frame.f_globals.get("__name__") == self._only if self._only else _called_by_user_code(frame)
 
 
 def _on_meta(value: Any) -> Any:
@@ -88,7 +88,7 @@ def _on_meta(value: Any) -> Any:
     return _META if named or (isinstance(value, str) and value.split(":")[0] == "cuda") else value
 
 
-def _asked_by_the_user(frame: Any) -> bool:
+def _called_by_user_code(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in LIBRARIES
 
 
@@ -156,7 +156,7 @@ def _by_caller(plain: Any, answer: Any) -> Any:
 
     def ask(*arguments: Any, **keywords: Any) -> Any:
         # Libraries must see the real state, or they would call CUDA for tensors on `meta`.
-        chosen = answer if _asked_by_the_user(sys._getframe(1)) else plain
+        chosen = answer if _called_by_user_code(sys._getframe(1)) else plain
         return chosen(*arguments, **keywords)
 
     return ask

@@ -87,7 +87,7 @@ class Questions:
         if not tensor.is_meta:
             # A tensor that was copied to the host may contain an assumed number.
             if self._shadows.is_unsure(args):
-                self._tell(Assumption.NUMBER, deferred=self._by_item)
+                self._warn_of(Assumption.NUMBER, deferred=self._by_item)
             return func(*args, **kwargs)
         self._wait()
         value, assumption = self._value(tensor)
@@ -99,7 +99,7 @@ class Questions:
             self._log(answer)
         else:
             # A number that is only logged needs no warning: its float reports a decision later.
-            self._tell(assumption, deferred=self._by_item and isinstance(answer, float))
+            self._warn_of(assumption, deferred=self._by_item and isinstance(answer, float))
         return answer
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -109,7 +109,7 @@ class Questions:
         assumption = assumed or assumed_too
         if assumption is not None:
             # Assumed values are equal: both are ones.
-            self._tell(Assumption.MASK)
+            self._warn_of(Assumption.MASK)
             return True
         answer = torch.equal(one, other)
         self._log(answer)
@@ -126,7 +126,7 @@ class Questions:
         elif copy.is_floating_point():
             self._shadows.set_unsure(copy)
         else:
-            self._tell(assumption)
+            self._warn_of(assumption)
         return copy
 
     def item_of(self, tensor: torch.Tensor, item: Callable[[torch.Tensor], Any]) -> Any:
@@ -143,7 +143,7 @@ class Questions:
 
     def decide(self) -> None:
         """Report a decision based on an assumed float."""
-        self._tell(Assumption.NUMBER)
+        self._warn_of(Assumption.NUMBER)
 
     def read(self, tensor: torch.Tensor) -> None:
         """Warn if assumed numbers of this tensor leave torch for plain Python or numpy, where they are not
@@ -151,7 +151,7 @@ class Questions:
         if self._shadows.is_unsure(tensor) or (
             tensor.is_meta and tensor.is_floating_point() and self._value(tensor)[1] is not None
         ):
-            self._tell(Assumption.NUMBER)
+            self._warn_of(Assumption.NUMBER)
 
     # The host computes with real numbers, so the assumption is a mark on the storage.
     def host_ran(self, args: Any, out: Any) -> None:
@@ -227,7 +227,7 @@ class Questions:
 
     def _note_answer(self, answer: Hashable, assumptions: list[Assumption]) -> None:
         if assumptions:
-            self._tell(assumptions[0])
+            self._warn_of(assumptions[0])
         else:
             self._log(answer)
 
@@ -248,7 +248,7 @@ class Questions:
         ones = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
 
-    def _tell(self, assumption: Assumption, *, deferred: bool = False) -> None:
+    def _warn_of(self, assumption: Assumption, *, deferred: bool = False) -> None:
         """Add the warning about an assumed result; with `deferred`, only after a decision depends on it."""
         if deferred:
             self._deferred = True

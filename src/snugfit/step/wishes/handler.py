@@ -56,7 +56,7 @@ class LiveTraining:
 
     def technique(self, slot: Slot) -> Technique:
         """Return the recipe's technique of this slot, or of another slot that sets the same field."""
-        return _asking(self.recipe, slot)
+        return _technique_for(self.recipe, slot)
 
     def is_plain(self, slot: Slot) -> bool:
         """Return whether the recipe has the plain technique in this slot."""
@@ -89,14 +89,14 @@ class ScriptContext:
     def refusal(self, slot: Slot, why: str) -> RecipeError:
         """Return the error for a field that a script cannot express, with its technique's name and the
         reason."""
-        technique = _asking(self.recipe, slot)
+        technique = _technique_for(self.recipe, slot)
         return RecipeError(
             f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
             f"{technique.slot} (snugfit techniques). snugfit train takes this recipe as it is."
         )
 
 
-def _asking(recipe: Recipe, slot: Slot) -> Technique:
+def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
     """Return the recipe's technique of this slot. Several slots for several GPUs set one field: the first
     non-default one is returned."""
     shared = roster.slots_of_several_gpus()

@@ -141,7 +141,7 @@ class TrainingStep(PlainStep):
         for it."""
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
-        self.computed = self._hear_loss
+        self.computed = self._record_loss
         self._asked_of_loss: Callable[[], Any] = _nothing
         """Function that is called when the copy of a step's loss is launched, before its backward pass."""
         self._unchecked = False
@@ -296,7 +296,7 @@ class TrainingStep(PlainStep):
                 piece["labels"].clamp_(min=0)
         return self._exchange.weights(pieces, items)
 
-    def _hear_loss(self, total: torch.Tensor) -> None:
+    def _record_loss(self, total: torch.Tensor) -> None:
         self._check.record_loss(total)
         # On the CPU, a backward pass with its exchange of gradients is over before `loss` runs.
         if self._exchange is not None and self.device.type == "cpu":

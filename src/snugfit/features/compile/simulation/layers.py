@@ -265,7 +265,7 @@ class Compiler:
             program = _Program(call, strides, again, decisions, attention_in(text))
             _PROGRAMS[key] = program
         # AOTAutograd needs the strides of the outputs, also from a stored program.
-        _tell_strides(program.strides)
+        _report_strides(program.strides)
         assumed = tuple(dict.fromkeys(self._assumed))
         run = _runs_program(program, assumed, tuple(self._timed))
         # Only CUDA has graphs; on the CPU the program runs as it is.
@@ -460,7 +460,7 @@ def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
         yield tuple(int(one) for one in out.get_layout().stride) if is_tensor else None
 
 
-def _tell_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
+def _report_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
     """Report the strides of a graph's outputs to AOTAutograd, as Inductor does."""
     import torch
 

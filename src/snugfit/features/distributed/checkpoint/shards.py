@@ -146,7 +146,7 @@ class ShardedSnapshot:
         from safetensors.torch import save_file
 
         # The other processes write their parts meanwhile.
-        self._tell(folder)
+        self._send_folder(folder)
         self._write_parts(folder)
         if self.weights is not None:
             self.weights.write(folder)
@@ -169,9 +169,9 @@ class ShardedSnapshot:
         """Release the other processes, which wait for the first one's folder, if it could not be created."""
         # Without an answer, the other processes would wait in `write_share`.
         if not self._is_told:
-            self._tell(None)
+            self._send_folder(None)
 
-    def _tell(self, folder: Path | None) -> None:
+    def _send_folder(self, folder: Path | None) -> None:
         self._is_told = True
         if self.ranks.are_many:
             from_first(None if folder is None else str(folder), self.ranks.writing)

@@ -89,7 +89,9 @@ class ReleasedPasses(StepRunner):
         self._updates = updates_of(built.optimizer, built.model)
         weights = (weight for group in built.optimizer.param_groups for weight in group["params"])
         # A weight that is used twice calls its hook once, when both gradients are summed.
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._hear) for weight in weights]
+        self._hooks = [
+            weight.register_post_accumulate_grad_hook(self._update_on_gradient) for weight in weights
+        ]
         return self._updates
 
     def _run(
@@ -130,7 +132,7 @@ class ReleasedPasses(StepRunner):
         self._updates.begin_update(self.norm if clip else None, clip or 0.0)
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
 
-    def _hear(self, weight: torch.Tensor) -> None:
+    def _update_on_gradient(self, weight: torch.Tensor) -> None:
         """Consume a weight's gradient. Raises `UsageError` for a second one in the same pass."""
         import torch
 

@@ -213,17 +213,11 @@ class _Meaning:
                 r"(?!DataCollator)[A-Z]\w+For[A-Z]\w+", call.name
             )
             if of_other:
-                self._refuse(
-                    call,
-                    (
-                        f"{call.library} makes this model, and only models of transformers are read. "
-                        "Give the model itself: snugfit predict MODEL."
-                    ),
-                )
+                why = f"{call.library} makes this model, and only models of transformers are read."
+                self._refuse(call, f"{why} Give the model itself: snugfit predict MODEL.")
             if own and task_of_class(call.name) is None:
-                self._refuse(
-                    call, (f"{call.name} has no task here. Give the model itself: snugfit predict MODEL.")
-                )
+                why = f"{call.name} has no task here."
+                self._refuse(call, f"{why} Give the model itself: snugfit predict MODEL.")
 
     def _refuse(self, call: ForeignCall, why: str) -> NoReturn:
         raise UnsupportedJobError(f"{self.where}, line {call.line}: {why}")

@@ -37,7 +37,7 @@ add_norm_backward = define(
 )
 
 
-class Form(NamedTuple):
+class AddNormSettings(NamedTuple):
     """Settings of one call of `add_norm`."""
 
     eps: float
@@ -74,13 +74,13 @@ def add_norm(
     """
     # Without a seed there is no dropout, as in evaluation.
     drops = threshold(dropout) if seed is not None else 0
-    form = Form(norm.eps, drops, site, drops_last, gives_sum, gives_stream, activation_dtype(x))
+    form = AddNormSettings(norm.eps, drops, site, drops_last, gives_sum, gives_stream, activation_dtype(x))
     return AddNorm.apply(  # type: ignore[no-untyped-call]
         x, residual, norm.weight, norm.bias, bias, seed if drops else None, form
     )
 
 
-class Slopes(NamedTuple):
+class OutputGradients(NamedTuple):
     """Incoming gradients of a backward pass of `AddNorm`."""
 
     of_result: torch.Tensor  # (..., H)
@@ -88,7 +88,7 @@ class Slopes(NamedTuple):
     of_sum: torch.Tensor | None  # (..., H)
 
 
-class Wanted(NamedTuple):
+class NeededGradients(NamedTuple):
     """Flags: the gradients that a backward pass of `AddNorm` has to compute."""
 
     residual_dtype: torch.dtype
@@ -110,7 +110,7 @@ class AddNorm(torch.autograd.Function):
         shift: torch.Tensor,
         bias: torch.Tensor | None,
         seed: torch.Tensor | None,
-        form: Form,
+        form: AddNormSettings,
     ) -> Any:
         """Return the norm, and if requested the sum or the fp32 stream."""
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
@@ -149,7 +149,7 @@ class AddNorm(torch.autograd.Function):
         # Only the stream was used, so its gradient is the whole one.
         if dy is None and form.gives_stream:
             dy, other = other, None
-        slopes = Slopes(
+        slopes = OutputGradients(
             # The kernel needs a gradient of the result, even if only the sum was used.
             torch.zeros_like(total) if dy is None else dy.contiguous(),
             other.contiguous() if other is not None and form.gives_stream else None,
@@ -158,7 +158,7 @@ class AddNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad
         run = _backward_by_kernel if has_kernel(total) else backward_in_torch
         residual_dtype = ctx.x_dtype if ctx.residual is None else ctx.residual[1]
-        kinds = Wanted(residual_dtype, ctx.x_dtype, has_bias=needs[4], has_sums=any(needs[2:5]))
+        kinds = NeededGradients(residual_dtype, ctx.x_dtype, has_bias=needs[4], has_sums=any(needs[2:5]))
         slope, dx, sums = run(slopes, total, statistics, weight, seed, form, kinds)
         dresidual = None
         if needs[1]:
@@ -176,13 +176,13 @@ def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
 
 
 def _backward_by_kernel(
-    slopes: Slopes,
+    slopes: OutputGradients,
     total: torch.Tensor,
     statistics: torch.Tensor,
     weight: torch.Tensor,
     seed: torch.Tensor | None,
-    form: Form,
-    kinds: Wanted,
+    form: AddNormSettings,
+    kinds: NeededGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     drops_first = seed is not None and not form.drops_last
     # One tensor serves both gradients, unless dropout or a dtype makes them differ.
@@ -222,7 +222,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _mask(seed: torch.Tensor, form: Form, like: torch.Tensor) -> torch.Tensor:
+def _mask(seed: torch.Tensor, form: AddNormSettings, like: torch.Tensor) -> torch.Tensor:
     """Return dropout's factors (rows, columns): zero for dropped elements, the scale for others."""
     rows, columns = like.shape
     return keep_mask(seed, form.site, rows, columns, form.drops).to(like.dtype) * scale(form.drops)
@@ -235,7 +235,7 @@ def forward_in_torch(
     shift: torch.Tensor,
     bias: torch.Tensor | None,
     seed: torch.Tensor | None,
-    form: Form,
+    form: AddNormSettings,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Compute the forward pass in plain torch: the norm, the stream, the sum, and statistics (2, rows): means
     and inverse deviations.
@@ -262,13 +262,13 @@ def forward_in_torch(
 
 
 def backward_in_torch(
-    slopes: Slopes,
+    slopes: OutputGradients,
     total: torch.Tensor,
     statistics: torch.Tensor,
     weight: torch.Tensor,
     seed: torch.Tensor | None,
-    form: Form,
-    kinds: Wanted,
+    form: AddNormSettings,
+    kinds: NeededGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute the backward pass in plain torch: gradients of the residual, of `x`, and of weight, shift and
     bias (2 or 3, columns).

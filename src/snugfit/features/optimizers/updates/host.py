@@ -62,7 +62,7 @@ class AdamWOnHost(FusedAdamW):
         parts = [part for weight in weights for part in self._parts(weight)]
         for piece in pieces(parts, _kind, lambda part: part.weight.nbytes, STAGED_BYTES):
             if piece[0].weight.is_meta:
-                _tell(piece)
+                _report_piece(piece)
             else:
                 self._update(piece, group)
 
@@ -142,7 +142,7 @@ def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 
 
-def _tell(piece: list[WeightSlice]) -> None:
+def _report_piece(piece: list[WeightSlice]) -> None:
     """Report the copies and the update of one group of slices to the observer."""
     observer = MetaLink.observer
     for part in piece:
