@@ -198,7 +198,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
     if measurement.contaminated:
         notes.append(
             (
-                (f"Other processes used the GPU: {measurement.contaminated}. End them and measure again."),
+                f"Other processes used the GPU: {measurement.contaminated}. End them and measure again.",
                 "yellow",
             )
         )

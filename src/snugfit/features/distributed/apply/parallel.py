@@ -383,7 +383,7 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
     if cuts_more:
         raise context.refusal(
             cuts_more[0],
-            ("a script for several GPUs only shares the batch among them (ddp, fsdp, hsdp, zero1)"),
+            "a script for several GPUs only shares the batch among them (ddp, fsdp, hsdp, zero1)",
         )
     if why := _why_not(wish, context.target):
         raise context.refusal(Slot.SHARDING, why)
