@@ -144,8 +144,8 @@ def _folder(folder: Path) -> Rows:
         )
     among = f" Is it one of {_first_paths(folders)}?" if folders else ""
     raise UsageError(
-        f"{folder}: this folder has no files of samples ({', '.join(FORMS)}), no dataset written by "
-        f"save_to_disk, and no images in folders by class.{among} Give a folder with one of these."
+        f"{folder}: this folder has no files of samples. Give a folder of {', '.join(FORMS)}, one written "
+        f"by save_to_disk, or one with images in folders by class.{among}"
     )
 
 

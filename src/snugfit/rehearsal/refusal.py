@@ -34,8 +34,8 @@ _KNOWN = {
         "with device=x.device, or register them as buffers of the module that uses them."
     ),
     "SparseTensorImpl": (
-        "The size of sparse gradients depends on the data. Use nn.Embedding(sparse=False). Of torch's "
-        "optimizers only SGD, Adagrad and SparseAdam support sparse gradients."
+        "The size of sparse gradients depends on the data. Use nn.Embedding(sparse=False). Only torch's "
+        "optimizers SGD, Adagrad and SparseAdam support sparse gradients."
     ),
     "same dtype|dtype mismatch|expected m1 and m2|Expected query, key, and value to have": (
         "Its code mixes dtypes, which fails on a GPU too. If the recipe casts the model to 16 bits, try "

@@ -65,9 +65,9 @@ def footprint_table(footprint: Footprint) -> PlainTable:
     """Return a table of the figures of a footprint, each with its meaning; missing ones are left out."""
     also = ", managed memory" if footprint.managed_bytes else ""
     lines = (
-        ("requested", footprint.requested_bytes, "what tensors and kernels ask for"),
+        ("requested", footprint.requested_bytes, "requested by tensors and kernels"),
         ("allocated", footprint.allocated_bytes, "the same, rounded up by the allocator"),
-        ("reserved", footprint.reserved_bytes, "what the allocator reserves on the GPU"),
+        ("reserved", footprint.reserved_bytes, "reserved by the allocator on the GPU"),
         ("on the GPU", footprint.nvml_bytes, f"reserved{also} and the CUDA context: what NVML counts"),
         ("NCCL", footprint.communication_bytes or None, "of the above: to exchange tensors with other GPUs"),
         ("managed", footprint.managed_bytes or None, "of the above: paged states; they give way to the rest"),

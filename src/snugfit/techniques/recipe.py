@@ -64,7 +64,7 @@ class Recipe:
         except (TypeError, AttributeError):
             # The usual mistake is a text.
             raise RecipeError(
-                f"Recipe takes techniques, not {self.techniques!r}. Of text it is made by "
+                f"Recipe takes techniques, not {self.techniques!r}. From text: "
                 "Recipe.parse('bf16 + every_layer')."
             ) from None
         # A search makes very many complete recipes, which need no filling in.

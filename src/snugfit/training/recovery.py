@@ -61,9 +61,9 @@ WHAT_TO_TRY = (
 """Advice for a run that ran out of memory without another recipe."""
 
 CURE = (
-    "Train with the whole batch, or let the loss be a sum that is divided by one count of the whole batch: "
-    "num_items_in_batch in a Trainer's loss, items= of accelerate (the sum of a piece's weights, or its "
-    "labels that count)."
+    "Train with the whole batch, or let the loss be a sum that is divided by one count of the whole batch. "
+    "In a Trainer's loss that is num_items_in_batch. For accelerate it is items=: the sum of a piece's "
+    "weights, or its labels that count."
 )
 """Advice for a loss whose micro-batches do not add up to the whole batch."""
 

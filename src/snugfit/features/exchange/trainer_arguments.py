@@ -74,8 +74,8 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
 
 
 EACH_MEAN_ALIKE = (
-    "This model's loss is a mean that is not divided by the labels of the whole batch, and the Trainer would "
-    "count it once for each GPU. average_tokens_across_devices=False has it not do so; the means of the GPUs "
+    "This model's loss is a mean that is not divided by the labels of the whole batch. The Trainer would "
+    "count it once for each GPU, except with average_tokens_across_devices=False. The means of the GPUs "
     "then count alike, however many labels each has"
 )
 """Reason for an argument: `Trainer.compute_loss` multiplies by the number of processes under

@@ -240,7 +240,7 @@ def without_figures_grid(result: GuideResult) -> Grid:
         for line in result.without_figures
     )
     return Grid(
-        title="What the guide names and gives no figure of",
+        title="Methods in the guide without a figure",
         heads=("Named", "Here", "The guide", "Today", "Recipes today<"),
         rows=rows,
         note=(

@@ -95,7 +95,7 @@ class Host(Technique):
         """Return why no plan can choose the layers: their number is unknown. Empty if it is known."""
         if job.model.layers > 1:
             return ""
-        return f"its config says of no layers (--keep '{cls.last_resort}' plans with all of them)"
+        return f"its config has no number of layers (--keep '{cls.last_resort}' plans with all of them)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:

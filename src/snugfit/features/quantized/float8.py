@@ -103,8 +103,8 @@ def why_unconverted(model: torch.nn.Module) -> str:
     if any(convertible(model)):
         return ""
     return (
-        f"{type(model).__name__} has no torch.nn.Linear that trains in a stack of layers that are alike, "
-        f"with sizes that are multiples of {FLOAT8_MULTIPLE}, so no product would be computed in 8-bit floats"
+        f"{type(model).__name__} has no torch.nn.Linear that trains in a stack of equal layers. Its sizes "
+        f"must be multiples of {FLOAT8_MULTIPLE}, else no product is computed in 8-bit floats"
     )
 
 

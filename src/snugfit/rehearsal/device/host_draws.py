@@ -109,8 +109,8 @@ def _sentence(frame: FrameType) -> str:
     code = frame.f_code
     line = f"{code.co_qualname} ({PurePath(code.co_filename).name}, line {frame.f_lineno})"
     return (
-        f"What runs may depend on random numbers that {line} draws on the host. The prediction takes the "
-        "largest number each time, so LayerDrop drops no layer. Steps that drop layers need less."
+        f"{line} draws random numbers on the host, which may decide the code that runs. The prediction "
+        "takes the largest number each time, so LayerDrop drops no layer. Steps that drop layers need less."
     )
 
 

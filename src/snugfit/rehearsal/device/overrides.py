@@ -148,8 +148,8 @@ def missing_message(error: Exception) -> str:
     import transformers
 
     return (
-        f"torch {torch.__version__} or transformers {transformers.__version__} does not have what a "
-        f"prediction needs: {error} ({type(error).__name__}). {TESTED}"
+        f"torch {torch.__version__} or transformers {transformers.__version__} has no such name, "
+        f"which a prediction needs: {error} ({type(error).__name__}). {TESTED}"
     )
 
 

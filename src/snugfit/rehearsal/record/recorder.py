@@ -67,8 +67,8 @@ aten = torch.ops.aten
 
 
 STEPS_DIFFER = (
-    "What a step allocates depends on the values in its batches, so it differs from step to step. The "
-    "figures are for the third step on synthetic batches."
+    "The allocations of a step depend on the values in its batches, so they differ from step to step. "
+    "The figures are for the third step on synthetic batches."
 )
 
 
