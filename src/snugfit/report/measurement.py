@@ -165,7 +165,7 @@ def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTa
 def _notes(measurement: Measurement) -> list[tuple[str, str]]:
     notes = []
     if not measurement.ok:
-        notes.append((f"The run ended with {measurement.outcome}.", "bold red"))
+        notes.append((f"The run ended with {measurement.outcome}. Its output has the cause.", "bold red"))
     if measurement.message:
         notes.append((measurement.message, ""))
     if measurement.timing and measurement.timing.unstable:

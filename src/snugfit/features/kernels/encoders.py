@@ -166,7 +166,7 @@ def embed_bert(
     inputs_embeds: torch.Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> torch.Tensor:
-    """Return the normed sum (B, S, H) of embedded words, positions and token types; draw the pass's seed."""
+    """Return the normed sum (B, S, H) of embedded words, positions and token types; draw a dropout seed."""
     words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     # RoBERTa counts positions from its padding token.
     if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):
@@ -191,7 +191,7 @@ def embed_distilbert(
     inputs_embeds: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the normed sum (B, S, H) of embedded words and positions; draw the pass's seed."""
+    """Return the normed sum (B, S, H) of embedded words and positions; draw the pass's dropout seed."""
     words = inputs_embeds if input_ids is None else self.word_embeddings(input_ids)
     assert words is not None
     return norm_embeddings(self, words, embed_positions(self, words, position_ids))
@@ -297,7 +297,7 @@ def run_distilbert_layer(
 
 
 def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Run the model's own embeddings of an image, and draw the pass's seed."""
+    """Run the model's own embeddings of an image, and draw the pass's dropout seed."""
     getattr(self, SITE).seeds.begin()
     return type(self).forward(self, *arguments, **keywords)
 

@@ -65,7 +65,7 @@ _PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
 either."""
 
 _NO_FACT = object()
-"""Marks a value without a JSON form, which cannot be a fact."""
+"""Marker for a value that has no JSON form, so that checkpoints do not record or compare it."""
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -98,7 +98,7 @@ def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], b
         else:
             names.append(os.path.relpath(entry.path, folder))
     if MANIFEST in names:
-        raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest. No other file may have it.")
+        raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest. Rename the other file.")
     files = {name: _contents(folder, name, stop=stop, sync=True) for name in sorted(names)}
     _write_manifest(folder / MANIFEST, step, files, about)
     # Inner folders come first, because an outer one refers to them.
