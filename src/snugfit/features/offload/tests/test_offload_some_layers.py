@@ -104,7 +104,7 @@ def test_as_many_as_there_are_is_all_of_them(sent: list[list[int]]) -> None:
     assert gradients("t5", "every_layer + host(all)", autocast=False)
     assert some == sent
     prediction = predict(small_job("bert", 2), "host(all, layers=2)", gpu="h200")
-    assert any("all of them send" in line for line in prediction.doubts)
+    assert any("activations of all move" in line for line in prediction.doubts)
 
 
 def test_a_span_of_layers_belongs_to_its_last_one(sent: list[list[int]]) -> None:
