@@ -70,7 +70,7 @@ def test_what_it_does_not_go_with(change: dict[str, Any], recipe: str, why: str)
     ("family", "facts", "why"),
     [
         ("bert", {}, "the task is sequence-classification"),
-        ("gpt2", {}, r"by rotary positions .* rope_type is none"),
+        ("gpt2", {}, r"rotary positions .* rope_type is none"),
         ("llama", {"attention_dropout": 0.1}, r"\(attention_dropout = 0.1\).*Set attention_dropout to 0"),
         ("gemma2", {}, r"has layers of other kinds \(sliding_attention\)"),
         ("mixtral", {"sliding_window": 8}, "looks at a window of 8 tokens"),
